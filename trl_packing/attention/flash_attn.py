@@ -1,0 +1,28 @@
+"""An installed flash-attn package, through transformers' own FlashAttention path.
+
+transformers hands `cu_seq_lens_q/k` and `max_length_q/k` of the batch to the varlen kernel, so
+nothing needs registering here: this file only says which versions are there and what they lack.
+"""
+
+from transformers.utils import import_utils
+
+# Newest first, as transformers names them.
+VERSIONS = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
+
+MAX_HEAD_DIM = 256
+
+
+def installed() -> str | None:
+    """Return the newest FlashAttention that transformers finds installed and usable, or None."""
+    for name in VERSIONS:
+        # transformers 5.17 does not know FlashAttention-4 yet.
+        available = getattr(import_utils, f"is_flash_attn_{name[-1]}_available", None)
+        if available is not None and available():
+            return name
+    return None
+
+
+def is_flash_attention(implementation: str | None) -> bool:
+    """Whether `attn_implementation` names FlashAttention, a package's or a hub kernel's."""
+    name = (implementation or "").replace("attention", "attn").replace("_", "-")
+    return "flash-attn" in name

@@ -1,0 +1,177 @@
+"""How a packed kernel joins a transformers model without changing what else the model does.
+
+A kernel that keeps documents apart needs only boundaries, so a *packed call* must build no mask:
+
+    packed call      cu_seq_lens_q given, no attention_mask   -> mask None, our kernel
+    any other call   padded batch, generate, 4-D mask, ...    -> the mask and the attention function
+                                                                 that the model had before
+
+Both halves are registered under one name. Registering the attention function alone would leave
+every other call without a mask: a left-padded batch then moves by 2.5 and `generate` writes other
+tokens, without a message (transformers 5.23).
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
+PackedKernel = Callable[..., Tensor]
+
+# Models build their masks before attention runs and some (gpt_oss) without the position_ids that
+# betray packing, so a mask function cannot tell a packed call by its arguments. The wrapper set by
+# `mark_packed_calls` says so. A plain global, because torch.compile follows it.
+_in_packed_call = False
+
+# Arguments of the interface that change the result and that no packed kernel here computes.
+_UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
+
+
+def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
+    """Register `kernel` with transformers under `name` and `name_over_eager`.
+
+    The second name returns to eager attention instead of SDPA for calls that are not packed.
+    """
+    for fallback in ("sdpa", "eager"):
+        registered = implementation_name(name, fallback)
+        AttentionInterface.register(registered, _attention_function(kernel, fallback))
+        AttentionMaskInterface.register(registered, _mask_function(fallback))
+
+
+def implementation_name(name: str, fallback: str) -> str:
+    """Return the `attn_implementation` that runs kernel `name` and falls back to `fallback`."""
+    return f"{name}_over_eager" if fallback == "eager" else name
+
+
+def mark_packed_calls(model: nn.Module) -> None:
+    """Let `model.forward` announce packed calls, so that they build no mask."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
+            return original(*args, **kwargs)
+        with _packed_call():
+            return original(*args, **kwargs)
+
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+
+
+@contextmanager
+def _packed_call() -> Iterator[None]:
+    global _in_packed_call
+    before, _in_packed_call = _in_packed_call, True
+    try:
+        yield
+    finally:
+        _in_packed_call = before
+
+
+def _mask_function(fallback: str) -> Callable[..., Tensor | None]:
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        if _in_packed_call and kwargs.get("attention_mask") is None:
+            return None
+        return ALL_MASK_ATTENTION_FUNCTIONS[fallback](*args, **kwargs)
+
+    return mask
+
+
+def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tuple[Tensor, Any]]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if cu_seq_lens_q is None or attention_mask is not None or not causal:
+            return _fallback_function(fallback, module)(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                **_given(
+                    sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, is_causal=is_causal
+                ),
+                **kwargs,
+            )
+        for argument in _UNSUPPORTED:
+            if kwargs.get(argument) is not None:
+                raise NotImplementedError(
+                    f"{type(module).__name__} passes {argument!r} to attention, which packed "
+                    "kernels do not compute; set attention='model' to use the model's own"
+                )
+        if query.shape[0] != 1:
+            raise ValueError(
+                f"a packed batch is one flat row, got {query.shape[0]} rows with cu_seq_lens_q; "
+                "flatten the rows as PackedCollator does"
+            )
+        query, key, value = _one_dtype(query, key, value)
+        output = kernel(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            cu_seq_lens_q,
+            max_length_q,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout=dropout,
+        )
+        return output.unsqueeze(0), None
+
+    return attention
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    # Not every eager function of transformers takes every option, so pass only what the model passed.
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    if fallback != "eager":
+        return ALL_ATTENTION_FUNCTIONS[fallback]
+    # Eager attention is a function of the model's own file, handed to the interface as its default.
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise NotImplementedError(
+        f"{type(module).__name__} has no eager attention to return to; "
+        "load the model with attn_implementation='sdpa'"
+    )
+
+
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast does for SDPA, which a custom op does not get by itself."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    elif query.dtype == key.dtype == value.dtype:
+        return query, key, value
+    else:
+        dtype = value.dtype  # norms kept in fp32 (peft) leave q and k wider than v
+    return query.to(dtype), key.to(dtype), value.to(dtype)

@@ -1,0 +1,151 @@
+"""PyTorch's own FlashAttention-2 over cu_seqlens: on CUDA from sm80, in bf16 and fp16, nothing to build.
+
+`torch.nn.attention.varlen` (torch >= 2.10) takes the boundaries as they are. It has no dropout and
+no soft-cap. Attention sinks are exact on top of it, because the kernel returns its log-sum-exp
+(see `_SinkAttention`).
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_packing.attention.interface import register_packed_kernel
+
+NAME = "packed_varlen"
+
+MAX_HEAD_DIM = 256
+
+
+def unavailable() -> str | None:
+    """Return why this machine cannot run the kernel, or None if it can."""
+    try:
+        import torch.nn.attention.varlen  # noqa: F401
+    except ImportError:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen (2.10 has)"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than sm80"
+    return None
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return causal attention within each document, ``(T, heads, head_dim)``; shapes as elsewhere."""
+    if softcap or dropout:
+        raise NotImplementedError(
+            f"torch's varlen attention has no soft-cap and no dropout (got softcap={softcap}, "
+            f"dropout={dropout}); set attention='documents'"
+        )
+    longest = int(cu_seqlens.diff().max()) if max_length is None else int(max_length)
+    # The kernel counts the tokens to the left of the query; the model counts the query too.
+    left = -1 if not window else window - 1
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    if sinks is not None:
+        return _SinkAttention.apply(query, key, value, sinks, cu_seqlens, longest, scale, left)
+    return _varlen_attn(query, key, value, cu_seqlens, longest, scale, left)
+
+
+def _varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    left: int,
+) -> Tensor:
+    from torch.nn.attention import varlen
+
+    options: dict[str, Any] = {}
+    # torch 2.12 asks for enable_gqa, which 2.11 does not know.
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    return varlen.varlen_attn(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(left, 0),
+        **options,
+    )
+
+
+class _SinkAttention(torch.autograd.Function):
+    """Attention with learned sinks on a kernel that has none, exact forward and backward.
+
+    With ``out, lse`` of plain attention and sink logits s, the softmax over keys and sink returns
+    ``out · exp(lse − lse')`` with ``lse' = logaddexp(lse, s)``. The kernel's backward rebuilds its
+    probabilities from the log-sum-exp, so given that output and lse' it returns the exact gradients
+    of q, k and v, and ``ds = −Σ exp(s − lse') · Σ(dout · out')``.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, cu_seqlens, longest, scale, left):  # type: ignore[no-untyped-def]
+        out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            0.0,
+            left < 0,
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=0,
+        )
+        with_sinks = torch.logaddexp(lse, sinks.float()[:, None])  # (heads, T)
+        out = out * torch.exp(lse - with_sinks).t().unsqueeze(-1).to(out.dtype)
+        ctx.save_for_backward(query, key, value, out, with_sinks, sinks, cu_seqlens, rng, unused)
+        ctx.options = (longest, scale, left)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        query, key, value, out, lse, sinks, cu_seqlens, rng, unused = ctx.saved_tensors
+        longest, scale, left = ctx.options
+        d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            lse,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            0.0,
+            left < 0,
+            rng,
+            unused,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=0,
+        )
+        received = (grad.float() * out.float()).sum(-1).t()
+        d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * received).sum(1).to(sinks.dtype)
+        return d_query, d_key, d_value, d_sinks, None, None, None, None
+
+
+register_packed_kernel(NAME, varlen_attention)

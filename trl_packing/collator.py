@@ -1,0 +1,112 @@
+"""Documents in, one flat packed batch out; the only place that spells Hugging Face's batch keys.
+
+    documents           [11 12 13] [21 22]        completion masks [0 1 1] [0 1]
+    input_ids           11  12  13  21  22        (1, T) int64
+    labels            -100  12  13 -100 22        (1, T) int64, prompt and document starts −100
+    position_ids         0   1   2   0   1        (1, T) int64
+    seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
+    cu_seq_lens_q/k      0           3       5    (N + 1,) int32
+    max_length_q/k       3                        int
+    use_cache            False
+
+There is no attention_mask and no cache, ever: given either one, transformers skips its detection of
+packed documents and every token sees the documents before it, without a message
+(tests/test_attention.py::test_attention_mask_or_cache_breaks_isolation).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trl_packing.documents import (
+    cu_seqlens_from_lengths,
+    document_ids_from_lengths,
+    position_ids_from_lengths,
+)
+from trl_packing.labels import IGNORE_INDEX, document_labels
+
+
+@dataclass
+class PackedCollator:
+    """Flatten documents into one padding-free row.
+
+    A document is a mapping with `input_ids` and, in this order of precedence, `labels`, or
+    `completion_mask` and/or `assistant_masks` (1 on trained tokens), or nothing (every token is
+    trained). With `seq_lengths` it is a row that already holds several documents.
+
+    pad_token_id: fills the tail that `pad_to_multiple_of` asks for.
+    pad_to_multiple_of: T becomes a multiple of it by one more document, all of it masked.
+
+    An empty list of documents gives a batch with one masked token, so that a rank without documents
+    left still takes part in the step.
+
+    >>> collate = PackedCollator()
+    >>> batch = collate([{"input_ids": [11, 12, 13], "completion_mask": [0, 1, 1]},
+    ...                  {"input_ids": [21, 22], "completion_mask": [0, 1]}])
+    >>> batch["labels"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[-100, 12, 13, -100, 22]], [0, 3, 5])
+    """
+
+    pad_token_id: int = 0
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch described in this module's docstring.
+
+        Raises ValueError if labels, masks or `seq_lengths` do not match `input_ids`.
+        """
+        input_ids = [np.asarray(document["input_ids"], dtype=np.int64) for document in documents]
+        labels = [
+            document_labels(document, ids) for document, ids in zip(documents, input_ids, strict=True)
+        ]
+        lengths = list(_seq_lengths(documents, input_ids))
+        tail = self._tail(sum(lengths))
+        if tail:
+            lengths.append(tail)
+            input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
+            labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
+        return _batch(np.concatenate(input_ids), np.concatenate(labels), lengths)
+
+    def _tail(self, num_tokens: int) -> int:
+        if num_tokens == 0:
+            return self.pad_to_multiple_of or 1
+        return -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+
+
+def _seq_lengths(
+    documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
+) -> Iterator[int]:
+    for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
+        if document.get("seq_lengths") is None:
+            yield len(ids)
+            continue
+        lengths = np.asarray(document["seq_lengths"]).tolist()
+        if sum(lengths) != len(ids):
+            raise ValueError(
+                f"row {row} of the batch holds {len(ids)} tokens but its seq_lengths sum to "
+                f"{sum(lengths)}; they must name every token"
+            )
+        yield from lengths
+
+
+def _batch(input_ids: np.ndarray, labels: np.ndarray, lengths: list[int]) -> dict[str, Any]:
+    seq_lengths = torch.tensor([length for length in lengths if length], dtype=torch.int64)
+    cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
+    flat_labels = torch.from_numpy(labels)
+    flat_labels[cu_seqlens[:-1].long()] = IGNORE_INDEX
+    longest = int(seq_lengths.max())
+    return {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "labels": flat_labels[None],
+        "position_ids": position_ids_from_lengths(seq_lengths)[None],
+        # Made on the host: the model would otherwise derive them in every layer, with a sync each.
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": document_ids_from_lengths(seq_lengths).to(torch.int32)[None],
+        "use_cache": False,
+    }

@@ -1,0 +1,96 @@
+"""`PackedSFTConfig`: TRL's `SFTConfig` with packing on, and the few settings that packing adds."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trl import SFTConfig
+
+STRATEGIES = ("bfd", "bfd_split", "next_fit", "greedy", "wrapped")
+OVERFLOWS = ("truncate", "drop", "split", "error")
+ISOLATION_CHECKS = ("error", "warn", "off")
+
+
+def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
+    return field(default=default, metadata={"help": help, "choices": list(choices)})
+
+
+@dataclass
+class PackedSFTConfig(SFTConfig):
+    """Configuration of `PackedSFTTrainer`; every field of `trl.SFTConfig` keeps its meaning.
+
+    Raises ValueError for a value outside the choices, and for packing without a positive max_length.
+    """
+
+    packing: bool = field(
+        default=True,
+        metadata={
+            "help": "Pack documents into bins of max_length tokens. False: padding-free, with as many "
+            "documents per optimizer step as a padded run."
+        },
+    )
+    packing_strategy: str = _choice(
+        "bfd",
+        "How documents are packed: 'bfd' (best-fit decreasing over the whole set), 'bfd_split' (the "
+        "same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), or 'wrapped' (laid "
+        "end to end and cut at max_length; the pieces stay isolated).",
+        STRATEGIES,
+    )
+    overflow: str | None = _choice(
+        None,
+        "Documents longer than max_length: 'truncate', 'drop', 'split' or 'error'. Default: what TRL "
+        "does, which is 'truncate', and 'split' with packing_strategy='bfd_split'.",
+        OVERFLOWS,
+    )
+    attention: str = field(
+        default="auto",
+        metadata={
+            "help": "What keeps documents apart: 'auto', or one of 'flash_attention_2' (3, 4), "
+            "'varlen', 'documents', 'model'. A named one that cannot be exact raises."
+        },
+    )
+    isolation_check: str = _choice(
+        "error",
+        "Before the first step, check on this model that no document sees another: 'error' stops if "
+        "one does, 'warn' goes on, 'off' skips the check.",
+        ISOLATION_CHECKS,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """What `PackedSFTTrainer` reads beyond `SFTConfig`, with defaults where a plain one is given."""
+
+    overflow: str | None = None
+    attention: str = "auto"
+    isolation_check: str = "error"
+
+    @classmethod
+    def of(cls, args: Any) -> "PackingOptions":
+        return cls(**{f.name: getattr(args, f.name, f.default) for f in fields(cls)})
+
+
+def check_options(args: Any) -> None:
+    """Raise ValueError naming the first setting of `args` that cannot be, and what can.
+
+    Plain `SFTConfig` objects do not check themselves for packing; the trainer calls this for them.
+    """
+    options = PackingOptions.of(args)
+    choices = {
+        "packing_strategy": (args.packing_strategy, STRATEGIES),
+        "overflow": (options.overflow, (None, *OVERFLOWS)),
+        "isolation_check": (options.isolation_check, ISOLATION_CHECKS),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
+    if args.max_length is not None and args.max_length <= 0:
+        raise ValueError(f"max_length={args.max_length} must be positive, or None without packing")
+    if args.packing and args.max_length is None:
+        raise ValueError(
+            "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. "
+            "Set max_length, or packing=False."
+        )

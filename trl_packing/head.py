@@ -1,0 +1,216 @@
+"""Log-probabilities of the trained positions only, without the ``(T, vocabulary)`` logits.
+
+TRL's fused head scores only trained positions where Triton runs, and every position elsewhere. On a
+CPU that is most of a step, and with completion-only loss most of it for positions whose label is
+−100. `add_trained_positions_head` takes over there, and leaves Triton devices to TRL.
+
+The gradient of a sum of log-probabilities is known in the forward, so it is taken there, chunk by
+chunk while the logits are at hand. The backward scales it by the incoming gradient: exactly for the
+hidden states; for the head's weight only if that gradient is one number for all positions (plain
+negative log-likelihood). Otherwise (DFT, weights) the weight's part is computed again.
+"""
+
+import functools
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
+
+from trl_packing.labels import IGNORE_INDEX
+
+# Logits of a chunk: 2**26 float32 are 256 MiB.
+_CHUNK_ELEMENTS = 2**26
+
+
+def add_trained_positions_head(model: nn.Module) -> None:
+    """Let ``model(..., labels=labels, fused_lm_head=True)`` score trained positions only on CPU.
+
+    Call after TRL's `add_fused_lm_head`, whose forward stays in place for every other call. The
+    output is TRL's `FusedCausalLMOutput` with `loss`, `log_probs`, `entropy`, `is_top1` and
+    `label_mask` ``(1, T - 1)``, zero where the label is −100, and `aux_loss` for mixtures of experts.
+    """
+    fused_by_trl = model.forward
+    text_config = model.config.get_text_config()
+    scale, softcap = _logit_scale(text_config), getattr(text_config, "final_logit_softcapping", None)
+
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        head = self.get_output_embeddings()
+        if not fused_lm_head or kwargs.get("shift_labels") is not None or _has_triton(head.weight):
+            return fused_by_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
+        labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
+        kwargs |= {"use_cache": False}
+        if getattr(text_config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        backbone = self.base_model(*args, **kwargs)
+        output = _score(backbone.last_hidden_state[:, :-1], head, labels[:, 1:], scale, softcap)
+        count = output.label_mask.sum().clamp(min=1) if num_items is None else num_items
+        output.loss = -output.log_probs.sum() / count
+        if kwargs.get("output_router_logits"):
+            output.aux_loss = _aux_loss(backbone, text_config, kwargs.get("attention_mask"))
+            output.loss = output.loss + text_config.router_aux_loss_coef * output.aux_loss
+        return output
+
+    model.forward = MethodType(forward, model)
+
+
+def _has_triton(weight: Tensor) -> bool:
+    from trl.kernels.chunked_logprob import _use_triton
+
+    return _use_triton(weight.device)
+
+
+def _logit_scale(text_config: Any) -> float:
+    """Return what the model multiplies its logits by; the names are those that TRL's head knows."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(text_config, name, None) is not None:
+            return float(getattr(text_config, name))
+    scaling = getattr(text_config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    return float(scaling) if text_config.model_type == "hyperclovax" else 1.0 / float(scaling)
+
+
+def _score(
+    hidden: Tensor, head: Any, labels: Tensor, scale: float, softcap: float | None
+) -> FusedCausalLMOutput:
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if isinstance(weight, DTensor):  # FSDP2: gather the head once
+        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+    hidden, labels = hidden.to(weight.device), labels.to(weight.device)
+    mask = labels != IGNORE_INDEX
+    with maybe_gather_lm_head_ctx(weight, bias):
+        scored = _TrainedLogProbs.apply(hidden[mask], weight, bias, labels[mask], scale, softcap)
+    # masked_scatter keeps the graph even if no position is trained: a differentiable zero.
+    log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scored)
+    return FusedCausalLMOutput(
+        log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask
+    )
+
+
+def _aux_loss(backbone: Any, text_config: Any, attention_mask: Tensor | None) -> Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    return load_balancing_loss_func(
+        backbone.router_logits,
+        text_config.num_experts,
+        text_config.num_experts_per_tok,
+        attention_mask,
+    )
+
+
+class _TrainedLogProbs(torch.autograd.Function):
+    """``(N, hidden), (vocabulary, hidden), targets (N,)`` → log-probability, entropy, is_top1 ``(N,)``."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap):  # type: ignore[no-untyped-def]
+        dtype = _compute_dtype(hidden)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        log_probs, entropy = hidden.new_empty((2, len(hidden)), dtype=torch.float32)
+        is_top1 = torch.empty_like(targets, dtype=torch.bool)
+        d_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for rows in _chunks(hidden, weight):
+            logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
+            target = targets[rows, None]
+            is_top1[rows] = logits.argmax(-1) == targets[rows]
+            at_target, lse = logits.gather(-1, target)[:, 0], logits.logsumexp(-1)
+            probabilities = (logits - lse[:, None]).exp_()
+            log_probs[rows] = at_target - lse
+            entropy[rows] = lse - torch.linalg.vecdot(probabilities, logits)
+            if needs_hidden or needs_weight or needs_bias:
+                d_logits = _d_logits(probabilities, target, slope).to(dtype)
+                if d_hidden is not None:
+                    d_hidden[rows] = (d_logits @ weight.to(dtype)).float()
+                _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
+        ctx.save_for_backward(hidden, weight, bias, targets, d_hidden, d_weight, d_bias)
+        ctx.options = (dtype, scale, softcap)
+        ctx.mark_non_differentiable(entropy, is_top1)
+        return log_probs, entropy, is_top1
+
+    @staticmethod
+    def backward(ctx, grad, _grad_entropy, _grad_top1):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, _, d_hidden, d_weight, d_bias = ctx.saved_tensors
+        if d_hidden is not None:
+            d_hidden = (d_hidden * grad[:, None]).to(hidden.dtype)
+        if d_weight is not None or d_bias is not None:
+            if len(grad) and bool((grad == grad[0]).all()):
+                d_weight, d_bias = (None if x is None else x * grad[0] for x in (d_weight, d_bias))
+            else:
+                d_weight, d_bias = _weighted_weight_grads(ctx, grad)
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _weighted_weight_grads(ctx, grad):  # type: ignore[no-untyped-def]
+    hidden, weight, bias, targets, _, unit_weight, unit_bias = ctx.saved_tensors
+    dtype, scale, softcap = ctx.options
+    d_weight = None if unit_weight is None else torch.zeros_like(unit_weight)
+    d_bias = None if unit_bias is None else torch.zeros_like(unit_bias)
+    with maybe_gather_lm_head_ctx(weight, bias):
+        for rows in _chunks(hidden, weight):
+            logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
+            d_logits = _d_logits(logits.softmax(-1), targets[rows, None], slope)
+            d_logits = (d_logits * grad[rows, None]).to(dtype)
+            _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
+    return d_weight, d_bias
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def _logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor | float]:
+    """Return the model's logits in float32 and their slope against ``hidden @ weight.T + bias``."""
+    logits = hidden.to(dtype) @ weight.to(dtype).t()
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    logits = logits.float()
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is None:
+        return logits, scale
+    squashed = torch.tanh(logits / softcap)
+    return squashed * softcap, (1 - squashed**2) * scale
+
+
+def _d_logits(probabilities: Tensor, target: Tensor, slope: Tensor | float) -> Tensor:
+    """Return the gradient of the target's log-probability; overwrites `probabilities`."""
+    gradient = probabilities.neg_()
+    gradient.scatter_add_(-1, target, torch.ones_like(target, dtype=gradient.dtype))
+    return gradient if isinstance(slope, float) and slope == 1.0 else gradient.mul_(slope)
+
+
+def _add_weight_grads(
+    d_weight: Tensor | None, d_bias: Tensor | None, d_logits: Tensor, hidden: Tensor
+) -> None:
+    if d_weight is not None:
+        if d_logits.dtype == d_weight.dtype:
+            d_weight.addmm_(d_logits.t(), hidden)
+        else:
+            d_weight += d_logits.t() @ hidden
+    if d_bias is not None:
+        d_bias += d_logits.sum(0, dtype=torch.float32)

@@ -1,0 +1,54 @@
+"""Which tokens are trained: a token is, if its label is its id and not `IGNORE_INDEX`.
+
+    input_ids          5  6  7  8       a document; the model predicts 6, 7, 8 from what is before
+    completion_mask    0  0  1  1       1 on the completion
+    labels          -100 -100 7  8      what this module makes of them
+
+The first token of a document is never a target: nothing precedes it in its document, and in a packed
+row the position before it belongs to another one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# What torch's cross-entropy and transformers skip.
+IGNORE_INDEX = -100
+
+# Columns that mark trained tokens with 1, as TRL names them.
+MASK_COLUMNS = ("completion_mask", "assistant_masks")
+
+
+def labels_from_masks(input_ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return `input_ids` ``(T,)`` with `IGNORE_INDEX` wherever any of `masks` ``(T,)`` is 0.
+
+    Raises ValueError if a mask has another length.
+
+    >>> labels_from_masks(np.array([5, 6, 7]), [np.array([0, 1, 1])]).tolist()
+    [-100, 6, 7]
+    """
+    labels = np.array(input_ids, dtype=np.int64)
+    for mask in masks:
+        if len(mask) != len(labels):
+            raise ValueError(
+                f"a mask has {len(mask)} entries but input_ids has {len(labels)}; "
+                "give one entry per token"
+            )
+        labels[np.asarray(mask) == 0] = IGNORE_INDEX
+    return labels
+
+
+def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.ndarray:
+    """Return the labels ``(T,)`` int64 of a document: its `labels`, else by masks, else its ids."""
+    labels = document.get("labels")
+    if labels is None:
+        masks = [np.asarray(document[name]) for name in MASK_COLUMNS if name in document]
+        return labels_from_masks(input_ids, masks)
+    labels = np.asarray(labels, dtype=np.int64)
+    if len(labels) != len(input_ids):
+        raise ValueError(
+            f"labels has {len(labels)} entries but input_ids has {len(input_ids)}; "
+            "give one label per token"
+        )
+    return labels

@@ -1,0 +1,227 @@
+"""Tokenized documents → documents that fit, every loss counted.
+
+    documents           input_ids, labels, any length       (TRL renders and tokenizes)
+        │  check        masks as long as ids, integers, ...
+        │  pieces       which [start, stop) of which row survives the overflow policy
+        │  drop         pieces without a trained token
+        ▼
+    documents           each ≤ capacity, each with something to train
+
+A policy only decides on (row, start, stop) triples, from lengths and trained-token counts; `_gather`
+then cuts all of a batch at once in Arrow. A piece is a document from then on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.labels import IGNORE_INDEX, MASK_COLUMNS
+from trl_packing.report import PreparationCounts
+
+OVERFLOW_POLICIES = ("truncate", "drop", "split", "error")
+
+TOKEN_COLUMNS = ("input_ids", "labels")
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What happens to documents longer than `capacity` tokens (None: nothing is too long).
+
+    `policy` is one of `OVERFLOW_POLICIES`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
+    or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
+    """
+
+    policy: str
+    capacity: int | None
+
+
+def check_columns(
+    dataset: datasets.Dataset | datasets.IterableDataset, name: str, text_field: str
+) -> None:
+    """Raise ValueError if `dataset` has no column to train on, or token columns that do not match."""
+    columns = dataset.column_names
+    if columns is None:  # a stream whose columns are known only by reading it
+        return
+    known = {"input_ids", "messages", "conversations", "prompt", text_field}
+    if not known & set(columns):
+        raise ValueError(
+            f"the {name} dataset has no column to train on: it has {columns}; expected {text_field!r},"
+            " 'messages', 'prompt' and 'completion', or 'input_ids' (or pass formatting_func)"
+        )
+    if "prompt" in columns and not {"completion", "input_ids", "messages"} & set(columns):
+        raise ValueError(
+            f"the {name} dataset has a 'prompt' column but no 'completion' column: it has {columns}; "
+            "rename the column that holds the answers to 'completion'"
+        )
+    if "input_ids" in columns and isinstance(dataset, datasets.Dataset):
+        _check_token_columns(dataset, name)
+
+
+def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:
+    present = [c for c in (*TOKEN_COLUMNS, *MASK_COLUMNS) if c in dataset.column_names]
+    documents = ArrowDocuments(dataset, present)
+    expected = documents.lengths("input_ids")
+    for column in present[1:]:
+        wrong = np.flatnonzero(documents.lengths(column) != expected)
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"document {row} of the {name} dataset has {expected[row]} input_ids but "
+                f"{documents.lengths(column)[row]} entries in {column!r}; give one per token"
+            )
+
+
+def fit_documents(
+    dataset: datasets.Dataset, overflow: Overflow, *, num_proc: int | None = None, name: str = "train"
+) -> tuple[datasets.Dataset, PreparationCounts]:
+    """Return `dataset` with every document within capacity and something to train in each.
+
+    `dataset` has `input_ids` and `labels`; other columns are kept (and repeated for pieces).
+    Raises ValueError if a document is too long under ``"error"``, or if nothing is left.
+    """
+    documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
+    lengths, trained = documents.lengths(), documents.num_trained()
+    too_long = np.zeros(len(lengths), bool)
+    if overflow.capacity is not None:
+        too_long = lengths > overflow.capacity
+    if overflow.policy == "error" and too_long.any():
+        row = int(np.argmax(too_long))
+        raise ValueError(
+            f"document {row} of the {name} dataset has {lengths[row]} tokens but max_length is "
+            f"{overflow.capacity}; raise max_length or set overflow='truncate', 'split' or 'drop'"
+        )
+    rewrites = overflow.policy == "wrapped" or (overflow.policy != "drop" and too_long.any())
+    if rewrites:
+        # `map` caches by the function and its arguments, so a second run reads the result.
+        batch_size = len(dataset) if overflow.policy == "wrapped" else 1000
+        fitted = dataset.with_format("arrow").map(
+            fit_table,
+            fn_kwargs={"overflow": overflow},
+            batched=True,
+            batch_size=batch_size,
+            num_proc=None if overflow.policy == "wrapped" else num_proc,
+            desc=f"Fitting {name} dataset to max_length",
+        )
+        fitted = fitted.with_format(None)
+    else:
+        kept = np.flatnonzero((trained > 0) & ~too_long)
+        fitted = dataset if len(kept) == len(dataset) else dataset.select(kept)
+    return fitted, _counts(fitted, overflow, lengths, trained, too_long, name)
+
+
+def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
+    """Apply `overflow` to a table of documents and drop pieces without a trained token."""
+    ids = table.column("input_ids").combine_chunks()
+    lengths = np.diff(ids.offsets.to_numpy())
+    rows, starts, stops = _pieces(lengths, overflow)
+    pieces = {
+        name: _gather(table.column(name).combine_chunks(), rows, starts, stops)
+        for name in TOKEN_COLUMNS
+    }
+    kept = pa.array(np.flatnonzero(_count_trained(pieces["labels"]) > 0))
+    columns = [
+        (pieces[name] if name in pieces else table.column(name).take(pa.array(rows))).take(kept)
+        for name in table.column_names
+    ]
+    return pa.table(columns, names=table.column_names)
+
+
+def _pieces(lengths: np.ndarray, overflow: Overflow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the surviving pieces as arrays: source row, first token, token after the last."""
+    rows, capacity = np.arange(len(lengths)), overflow.capacity
+    zeros = np.zeros_like(lengths)
+    if capacity is None:
+        return rows, zeros, lengths
+    if overflow.policy == "drop":
+        kept = rows[lengths <= capacity]
+        return kept, zeros[kept], lengths[kept]
+    if overflow.policy == "truncate":
+        return rows, zeros, np.minimum(lengths, capacity)
+    if overflow.policy == "truncate_start":
+        return rows, np.maximum(lengths - capacity, 0), lengths
+    # split cuts each document at multiples of capacity, wrapped the documents laid end to end.
+    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if overflow.policy == "wrapped" else zeros
+    first_cut, last_cut = first // capacity, (first + np.maximum(lengths, 1) - 1) // capacity
+    per_row = last_cut - first_cut + 1
+    piece_rows = np.repeat(rows, per_row)
+    nth = np.arange(len(piece_rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    boundary = (first_cut[piece_rows] + nth) * capacity - first[piece_rows]
+    starts = np.maximum(boundary, 0)
+    return piece_rows, starts, np.minimum(boundary + capacity, lengths[piece_rows])
+
+
+def _gather(column: pa.Array, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> pa.Array:
+    """Return the list array of ``column[row][start:stop]``."""
+    base = column.offsets.to_numpy()[rows].astype(np.int64)
+    sizes = stops - starts
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+    values = column.values.take(pa.array(np.repeat(base + starts, sizes) + within))
+    return pa.LargeListArray.from_arrays(pa.array(offsets), values).cast(column.type)
+
+
+def _count_trained(labels: pa.Array) -> np.ndarray:
+    offsets = labels.offsets.to_numpy()
+    running = np.concatenate(
+        [[0], np.cumsum(labels.values.to_numpy(zero_copy_only=False) != IGNORE_INDEX)]
+    )
+    return running[offsets[1:]] - running[np.minimum(offsets[:-1] + 1, offsets[1:])]
+
+
+def _counts(
+    fitted: datasets.Dataset,
+    overflow: Overflow,
+    lengths: np.ndarray,
+    trained: np.ndarray,
+    too_long: np.ndarray,
+    name: str,
+) -> PreparationCounts:
+    after = ArrowDocuments(fitted, TOKEN_COLUMNS)
+    if not len(after):
+        raise ValueError(
+            f"no document of the {name} dataset has a trained token left "
+            f"({len(lengths)} read, {int(too_long.sum())} longer than max_length="
+            f"{overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or check the "
+            "completion or assistant masks"
+        )
+    return PreparationCounts(
+        documents_in=len(lengths),
+        documents_out=len(after),
+        tokens_in=int(lengths.sum()),
+        tokens_out=int(after.lengths().sum()),
+        trained_in=int(trained.sum()),
+        trained_out=int(after.num_trained().sum()),
+        overlong=int(too_long.sum()),
+        empty=int((lengths == 0).sum()),
+        untrained=int(_lost_documents(fitted, overflow, trained, too_long)),
+        policy=overflow.policy,
+        capacity=overflow.capacity,
+    )
+
+
+def _lost_documents(
+    fitted: datasets.Dataset, overflow: Overflow, trained: np.ndarray, too_long: np.ndarray
+) -> int:
+    """Return how many documents went for lack of a trained token, before or after cutting."""
+    if overflow.policy in ("split", "wrapped"):
+        return int((trained == 0).sum())
+    dropped = int(too_long.sum()) if overflow.policy == "drop" else 0
+    return len(trained) - dropped - len(fitted)
+
+
+def fit_stream(dataset: datasets.IterableDataset, overflow: Overflow) -> datasets.IterableDataset:
+    """Return `dataset` with `overflow` applied as it is read; only token columns are kept."""
+
+    def fit(batch: dict[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        table = pa.table({name: pa.array(batch[name], pa.list_(pa.int64())) for name in TOKEN_COLUMNS})
+        return fit_table(table, overflow).to_pydict()
+
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    return dataset.map(
+        fit, batched=True, remove_columns=[c for c in columns if c not in TOKEN_COLUMNS]
+    )

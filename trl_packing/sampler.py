@@ -1,0 +1,222 @@
+"""From document lengths to the micro-batches of one data-parallel rank, anew every epoch.
+
+    an epoch    [ m0 m1 | m2 m3 ] [ m4 m5 | m6 m7 ] ...     micro-batches, in the order of training
+                  └ slot ┘          ranks × accumulation of them make an optimizer step
+    rank r takes m_r, m_(r + ranks), ...
+
+Which micro-batches make a step depends on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and 4 × 1
+train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its part:
+no communication, every document exactly once, equally many micro-batches on every rank.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from trl_packing.packing import pack
+
+
+class PackedBatchSampler(BatchRebalanceSampler):
+    """Yield the document indices of each micro-batch of one rank.
+
+    It subclasses transformers' `BatchRebalanceSampler`, because that is how `Trainer` knows a batch
+    sampler that is aware of ranks: it then leaves accelerate's sharding out and calls `set_epoch`.
+
+    lengths: tokens of every document.
+    capacity: tokens a bin may hold. A micro-batch is `bins_per_batch` bins.
+    documents_per_step: instead of packing into bins, take exactly so many documents every optimizer
+        step (the last of an epoch may be smaller) and cut them into micro-batches of equal cost.
+    rows: every document is a bin of its own, kept as it is (rows that were packed before).
+    num_ranks, rank, accumulation: data-parallel ranks, which one this is, micro-batches of a step.
+    strategy, seed: as in `pack`; the seed of an epoch is (seed, epoch).
+    shuffle: False keeps the data set's order and the same bins every epoch (evaluation).
+    attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
+    allow_idle_ranks: let ranks without documents run empty micro-batches (evaluation).
+
+    When micro-batches do not divide evenly by ranks, bins are split until they do; where every bin
+    holds one document, the last micro-batches are empty, which `PackedCollator` turns into one masked
+    token: nothing is dropped, repeated, or put beyond capacity.
+
+    Raises ValueError for fewer documents than ranks, unless `allow_idle_ranks`.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        capacity: int | None = None,
+        *,
+        bins_per_batch: int = 1,
+        documents_per_step: int | None = None,
+        rows: bool = False,
+        num_ranks: int = 1,
+        rank: int = 0,
+        accumulation: int = 1,
+        strategy: str = "bfd",
+        seed: int = 0,
+        shuffle: bool = True,
+        attention_cost: float = 0.0,
+        allow_idle_ranks: bool = False,
+    ):
+        self.lengths = np.asarray(lengths)
+        self.capacity = capacity
+        self.bins_per_batch = bins_per_batch
+        self.documents_per_step = documents_per_step
+        self.rows = rows
+        self.num_ranks = num_ranks
+        self.rank = rank
+        self.accumulation = accumulation
+        self.strategy = strategy
+        self.seed = seed
+        self.shuffle = shuffle
+        self.attention_cost = attention_cost
+        self.epoch = 0
+        self._check(allow_idle_ranks)
+        self._epoch_drawn: int | None = None
+        self._micro_batches: list[np.ndarray] = []
+        # Order-dependent strategies plan once: their number of bins changes with the order.
+        self._planned_once: list[np.ndarray] | None = None
+        self.num_bins = None if documents_per_step else len(self._bins(0))
+
+    def _check(self, allow_idle_ranks: bool) -> None:
+        if not self.documents_per_step and not self.rows and self.capacity is None:
+            raise ValueError(
+                "capacity is None; set the tokens a bin may hold, or documents_per_step to batch "
+                "without packing"
+            )
+        for name in ("bins_per_batch", "num_ranks", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
+        if len(self.lengths) < self.num_ranks and not allow_idle_ranks:
+            raise ValueError(
+                f"{len(self.lengths)} documents cannot keep {self.num_ranks} ranks busy; "
+                "use fewer processes or more documents"
+            )
+        if self.documents_per_step is not None and self.documents_per_step < self._slots:
+            raise ValueError(
+                f"documents_per_step={self.documents_per_step} is less than one document for each of "
+                f"{self.num_ranks} ranks × {self.accumulation} accumulated micro-batches; "
+                "raise it or lower gradient_accumulation_steps"
+            )
+
+    @property
+    def _slots(self) -> int:
+        return self.num_ranks * self.accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw epoch `epoch` on the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return this rank's micro-batches per epoch, the same every epoch and on every rank."""
+        if self.documents_per_step is None:
+            assert self.num_bins is not None
+            return -(-self.num_bins // (self.bins_per_batch * self.num_ranks))
+        full, rest = divmod(len(self.lengths), self.documents_per_step)
+        return full * self.accumulation + self._micro_batches_of(rest)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.documents_per_step is not None:
+            yield from self._iterate_steps()
+            return
+        for micro_batch in self.micro_batches()[self.rank :: self.num_ranks]:
+            yield micro_batch.tolist()
+
+    def micro_batches(self) -> list[np.ndarray]:
+        """Return the document indices of all ranks' micro-batches of this epoch, in order."""
+        if self.documents_per_step is not None:
+            return [np.asarray(g) for step in range(self._num_steps) for g in self._groups(step)]
+        if self._epoch_drawn != self.epoch:
+            self._micro_batches = self._grouped(self._bins(self.epoch))
+            self._epoch_drawn = self.epoch
+        return self._micro_batches
+
+    # --- packed: a micro-batch is bins --------------------------------------------------------------
+
+    def _bins(self, epoch: int) -> list[np.ndarray]:
+        rng = np.random.default_rng((self.seed, epoch))
+        if self.rows:
+            bins = [np.array([row]) for row in range(len(self.lengths))]
+        elif self.strategy == "next_fit":
+            if self._planned_once is None:
+                first = (self.seed, 0) if self.shuffle else None
+                plan = pack(self.lengths, self.capacity, self.strategy, seed=first)
+                self._planned_once = list(plan)
+            bins = self._planned_once
+        else:
+            seed = (self.seed, epoch) if self.shuffle else None
+            bins = list(pack(self.lengths, self.capacity, self.strategy, seed=seed))
+        if self.shuffle:
+            bins = [bins[i] for i in rng.permutation(len(bins))]
+        return bins
+
+    def _grouped(self, bins: list[np.ndarray]) -> list[np.ndarray]:
+        """Return micro-batches of `bins_per_batch` bins, a multiple of the ranks many."""
+        target = len(self) * self.num_ranks
+        bins = _split_until(bins, target)
+        groups = []
+        for left in range(target - 1, -1, -1):  # micro-batches to come after this one
+            size = min(self.bins_per_batch, max(len(bins) - left, 0))
+            size = size or min(1, len(bins))
+            groups.append(np.concatenate(bins[:size]) if size else np.empty(0, dtype=np.int64))
+            bins = bins[size:]
+        return groups
+
+    # --- by documents: a step is `documents_per_step` documents -------------------------------------
+
+    @property
+    def _num_steps(self) -> int:
+        assert self.documents_per_step is not None
+        return -(-len(self.lengths) // self.documents_per_step)
+
+    def _micro_batches_of(self, num_documents: int) -> int:
+        """Return the micro-batches per rank of a step with so many documents."""
+        assert self.documents_per_step is not None
+        return -(-num_documents * self.accumulation // self.documents_per_step)
+
+    def _iterate_steps(self) -> Iterator[list[int]]:
+        for step in range(self._num_steps):
+            yield from self._groups(step)[self.rank :: self.num_ranks]
+
+    def _groups(self, step: int) -> list[list[int]]:
+        assert self.documents_per_step is not None
+        if self._epoch_drawn != self.epoch:
+            order = np.arange(len(self.lengths))
+            if self.shuffle:
+                order = np.random.default_rng((self.seed, self.epoch)).permutation(order)
+            self._order, self._epoch_drawn = order, self.epoch
+        start = step * self.documents_per_step
+        chosen = self._order[start : start + self.documents_per_step]
+        num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks
+        lengths = self.lengths[chosen].astype(float)
+        return _equal_cost(chosen, lengths + self.attention_cost * lengths**2, num_groups)
+
+
+def _split_until(bins: list[np.ndarray], target: int) -> list[np.ndarray]:
+    """Return at least `target` bins by halving the fullest ones, where any holds two documents."""
+    bins = list(bins)
+    while len(bins) < target:
+        fullest = max(range(len(bins)), key=lambda i: len(bins[i]))
+        if len(bins[fullest]) < 2:
+            break
+        half = len(bins[fullest]) // 2
+        bins.append(bins[fullest][half:])
+        bins[fullest] = bins[fullest][:half]
+    return bins
+
+
+def _equal_cost(documents: np.ndarray, costs: np.ndarray, num_groups: int) -> list[list[int]]:
+    """Return `num_groups` groups of about equal cost: the costliest first, into the cheapest group.
+
+    Longest processing time first (Graham 1969): within 4/3 of the best possible maximum.
+    """
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    cheapest = [(0.0, group) for group in range(num_groups)]
+    for i in np.argsort(-costs, kind="stable").tolist():
+        cost, group = heapq.heappop(cheapest)
+        groups[group].append(int(documents[i]))
+        heapq.heappush(cheapest, (cost + costs[i], group))
+    return groups

@@ -1,0 +1,540 @@
+"""`PackedSFTTrainer`: TRL's `SFTTrainer` on documents packed at sampling time.
+
+    SFTTrainer                     here
+    _prepare_dataset               super() renders and tokenizes; then documents are fitted, not packed
+    _get_train_sampler             a plan an epoch, from lengths, by rank           (sampler)
+    data_collator                  one flat row, boundaries, no mask, no cache      (collator)
+    attention of the model         kept within documents, the rest of it unchanged  (attention)
+    fused LM head                  trained positions only, also on CPU              (head)
+    train, evaluate, predict       stop before the first step if documents leak     (isolation)
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTConfig, SFTTrainer
+from trl.data_utils import get_dataset_column_names
+
+from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
+from trl_packing.collator import PackedCollator
+from trl_packing.config import PackedSFTConfig, PackingOptions, check_options
+from trl_packing.head import add_trained_positions_head
+from trl_packing.isolation import IsolationReport, check_isolation
+from trl_packing.labels import IGNORE_INDEX
+from trl_packing.prepare import (
+    TOKEN_COLUMNS,
+    Overflow,
+    check_columns,
+    fit_documents,
+    fit_stream,
+)
+from trl_packing.report import PackingReport, PreparationCounts
+from trl_packing.sampler import PackedBatchSampler
+from trl_packing.streaming import PackedStream
+
+logger = get_logger(__name__)
+
+_ROW_COLUMNS = (*TOKEN_COLUMNS, "seq_lengths")
+
+
+class PackedSFTTrainer(SFTTrainer):
+    """Supervised fine-tuning that never computes on padding and keeps documents apart.
+
+    Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig` or
+    `TrainingArguments`. With ``packing=True`` a micro-batch is `per_device_train_batch_size` bins of
+    `max_length` tokens; with ``packing=False`` an optimizer step is the documents of the padded run.
+    Either way a micro-batch is one flat row of isolated documents.
+
+    A data collator of your own, a data set with images, and a data set with `with_transform` take
+    TRL's path unchanged (a warning says so).
+
+    `packing_report` holds what a run is made of; it is printed when training starts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ):
+        self._trl_path = _reason_for_trl_path(train_dataset, data_collator)
+        if self._trl_path:
+            _step_aside(args, self._trl_path)
+            super().__init__(
+                model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
+            )
+            return
+        _check_arguments(args, train_dataset)
+        self._options = PackingOptions.of(args)
+        self._preparation: dict[str, PreparationCounts] = {}
+        self._checked: set[bool] = set()
+        with _packing_hidden(args) as (packing, eval_packing):
+            self._packing, self._eval_packing = packing, eval_packing
+            super().__init__(
+                model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
+            )
+        self._check_parallelism()
+        # TRL divides by the tokens of one micro-batch for model classes that do not accept
+        # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
+        self.model_accepts_loss_kwargs = True
+        self._padded_collator = self.data_collator
+        base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        self.attention = self._resolve_attention(base_model)
+        install_attention(base_model, self.attention)
+        self._trl_path = self._reason_for_padded_rows()
+        if self._trl_path:
+            logger.warning(f"{self._trl_path}: rows are padded, as in TRL")
+            return
+        self.padding_free = True
+        self.data_collator = data_collator or PackedCollator(
+            pad_token_id=self._tokenizer.pad_token_id,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,
+        )
+        add_trained_positions_head(base_model)
+        self.packing_report = self._report()
+        self.add_callback(_OnTrainBegin(self))
+
+    # --- arguments ----------------------------------------------------------------------------------
+
+    def _check_parallelism(self) -> None:
+        args = self.args
+        if self._shards_sequences() and (self._packing or self._eval_packing or args.padding_free):
+            raise ValueError(
+                "Packing is not compatible with context or sequence parallelism (`cp_size > 1`, "
+                "`sp_size > 1`): sharding a row drops the boundaries between its documents. Set "
+                "`packing=False` and `padding_free=False` for padded rows, or disable it."
+            )
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices=False weights a token by the rank that it falls on, "
+                "and packed ranks hold unequal numbers of trained tokens; leave it True"
+            )
+
+    def _shards_sequences(self) -> bool:
+        parallelism = self.accelerator.parallelism_config
+        return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
+
+    def _reason_for_padded_rows(self) -> str | None:
+        """Return why rows stay padded although nobody refused packing, or None.
+
+        Existing TRL code that asks for neither packing nor padding_free keeps running on models that
+        cannot keep documents apart. Who asks for one of them gets the isolation gate's error.
+        """
+        if self._shards_sequences():
+            return "context or sequence parallelism drops the boundaries between documents"
+        asked = self._packing or self._eval_packing or self.args.padding_free
+        if asked or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return None
+        try:
+            report = check_isolation(self.model, training=True, max_length=0)
+        except (TypeError, ValueError, NotImplementedError) as refusal:
+            return f"{type(self.model).__name__} takes no packed row ({refusal})"
+        return str(report) if report.verdict == "leaks" else None
+
+    def _resolve_attention(self, model: Any) -> AttentionChoice:
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        return resolve_attention(
+            model, self._options.attention, device=self.args.device, dtype=dtype
+        )
+
+    def check_isolation(self, model: Any, *, training: bool) -> IsolationReport | None:
+        """Check `model` once per mode, on the longest documents of the run, as `isolation_check` says.
+
+        Raises RuntimeError if documents leak under ``isolation_check="error"``.
+        """
+        if self._trl_path or self._options.isolation_check == "off" or training in self._checked:
+            return None
+        self._checked.add(training)
+        try:
+            report = check_isolation(
+                model, self._probe_documents(), training=training, attention=str(self.attention)
+            )
+        except (TypeError, ValueError, NotImplementedError) as refusal:
+            raise RuntimeError(
+                f"{type(self.model).__name__} cannot run packed documents ({refusal}). Install what "
+                "it asks for, or train padded rows: packing=False and padding_free=False"
+            ) from refusal
+        if report.verdict == "isolated":
+            logger.info(str(report))
+            return report
+        message = (
+            f"{report}. Set attention='documents' or another one, keep documents on one side of the "
+            "model's length threshold with max_length, or train padded rows with trl.SFTTrainer; "
+            "isolation_check='warn' trains all the same"
+        )
+        if report.verdict == "leaks" and self._options.isolation_check == "error":
+            raise RuntimeError(message)
+        logger.warning(message)
+        return report
+
+    def _probe_documents(self) -> list[np.ndarray]:
+        """Return the documents that probe isolation: the longest, the shortest, and a middling one."""
+        if isinstance(self.train_dataset, IterableDataset):
+            return [np.asarray(d["input_ids"]) for d in islice(self.train_dataset, 16)]
+        documents = ArrowDocuments(self.train_dataset, ["input_ids"])
+        order = np.argsort(documents.lengths(), kind="stable")
+        chosen = {int(order[i]) for i in (0, len(order) // 2, -1)}
+        return [documents[i]["input_ids"] for i in sorted(chosen)]
+
+    # --- data ---------------------------------------------------------------------------------------
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: SFTConfig,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        if self._trl_path:
+            return super()._prepare_dataset(
+                dataset, processing_class, args, packing, formatting_func, dataset_name
+            )
+        if formatting_func is None:
+            check_columns(dataset, dataset_name, args.dataset_text_field)
+        # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
+        unlimited = copy.copy(args)
+        unlimited.max_length = None
+        documents = super()._prepare_dataset(
+            dataset, processing_class, unlimited, False, formatting_func, dataset_name
+        )
+        return self._fit(documents, args, dataset_name)
+
+    def _fit(self, documents: Any, args: SFTConfig, name: str) -> Any:
+        overflow = Overflow(_overflow_policy(args, self._options, self._packing), args.max_length)
+        columns = get_dataset_column_names(documents)
+        if "seq_lengths" in columns:
+            _check_rows(documents, args.max_length, name)
+            return documents
+        if isinstance(documents, IterableDataset):
+            return fit_stream(documents, overflow)
+        if self._packing:
+            documents = documents.select_columns(list(TOKEN_COLUMNS))
+        fitted, self._preparation[name] = fit_documents(
+            documents, overflow, num_proc=args.dataset_num_proc, name=name
+        )
+        return fitted
+
+    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Any:
+        """Read documents straight out of Arrow, instead of removing columns and keeping lists."""
+        if self._trl_path:
+            return super()._remove_unused_columns(dataset, description)
+        present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
+        return ArrowDocuments(dataset, present)
+
+    # --- sampling -----------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self._trl_path or not isinstance(train_dataset, ArrowDocuments):
+            return super()._get_train_sampler(train_dataset)
+        return self._sampler(
+            train_dataset,
+            packing=self._packing,
+            batch_size=self._train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            shuffle=self.args.train_sampling_strategy != "sequential",
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if self._trl_path or not isinstance(eval_dataset, ArrowDocuments) or self._evaluates_padded:
+            return super()._get_eval_sampler(eval_dataset)
+        return self._sampler(
+            eval_dataset,
+            packing=self._eval_packing,
+            batch_size=self.args.eval_batch_size,
+            accumulation=1,
+            shuffle=False,
+        )
+
+    def _sampler(
+        self,
+        documents: ArrowDocuments,
+        *,
+        packing: bool,
+        batch_size: int,
+        accumulation: int,
+        shuffle: bool,
+    ) -> PackedBatchSampler:
+        ranks, rank = self._data_ranks()
+        rows = "seq_lengths" in documents.columns
+        hidden = getattr(self.model.config.get_text_config(), "hidden_size", None)
+        return PackedBatchSampler(
+            documents.lengths(),
+            self.args.max_length,
+            bins_per_batch=batch_size,
+            documents_per_step=None if packing or rows else batch_size * accumulation * ranks,
+            rows=rows,
+            num_ranks=ranks,
+            rank=rank,
+            accumulation=accumulation,
+            strategy=_PLANS.get(self.args.packing_strategy, "bfd"),
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            shuffle=shuffle,
+            attention_cost=1 / (12 * hidden) if hidden else 0.0,
+            allow_idle_ranks=not shuffle,
+        )
+
+    def _data_ranks(self) -> tuple[int, int]:
+        """Return the number of data-parallel ranks and this one; tensor-parallel ranks share a batch."""
+        shared = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        return self.args.world_size // shared, self.args.process_index // shared
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
+            return self._stream(self.train_dataset, self._packing, self._train_batch_size)
+        dataloader = super().get_train_dataloader()
+        sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
+        if isinstance(sampler, PackedBatchSampler):
+            # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
+            # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
+            dataloader.batch_sampler.set_epoch = sampler.set_epoch
+        return dataloader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return self._evaluation_dataloader(super().get_eval_dataloader, eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return self._evaluation_dataloader(super().get_test_dataloader, test_dataset)
+
+    def _evaluation_dataloader(self, parent: Any, dataset: Any) -> DataLoader:
+        if self._trl_path:
+            return parent(dataset)
+        chosen = self.eval_dataset if dataset is None else dataset
+        chosen = self.eval_dataset[dataset] if isinstance(dataset, str) else chosen
+        if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
+            return self._stream(chosen, self._eval_packing, self.args.eval_batch_size)
+        if not self._evaluates_padded or "seq_lengths" in get_dataset_column_names(chosen):
+            return parent(dataset)
+        # Whoever asks for logits expects a row per document, in data-set order.
+        packed, self.data_collator = self.data_collator, self._padded_collator
+        try:
+            return parent(dataset)
+        finally:
+            self.data_collator = packed
+
+    def _stream(self, dataset: IterableDataset, packing: bool, batch_size: int) -> DataLoader:
+        ranks, rank = self._data_ranks()
+        stream = PackedStream(
+            dataset.select_columns(_stream_columns(dataset)),
+            self.args.max_length if packing else None,
+            bins_per_batch=batch_size,
+            num_ranks=ranks,
+            rank=rank,
+        )
+        # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches of
+        # unequal size, and repeat documents at the end.
+        return DataLoaderShard(
+            stream,
+            device=self.accelerator.device if self.accelerator.device_placement else None,
+            batch_size=None,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    # --- evaluation ---------------------------------------------------------------------------------
+
+    _evaluates_padded = False
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.check_isolation(self.model, training=False)
+        with self._padded_evaluation(self.compute_metrics is not None):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_isolation(self.model, training=False)
+        with self._padded_evaluation(not self.args.prediction_loss_only):
+            return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _padded_evaluation(self, padded: bool) -> Iterator[None]:
+        before, self._evaluates_padded = self._evaluates_padded, padded
+        try:
+            yield
+        finally:
+            self._evaluates_padded = before
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Report the mean over all trained tokens, not the mean of micro-batch means."""
+        if self._trl_path:
+            return super().evaluation_loop(*args, **kwargs)
+        self._eval_sums = torch.zeros(2, dtype=torch.float64)
+        output = super().evaluation_loop(*args, **kwargs)
+        loss, tokens = self.accelerator.reduce(
+            self._eval_sums.to(self.args.device, torch.float32), reduction="sum"
+        ).tolist()
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        if f"{prefix}_loss" in output.metrics and tokens:
+            output.metrics[f"{prefix}_loss"] = loss / tokens
+        return output
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self._trl_path and not self.model.training:
+            loss = result[0] if return_outputs else result
+            tokens = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
+            self._eval_sums += torch.stack([loss.detach().float() * tokens, tokens]).double().cpu()
+        return result
+
+    # --- report -------------------------------------------------------------------------------------
+
+    def _report(self) -> PackingReport:
+        args, ranks = self.args, self._data_ranks()[0]
+        shape = {
+            "ranks": ranks,
+            "accumulation": args.gradient_accumulation_steps,
+            "micro_batch": _micro_batch_words(self._packing, self._train_batch_size),
+            "attention": str(self.attention),
+            "capacity": args.max_length,
+        }
+        if isinstance(self.train_dataset, IterableDataset):
+            unknown = dict.fromkeys(_COUNTED)
+            return PackingReport(**shape, **unknown)
+        documents = self._remove_unused_columns(self.train_dataset)
+        sampler = self._get_train_sampler(documents)
+        tokens, steps = int(documents.lengths().sum()), -(-len(sampler) // args.gradient_accumulation_steps)
+        full = (sampler.num_bins or 0) * (args.max_length or 0)
+        return PackingReport(
+            documents=len(documents),
+            tokens=tokens,
+            trained_tokens=int(documents.num_trained().sum()),
+            bins=sampler.num_bins,
+            utilization=tokens / full if full else None,
+            micro_batches_per_epoch=len(sampler) * ranks,
+            steps_per_epoch=steps,
+            documents_per_step=len(documents) / steps,
+            preparation=self._preparation.get("train", PreparationCounts()),
+            **shape,
+        )
+
+
+_COUNTED = (
+    "documents",
+    "tokens",
+    "trained_tokens",
+    "bins",
+    "utilization",
+    "micro_batches_per_epoch",
+    "steps_per_epoch",
+    "documents_per_step",
+)
+
+# TRL's names for plans; pieces of "bfd_split" and "wrapped" are documents by the time of planning.
+_PLANS = {"bfd": "bfd", "bfd_split": "bfd", "wrapped": "next_fit", "next_fit": "next_fit", "greedy": "greedy"}
+
+
+class _OnTrainBegin(TrainerCallback):
+    """Print the report and check isolation when the model is wrapped and nothing is trained yet."""
+
+    def __init__(self, trainer: PackedSFTTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if state.is_world_process_zero:
+            print(trainer.packing_report, flush=True)
+        trainer.check_isolation(trainer.model_wrapped, training=True)
+
+
+def _reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
+    if data_collator is not None and not isinstance(data_collator, PackedCollator):
+        return f"data_collator is your own ({type(data_collator).__name__})"
+    if isinstance(train_dataset, (Dataset, IterableDataset)):
+        columns = get_dataset_column_names(train_dataset) or []
+        if {"image", "images"} & set(columns):
+            return "the data set has images"
+    if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
+        return "the data set has a transform (with_transform), so lengths are unknown"
+    return None
+
+
+def _step_aside(args: Any, reason: str) -> None:
+    logger.warning(f"{reason}: taking TRL's path unchanged, without packing by trl_packing")
+    if isinstance(args, PackedSFTConfig):
+        args.packing = False  # its default, where nobody asked for packing
+
+
+@contextmanager
+def _packing_hidden(args: Any) -> Iterator[tuple[bool, bool]]:
+    """Keep TRL from packing by itself while its constructor runs; yields (packing, eval_packing)."""
+    hidden = ("packing", "padding_free", "eval_packing")
+    before = {name: getattr(args, name) for name in hidden if hasattr(args, name)}
+    packing = before.get("packing", False)
+    eval_packing = before.get("eval_packing")
+    for name in before:
+        setattr(args, name, None if name == "eval_packing" else False)
+    try:
+        yield packing, packing if eval_packing is None else eval_packing
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)
+
+
+def _check_arguments(args: Any, train_dataset: Any) -> None:
+    if isinstance(args, SFTConfig):
+        check_options(args)
+    accelerator_config = getattr(args, "accelerator_config", None)
+    if isinstance(train_dataset, Dataset):
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(accelerator_config, name, None):
+                raise ValueError(
+                    f"accelerator_config.{name}=True cannot divide packed micro-batches, whose "
+                    f"documents differ in number; leave {name} unset: ranks get their own bins"
+                )
+        if len(train_dataset) == 0:
+            raise ValueError("train_dataset is empty: it has no rows; check how it was loaded")
+    elif isinstance(train_dataset, IterableDataset) and next(iter(train_dataset), None) is None:
+        raise ValueError("train_dataset is empty: the stream has no rows; check how it was loaded")
+
+
+def _overflow_policy(args: SFTConfig, options: PackingOptions, packing: bool) -> str:
+    if packing and args.packing_strategy == "wrapped":
+        return "wrapped"
+    if options.overflow is None and packing and args.packing_strategy == "bfd_split":
+        return "split"
+    policy = options.overflow or "truncate"
+    if policy == "truncate" and args.truncation_mode == "keep_end":
+        return "truncate_start"
+    return policy
+
+
+def _check_rows(rows: Any, capacity: int | None, name: str) -> None:
+    if capacity is None or isinstance(rows, IterableDataset):
+        return
+    lengths = ArrowDocuments(rows, ["input_ids"]).lengths()
+    if lengths.max() > capacity:
+        row = int(lengths.argmax())
+        raise ValueError(
+            f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds {lengths[row]} "
+            f"tokens, but max_length is {capacity}; raise max_length to the packed row length"
+        )
+
+
+def _stream_columns(dataset: IterableDataset) -> list[str]:
+    present = get_dataset_column_names(dataset)
+    return [name for name in _ROW_COLUMNS if name in present]
+
+
+def _micro_batch_words(packing: bool, batch_size: int) -> str:
+    what = "bin" if packing else "document"
+    return f"{batch_size} {what}{'s' * (batch_size > 1)}"
