@@ -4,7 +4,8 @@
     document i        values[offsets[i] : offsets[i + 1]]           a view of the memory-mapped file
 
 `datasets` turns every token of every row into a Python object before a collator sees it, which
-bounds a training dataloader at about 2M tokens/s. Only lengths are held in memory: 16 bytes a document.
+bounds a training dataloader at about 2M tokens/s. Only lengths are held in memory: 16 bytes a
+document.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from trl_packing.labels import IGNORE_INDEX
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
-    """The token columns of a `datasets.Dataset`, a row a document; ``documents[i]`` is a dict of arrays.
+    """The token columns of a `datasets.Dataset`; ``documents[i]`` is a dict of arrays.
 
     Reads through the data set's indices mapping (select, shuffle, filter), ignores its format.
     Raises ValueError if a column does not hold lists of integers.
@@ -29,12 +30,13 @@ class ArrowDocuments(torch.utils.data.Dataset):
         self.dataset = dataset
         self.columns = tuple(columns)
         self._readers: dict[str, _ListColumn] | None = None
+        self._mapping: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.__getitems__([index])[0]
+        return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
         readers = self.readers.items()
@@ -43,7 +45,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # A dataloader worker maps the file again rather than receive a copy of it.
-        return self.__dict__ | {"_readers": None}
+        return self.__dict__ | {"_readers": None, "_mapping": None}
 
     @property
     def readers(self) -> dict[str, "_ListColumn"]:
@@ -55,8 +57,11 @@ class ArrowDocuments(torch.utils.data.Dataset):
     def stored_rows(self, indices: np.ndarray) -> np.ndarray:
         """Return where documents `indices` lie in the Arrow table."""
         # The mapping has no public reader; `flatten_indices` would write the data set anew.
-        mapping = self.dataset._indices
-        return indices if mapping is None else mapping.column(0).to_numpy()[indices].astype(np.int64)
+        if self.dataset._indices is None:
+            return indices
+        if self._mapping is None:  # read once: a table of several chunks is copied
+            self._mapping = self.dataset._indices.column(0).to_numpy()
+        return self._mapping[indices].astype(np.int64)
 
     def lengths(self, column: str = "input_ids") -> np.ndarray:
         """Return the entries of `column` in every document, ``(documents,)`` int64."""
@@ -81,7 +86,7 @@ class _ListColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray):
         self.name = name
-        self.chunks = [self._values_and_offsets(chunk) for chunk in column.chunks if len(chunk)]
+        self.chunks = [integer_lists(name, chunk) for chunk in column.chunks if len(chunk)]
         sizes = [len(offsets) - 1 for _, offsets in self.chunks]
         self.first_row = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.lengths = _concatenated([np.diff(offsets) for _, offsets in self.chunks])
@@ -104,20 +109,30 @@ class _ListColumn:
             counts.append(running[ends] - running[np.minimum(starts + 1, ends)])
         return _concatenated(counts)
 
-    def _values_and_offsets(self, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        if pa.types.is_fixed_size_list(chunk.type):
-            chunk = chunk.cast(pa.large_list(chunk.type.value_type))
-        is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
-        if not is_list or not (
-            pa.types.is_integer(chunk.type.value_type) or pa.types.is_boolean(chunk.type.value_type)
-        ):
-            raise ValueError(
-                f"column {self.name!r} holds {chunk.type}, but tokens are lists of integers; "
-                "convert it, or pass text and let the trainer tokenize it"
-            )
-        if chunk.null_count or chunk.values.null_count:
-            raise ValueError(f"column {self.name!r} has a missing (null) entry; remove such rows")
-        return chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
+
+def integer_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return values and offsets: row i of `chunk` is ``values[offsets[i] : offsets[i + 1]]``.
+
+    Raises ValueError, naming the column, for anything but lists of integers or booleans and for
+    missing entries.
+    """
+    if chunk.null_count:
+        raise ValueError(f"column {name!r} has a missing (null) row; remove such rows")
+    if pa.types.is_fixed_size_list(chunk.type):
+        chunk = chunk.cast(pa.large_list(chunk.type.value_type))
+    is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
+    if is_list and pa.types.is_null(chunk.type.value_type) and not len(chunk.values):
+        chunk = chunk.cast(pa.list_(pa.int64()))  # every row is empty
+    if not is_list or not (
+        pa.types.is_integer(chunk.type.value_type) or pa.types.is_boolean(chunk.type.value_type)
+    ):
+        raise ValueError(
+            f"column {name!r} holds {chunk.type}, but tokens are lists of integers; "
+            "convert it, or pass text and let the trainer tokenize it"
+        )
+    if chunk.values.null_count:
+        raise ValueError(f"column {name!r} has a missing (null) token; remove such rows")
+    return chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
 
 
 def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:

@@ -44,8 +44,12 @@ class PackedCollator:
     left still takes part in the step.
 
     >>> collate = PackedCollator()
-    >>> batch = collate([{"input_ids": [11, 12, 13], "completion_mask": [0, 1, 1]},
-    ...                  {"input_ids": [21, 22], "completion_mask": [0, 1]}])
+    >>> batch = collate(
+    ...     [
+    ...         {"input_ids": [11, 12, 13], "completion_mask": [0, 1, 1]},
+    ...         {"input_ids": [21, 22], "completion_mask": [0, 1]},
+    ...     ]
+    ... )
     >>> batch["labels"].tolist(), batch["cu_seq_lens_q"].tolist()
     ([[-100, 12, 13, -100, 22]], [0, 3, 5])
     """
@@ -60,7 +64,8 @@ class PackedCollator:
         """
         input_ids = [np.asarray(document["input_ids"], dtype=np.int64) for document in documents]
         labels = [
-            document_labels(document, ids) for document, ids in zip(documents, input_ids, strict=True)
+            document_labels(document, ids)
+            for document, ids in zip(documents, input_ids, strict=True)
         ]
         lengths = list(_seq_lengths(documents, input_ids))
         tail = self._tail(sum(lengths))

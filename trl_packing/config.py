@@ -18,27 +18,27 @@ def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
 class PackedSFTConfig(SFTConfig):
     """Configuration of `PackedSFTTrainer`; every field of `trl.SFTConfig` keeps its meaning.
 
-    Raises ValueError for a value outside the choices, and for packing without a positive max_length.
+    Raises ValueError for a value outside the choices, and for packing without a max_length.
     """
 
     packing: bool = field(
         default=True,
         metadata={
-            "help": "Pack documents into bins of max_length tokens. False: padding-free, with as many "
-            "documents per optimizer step as a padded run."
+            "help": "Pack documents into bins of max_length tokens. False: padding-free, with as "
+            "many documents per optimizer step as a padded run."
         },
     )
     packing_strategy: str = _choice(
         "bfd",
-        "How documents are packed: 'bfd' (best-fit decreasing over the whole set), 'bfd_split' (the "
-        "same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), or 'wrapped' (laid "
-        "end to end and cut at max_length; the pieces stay isolated).",
+        "How documents are packed: 'bfd' (best-fit decreasing over the whole set), 'bfd_split' "
+        "(the same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), 'wrapped' "
+        "(laid end to end and cut at max_length; the pieces stay isolated).",
         STRATEGIES,
     )
     overflow: str | None = _choice(
         None,
-        "Documents longer than max_length: 'truncate', 'drop', 'split' or 'error'. Default: what TRL "
-        "does, which is 'truncate', and 'split' with packing_strategy='bfd_split'.",
+        "Documents longer than max_length: 'truncate', 'drop', 'split' or 'error'. Default: what "
+        "TRL does, which is 'truncate', and 'split' with packing_strategy='bfd_split'.",
         OVERFLOWS,
     )
     attention: str = field(
@@ -50,8 +50,8 @@ class PackedSFTConfig(SFTConfig):
     )
     isolation_check: str = _choice(
         "error",
-        "Before the first step, check on this model that no document sees another: 'error' stops if "
-        "one does, 'warn' goes on, 'off' skips the check.",
+        "Before the first step, check on this model that no document sees another: 'error' stops "
+        "if one does, 'warn' goes on, 'off' skips the check.",
         ISOLATION_CHECKS,
     )
 
@@ -62,7 +62,7 @@ class PackedSFTConfig(SFTConfig):
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """What `PackedSFTTrainer` reads beyond `SFTConfig`, with defaults where a plain one is given."""
+    """What `PackedSFTTrainer` reads beyond `SFTConfig`; defaults where a plain one is given."""
 
     overflow: str | None = None
     attention: str = "auto"

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
@@ -25,16 +25,19 @@ from trl_packing.labels import IGNORE_INDEX
 _CHUNK_ELEMENTS = 2**26
 
 
-def add_trained_positions_head(model: nn.Module) -> None:
+def add_trained_positions_head(model: Any) -> None:
     """Let ``model(..., labels=labels, fused_lm_head=True)`` score trained positions only on CPU.
 
     Call after TRL's `add_fused_lm_head`, whose forward stays in place for every other call. The
     output is TRL's `FusedCausalLMOutput` with `loss`, `log_probs`, `entropy`, `is_top1` and
-    `label_mask` ``(1, T - 1)``, zero where the label is −100, and `aux_loss` for mixtures of experts.
+    `label_mask` ``(1, T - 1)``, zero where the label is −100; `aux_loss` for mixtures of experts.
     """
     fused_by_trl = model.forward
     text_config = model.config.get_text_config()
-    scale, softcap = _logit_scale(text_config), getattr(text_config, "final_logit_softcapping", None)
+    scale, softcap = (
+        _logit_scale(text_config),
+        getattr(text_config, "final_logit_softcapping", None),
+    )
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -74,6 +77,8 @@ def _logit_scale(text_config: Any) -> float:
     return float(scaling) if text_config.model_type == "hyperclovax" else 1.0 / float(scaling)
 
 
+# How many positions are trained changes every batch: compiled, each batch would be a new graph.
+@torch.compiler.disable
 def _score(
     hidden: Tensor, head: Any, labels: Tensor, scale: float, softcap: float | None
 ) -> FusedCausalLMOutput:
@@ -83,6 +88,8 @@ def _score(
     hidden, labels = hidden.to(weight.device), labels.to(weight.device)
     mask = labels != IGNORE_INDEX
     with maybe_gather_lm_head_ctx(weight, bias):
+        if not torch.is_grad_enabled():  # the gradients are taken in the forward: not in evaluation
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
         scored = _TrainedLogProbs.apply(hidden[mask], weight, bias, labels[mask], scale, softcap)
     # masked_scatter keeps the graph even if no position is trained: a differentiable zero.
     log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scored)
@@ -103,10 +110,10 @@ def _aux_loss(backbone: Any, text_config: Any, attention_mask: Tensor | None) ->
 
 
 class _TrainedLogProbs(torch.autograd.Function):
-    """``(N, hidden), (vocabulary, hidden), targets (N,)`` → log-probability, entropy, is_top1 ``(N,)``."""
+    """Hidden states ``(N, H)``, targets ``(N,)`` → log-probability, entropy, is_top1 ``(N,)``."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap):
         dtype = _compute_dtype(hidden)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         log_probs, entropy = hidden.new_empty((2, len(hidden)), dtype=torch.float32)
@@ -114,16 +121,17 @@ class _TrainedLogProbs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        buffer: Tensor | None = None  # chunks share it: fresh pages cost as much as the arithmetic
         for rows in _chunks(hidden, weight):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
-            target = targets[rows, None]
-            is_top1[rows] = logits.argmax(-1) == targets[rows]
-            at_target, lse = logits.gather(-1, target)[:, 0], logits.logsumexp(-1)
-            probabilities = (logits - lse[:, None]).exp_()
-            log_probs[rows] = at_target - lse
-            entropy[rows] = lse - torch.linalg.vecdot(probabilities, logits)
+            if buffer is None:
+                buffer = torch.empty_like(logits)
+            probabilities = buffer[: len(logits)]
+            log_probs[rows], entropy[rows], is_top1[rows] = _statistics(
+                logits, targets[rows], probabilities
+            )
             if needs_hidden or needs_weight or needs_bias:
-                d_logits = _d_logits(probabilities, target, slope).to(dtype)
+                d_logits = _d_logits(probabilities, targets[rows, None], slope).to(dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = (d_logits @ weight.to(dtype)).float()
                 _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
@@ -133,7 +141,7 @@ class _TrainedLogProbs(torch.autograd.Function):
         return log_probs, entropy, is_top1
 
     @staticmethod
-    def backward(ctx, grad, _grad_entropy, _grad_top1):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad, _grad_entropy, _grad_top1):
         hidden, weight, bias, _, d_hidden, d_weight, d_bias = ctx.saved_tensors
         if d_hidden is not None:
             d_hidden = (d_hidden * grad[:, None]).to(hidden.dtype)
@@ -152,7 +160,7 @@ class _TrainedLogProbs(torch.autograd.Function):
         )
 
 
-def _weighted_weight_grads(ctx, grad):  # type: ignore[no-untyped-def]
+def _weighted_weight_grads(ctx, grad):
     hidden, weight, bias, targets, _, unit_weight, unit_bias = ctx.saved_tensors
     dtype, scale, softcap = ctx.options
     d_weight = None if unit_weight is None else torch.zeros_like(unit_weight)
@@ -195,6 +203,25 @@ def _logits(
         return logits, scale
     squashed = torch.tanh(logits / softcap)
     return squashed * softcap, (1 - squashed**2) * scale
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, probabilities: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probability, entropy and is_top1 ``(rows,)``; fills `probabilities`.
+
+    Overwrites `logits`: few passes over ``(rows, vocabulary)``, in place, are what this costs.
+    """
+    highest, first = logits.max(-1, keepdim=True)
+    logits.sub_(highest)
+    torch.exp(logits, out=probabilities)
+    total = probabilities.sum(-1)
+    log_total = total.log()
+    log_probs = logits.gather(-1, targets[:, None])[:, 0] - log_total
+    with torch.autocast(logits.device.type, enabled=False):  # bmm would run in bf16
+        mean_logit = torch.bmm(probabilities[:, None], logits[..., None]).flatten() / total
+    probabilities.div_(total[:, None])
+    return log_probs, log_total - mean_logit, first[:, 0] == targets
 
 
 def _d_logits(probabilities: Tensor, target: Tensor, slope: Tensor | float) -> Tensor:

@@ -4,8 +4,8 @@
     completion_mask    0  0  1  1       1 on the completion
     labels          -100 -100 7  8      what this module makes of them
 
-The first token of a document is never a target: nothing precedes it in its document, and in a packed
-row the position before it belongs to another one.
+The first token of a document is never a target: nothing precedes it in its document, and in a
+packed row the position before it belongs to another one.
 """
 
 from collections.abc import Mapping, Sequence

@@ -20,13 +20,10 @@ import numpy as np
 
 STRATEGIES = ("bfd", "next_fit", "greedy")
 
-# Re-mixing touches about this many documents in all, and no plan takes more than so many rounds.
-# Large sets need none: documents of equal length already meet other partners.
-_REMIX_DOCUMENTS = 600_000
-_REMIX_ROUNDS = 200
-# A pair of documents parts in every second re-partition of its bin, so after this many of them
-# hardly any pair is left.
-_REMIX_PARTINGS = 8
+# A set of so many documents is not re-mixed: those of equal length already meet other partners.
+# Smaller sets get the more rounds the smaller they are: 2 at 1M documents, 39 at 20k.
+_REMIX_BELOW = 5_000_000
+_REMIX_MAX_ROUNDS = 256
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,7 +118,8 @@ def _checked_capacity(capacity: Any) -> int:
     if isinstance(capacity, (int, np.integer)) and not isinstance(capacity, bool) and capacity > 0:
         return int(capacity)
     raise ValueError(
-        f"capacity must be a positive integer, got {capacity!r}; set max_length to the tokens a row may hold"
+        f"capacity must be a positive integer, got {capacity!r}; "
+        "set max_length to the tokens that a row may hold"
     )
 
 
@@ -137,7 +135,7 @@ def _checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
     if sizes.min() < 1:
         at = int(np.argmax(sizes < 1))
         raise ValueError(
-            f"document {at} has {sizes[at]} tokens, but a document needs at least 1; drop empty documents"
+            f"document {at} has {sizes[at]} tokens but needs at least 1; drop empty documents"
         )
     if sizes.max() > capacity:
         at = int(np.argmax(sizes > capacity))
@@ -220,7 +218,7 @@ def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     # Where the next bin starts, for a bin that starts at each document.
     following = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
-    jump, start, starts = memoryview(following), 0, []
+    jump, start, starts = following.data, 0, []
     while start < len(sizes):
         starts.append(start)
         start = jump[start]
@@ -236,24 +234,21 @@ def _remix(sizes: np.ndarray, homes: np.ndarray, capacity: int, rng: np.random.G
     bins stays: each round pairs bins at random and deals the documents of a pair out anew.
     """
     num_bins = int(homes.max()) + 1
-    partings = 0
-    for _ in range(min(_REMIX_ROUNDS, _REMIX_DOCUMENTS // len(sizes))):
-        partings += 2 * _remix_round(sizes, homes, num_bins, capacity, rng)
-        if partings >= _REMIX_PARTINGS * num_bins:
-            break
+    rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
+    if num_bins > 1:
+        for _ in range(min(rounds, _REMIX_MAX_ROUNDS)):
+            _remix_round(sizes, homes, num_bins, capacity, rng)
 
 
 def _remix_round(
     sizes: np.ndarray, homes: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
-) -> int:
-    """Re-partition as many of the randomly paired bins as possible; return how many pairs.
+) -> None:
+    """Pair the bins at random and re-partition the pairs that a single cut can re-partition.
 
     The documents of a pair are laid out in random order. Any stretch of them whose tokens lie in
     [total − capacity, capacity] can be one bin and the remaining documents the other.
     """
     num_pairs = num_bins // 2
-    if num_pairs == 0:
-        return 0
     bins = rng.permutation(num_bins)
     pair_of_bin = np.empty(num_bins, dtype=np.int64)
     pair_of_bin[bins] = np.arange(num_bins) // 2  # with an odd number, the last bin has no partner
@@ -281,7 +276,6 @@ def _remix_round(
     moved = cut[1, pair] > 0
     dealt = bins[2 * pair + inside]
     homes[shuffled[moved]] = dealt[moved]
-    return len(chosen)
 
 
 def _plan(

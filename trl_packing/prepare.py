@@ -7,8 +7,8 @@
         ▼
     documents           each ≤ capacity, each with something to train
 
-A policy only decides on (row, start, stop) triples, from lengths and trained-token counts; `_gather`
-then cuts all of a batch at once in Arrow. A piece is a document from then on.
+A policy only decides on (row, start, stop) triples, from lengths alone; `_gather` then cuts all of
+a batch at once. A piece is a document from then on.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.arrow_documents import ArrowDocuments, integer_lists
 from trl_packing.labels import IGNORE_INDEX, MASK_COLUMNS
 from trl_packing.report import PreparationCounts
 
@@ -43,20 +43,21 @@ class Overflow:
 def check_columns(
     dataset: datasets.Dataset | datasets.IterableDataset, name: str, text_field: str
 ) -> None:
-    """Raise ValueError if `dataset` has no column to train on, or token columns that do not match."""
+    """Raise ValueError if `dataset` has no column to train on, or token columns do not match."""
     columns = dataset.column_names
     if columns is None:  # a stream whose columns are known only by reading it
         return
     known = {"input_ids", "messages", "conversations", "prompt", text_field}
     if not known & set(columns):
         raise ValueError(
-            f"the {name} dataset has no column to train on: it has {columns}; expected {text_field!r},"
-            " 'messages', 'prompt' and 'completion', or 'input_ids' (or pass formatting_func)"
+            f"the {name} dataset has no column to train on: it has {columns}; expected "
+            f"{text_field!r}, 'messages', 'prompt' and 'completion', or 'input_ids' (or pass "
+            "formatting_func)"
         )
     if "prompt" in columns and not {"completion", "input_ids", "messages"} & set(columns):
         raise ValueError(
-            f"the {name} dataset has a 'prompt' column but no 'completion' column: it has {columns}; "
-            "rename the column that holds the answers to 'completion'"
+            f"the {name} dataset has a 'prompt' column but no 'completion' column: it has "
+            f"{columns}; rename the column that holds the answers to 'completion'"
         )
     if "input_ids" in columns and isinstance(dataset, datasets.Dataset):
         _check_token_columns(dataset, name)
@@ -77,7 +78,11 @@ def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:
 
 
 def fit_documents(
-    dataset: datasets.Dataset, overflow: Overflow, *, num_proc: int | None = None, name: str = "train"
+    dataset: datasets.Dataset,
+    overflow: Overflow,
+    *,
+    num_proc: int | None = None,
+    name: str = "train",
 ) -> tuple[datasets.Dataset, PreparationCounts]:
     """Return `dataset` with every document within capacity and something to train in each.
 
@@ -91,10 +96,7 @@ def fit_documents(
         too_long = lengths > overflow.capacity
     if overflow.policy == "error" and too_long.any():
         row = int(np.argmax(too_long))
-        raise ValueError(
-            f"document {row} of the {name} dataset has {lengths[row]} tokens but max_length is "
-            f"{overflow.capacity}; raise max_length or set overflow='truncate', 'split' or 'drop'"
-        )
+        raise _too_long(f"document {row} of the {name} dataset", lengths[row], overflow.capacity)
     rewrites = overflow.policy == "wrapped" or (overflow.policy != "drop" and too_long.any())
     if rewrites:
         # `map` caches by the function and its arguments, so a second run reads the result.
@@ -114,13 +116,28 @@ def fit_documents(
     return fitted, _counts(fitted, overflow, lengths, trained, too_long, name)
 
 
+def _too_long(which: str, length: int, capacity: int | None) -> ValueError:
+    return ValueError(
+        f"{which} has {length} tokens but max_length is {capacity}; raise max_length or set "
+        "overflow='truncate', 'split' or 'drop'"
+    )
+
+
 def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
     """Apply `overflow` to a table of documents and drop pieces without a trained token."""
-    ids = table.column("input_ids").combine_chunks()
-    lengths = np.diff(ids.offsets.to_numpy())
+    tokens = {
+        name: integer_lists(name, table.column(name).combine_chunks()) for name in TOKEN_COLUMNS
+    }
+    lengths, num_labels = (np.diff(tokens[name][1]) for name in TOKEN_COLUMNS)
+    if (lengths != num_labels).any():
+        row = int(np.argmax(lengths != num_labels))
+        raise ValueError(
+            f"a document has {lengths[row]} input_ids but {num_labels[row]} labels; "
+            "give one label or mask entry per token"
+        )
     rows, starts, stops = _pieces(lengths, overflow)
     pieces = {
-        name: _gather(table.column(name).combine_chunks(), rows, starts, stops)
+        name: _gather(*tokens[name], rows, starts, stops).cast(_list_type(table.schema.field(name)))
         for name in TOKEN_COLUMNS
     }
     kept = pa.array(np.flatnonzero(_count_trained(pieces["labels"]) > 0))
@@ -140,12 +157,18 @@ def _pieces(lengths: np.ndarray, overflow: Overflow) -> tuple[np.ndarray, np.nda
     if overflow.policy == "drop":
         kept = rows[lengths <= capacity]
         return kept, zeros[kept], lengths[kept]
+    if overflow.policy == "error":
+        if lengths.max(initial=0) > capacity:
+            raise _too_long("a document of the stream", lengths.max(), capacity)
+        return rows, zeros, lengths
     if overflow.policy == "truncate":
         return rows, zeros, np.minimum(lengths, capacity)
     if overflow.policy == "truncate_start":
         return rows, np.maximum(lengths - capacity, 0), lengths
     # split cuts each document at multiples of capacity, wrapped the documents laid end to end.
-    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if overflow.policy == "wrapped" else zeros
+    first = (
+        np.concatenate([[0], np.cumsum(lengths)[:-1]]) if overflow.policy == "wrapped" else zeros
+    )
     first_cut, last_cut = first // capacity, (first + np.maximum(lengths, 1) - 1) // capacity
     per_row = last_cut - first_cut + 1
     piece_rows = np.repeat(rows, per_row)
@@ -155,14 +178,23 @@ def _pieces(lengths: np.ndarray, overflow: Overflow) -> tuple[np.ndarray, np.nda
     return piece_rows, starts, np.minimum(boundary + capacity, lengths[piece_rows])
 
 
-def _gather(column: pa.Array, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> pa.Array:
-    """Return the list array of ``column[row][start:stop]``."""
-    base = column.offsets.to_numpy()[rows].astype(np.int64)
+def _gather(
+    values: np.ndarray, offsets: np.ndarray, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray
+) -> pa.Array:
+    """Return the list array of tokens [start, stop) of each row."""
     sizes = stops - starts
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
-    values = column.values.take(pa.array(np.repeat(base + starts, sizes) + within))
-    return pa.LargeListArray.from_arrays(pa.array(offsets), values).cast(column.type)
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    first = offsets[rows].astype(np.int64) + starts
+    taken = values[np.arange(ends[-1]) + np.repeat(first - ends[:-1], sizes)]
+    return pa.LargeListArray.from_arrays(pa.array(ends), pa.array(taken))
+
+
+def _list_type(field: pa.Field) -> pa.DataType:
+    """Return the type of a column of pieces: the column's own, unless it fixes their length."""
+    if pa.types.is_null(field.type.value_type):  # a batch of empty documents of a stream
+        return pa.list_(pa.int64())
+    fixed = pa.types.is_fixed_size_list(field.type)
+    return pa.list_(field.type.value_type) if fixed else field.type
 
 
 def _count_trained(labels: pa.Array) -> np.ndarray:
@@ -215,13 +247,17 @@ def _lost_documents(
 
 
 def fit_stream(dataset: datasets.IterableDataset, overflow: Overflow) -> datasets.IterableDataset:
-    """Return `dataset` with `overflow` applied as it is read; only token columns are kept."""
+    """Return `dataset` with `overflow` applied as it is read; only token columns are kept.
+
+    Reading it raises ValueError for what `fit_documents` refuses, except that a stream may turn out
+    to be empty.
+    """
 
     def fit(batch: dict[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        table = pa.table({name: pa.array(batch[name], pa.list_(pa.int64())) for name in TOKEN_COLUMNS})
+        table = pa.table({name: pa.array(batch[name]) for name in TOKEN_COLUMNS})
         return fit_table(table, overflow).to_pydict()
 
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    return dataset.map(
+    return dataset.with_format(None).map(  # plain lists, whatever format the user has set
         fit, batched=True, remove_columns=[c for c in columns if c not in TOKEN_COLUMNS]
     )

@@ -1,6 +1,7 @@
 """What preparation kept and lost, and what a training step is made of: numbers, then words.
 
-Everything here is a value object. `prepare` and the trainer fill it in; `str()` is what a user reads.
+Everything here is a value object. `prepare` and the trainer fill it in; `str()` is what a user
+reads.
 """
 
 import json
@@ -32,21 +33,26 @@ class PreparationCounts:
     def __str__(self) -> str:
         lines = []
         if self.overlong:
-            lost = self.trained_in - self.trained_out
             lines.append(
-                f"{self.overlong:,} documents longer than max_length={self.capacity}: {_VERB[self.policy]}"
-                f" ({self.tokens_in - self.tokens_out:,} tokens lost, {lost:,} of them trained)"
+                f"{_documents(self.overlong)} longer than max_length={self.capacity}: "
+                f"{_VERB[self.policy]}"
             )
         if self.untrained:
             empty = f" ({self.empty:,} of them empty)" if self.empty else ""
-            lines.append(f"{self.untrained:,} documents without a trained token: dropped{empty}")
-        if self.trained_in and 1 - self.trained_out / self.trained_in > WARN_LOST_SHARE:
-            share = 1 - self.trained_out / self.trained_in
+            lines.append(f"{_documents(self.untrained)} without a trained token: dropped{empty}")
+        tokens, trained = self.tokens_in - self.tokens_out, self.trained_in - self.trained_out
+        if tokens or trained:
+            lines.append(f"tokens lost: {tokens:,}; trained tokens lost: {trained:,}")
+        if self.trained_in and trained / self.trained_in > WARN_LOST_SHARE:
             lines.append(
-                f"warning: {share:.1%} of the trained tokens are lost; "
+                f"warning: {trained / self.trained_in:.1%} of the trained tokens are lost; "
                 "raise max_length or set overflow='split'"
             )
         return "\n".join(lines)
+
+
+def _documents(number: int) -> str:
+    return f"{number:,} document{'s' * (number != 1)}"
 
 
 _VERB = {
@@ -63,8 +69,8 @@ _VERB = {
 class PackingReport:
     """What a training run is made of, as the plan of its first epoch knows it.
 
-    `utilization` is real tokens / (bins × capacity), None where there is no capacity (packing=False)
-    and where the data set has no length.
+    `utilization` is real tokens / (bins × capacity), None where there is no capacity
+    (packing=False) and where the data set has no length.
     """
 
     documents: int | None

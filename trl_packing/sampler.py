@@ -4,9 +4,9 @@
                   └ slot ┘          ranks × accumulation of them make an optimizer step
     rank r takes m_r, m_(r + ranks), ...
 
-Which micro-batches make a step depends on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and 4 × 1
-train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its part:
-no communication, every document exactly once, equally many micro-batches on every rank.
+Which documents make a step depends on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and 4 × 1
+train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its
+part: no communication, every document exactly once, equally many micro-batches on every rank.
 """
 
 import heapq
@@ -30,14 +30,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
         step (the last of an epoch may be smaller) and cut them into micro-batches of equal cost.
     rows: every document is a bin of its own, kept as it is (rows that were packed before).
     num_ranks, rank, accumulation: data-parallel ranks, which one this is, micro-batches of a step.
-    strategy, seed: as in `pack`; the seed of an epoch is (seed, epoch).
+    strategy, seed: as in `pack`; the seed of an epoch is (seed, epoch). "wrapped" fills bins with
+        documents in data-set order, so that pieces cut where rows end fill them again.
     shuffle: False keeps the data set's order and the same bins every epoch (evaluation).
     attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
     allow_idle_ranks: let ranks without documents run empty micro-batches (evaluation).
 
-    When micro-batches do not divide evenly by ranks, bins are split until they do; where every bin
-    holds one document, the last micro-batches are empty, which `PackedCollator` turns into one masked
-    token: nothing is dropped, repeated, or put beyond capacity.
+    When micro-batches do not divide evenly by ranks, bins of the last step are split until they do;
+    where every bin holds one document, the last micro-batches are empty, and `PackedCollator` makes
+    one masked token of each: nothing is dropped, repeated, or put beyond capacity.
 
     Raises ValueError for fewer documents than ranks, unless `allow_idle_ranks`.
     """
@@ -97,8 +98,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
             )
         if self.documents_per_step is not None and self.documents_per_step < self._slots:
             raise ValueError(
-                f"documents_per_step={self.documents_per_step} is less than one document for each of "
-                f"{self.num_ranks} ranks × {self.accumulation} accumulated micro-batches; "
+                f"documents_per_step={self.documents_per_step} is less than one document for each "
+                f"of {self.num_ranks} ranks × {self.accumulation} accumulated micro-batches; "
                 "raise it or lower gradient_accumulation_steps"
             )
 
@@ -134,16 +135,17 @@ class PackedBatchSampler(BatchRebalanceSampler):
             self._epoch_drawn = self.epoch
         return self._micro_batches
 
-    # --- packed: a micro-batch is bins --------------------------------------------------------------
+    # --- packed: a micro-batch is bins --------------------------------------------------------
 
     def _bins(self, epoch: int) -> list[np.ndarray]:
         rng = np.random.default_rng((self.seed, epoch))
         if self.rows:
             bins = [np.array([row]) for row in range(len(self.lengths))]
-        elif self.strategy == "next_fit":
+        elif self.strategy in ("next_fit", "wrapped"):
             if self._planned_once is None:
-                first = (self.seed, 0) if self.shuffle else None
-                plan = pack(self.lengths, self.capacity, self.strategy, seed=first)
+                reorders = self.shuffle and self.strategy == "next_fit"
+                first = (self.seed, 0) if reorders else None
+                plan = pack(self.lengths, self.capacity, "next_fit", seed=first)
                 self._planned_once = list(plan)
             bins = self._planned_once
         else:
@@ -154,18 +156,21 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return bins
 
     def _grouped(self, bins: list[np.ndarray]) -> list[np.ndarray]:
-        """Return micro-batches of `bins_per_batch` bins, a multiple of the ranks many."""
-        target = len(self) * self.num_ranks
-        bins = _split_until(bins, target)
-        groups = []
-        for left in range(target - 1, -1, -1):  # micro-batches to come after this one
-            size = min(self.bins_per_batch, max(len(bins) - left, 0))
-            size = size or min(1, len(bins))
-            groups.append(np.concatenate(bins[:size]) if size else np.empty(0, dtype=np.int64))
-            bins = bins[size:]
-        return groups
+        """Return the micro-batches of all ranks: `bins_per_batch` bins each in every full step.
 
-    # --- by documents: a step is `documents_per_step` documents -------------------------------------
+        The last step deals what is left to as few rounds of ranks as hold it, evenly; so the bins
+        of each step depend on ranks × accumulation alone.
+        """
+        size = self.bins_per_batch
+        full = len(bins) - len(bins) % (size * self._slots)
+        groups = [_concatenated(bins[at : at + size]) for at in range(0, full, size)]
+        num_last = len(self) * self.num_ranks - len(groups)
+        last = _split_until(bins[full:], num_last)
+        sizes = [(len(last) + i) // num_last for i in reversed(range(num_last))]
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        return groups + [_concatenated(last[e - n : e]) for n, e in zip(sizes, ends, strict=True)]
+
+    # --- by documents: a step is `documents_per_step` documents -------------------------------
 
     @property
     def _num_steps(self) -> int:
@@ -193,6 +198,10 @@ class PackedBatchSampler(BatchRebalanceSampler):
         num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks
         lengths = self.lengths[chosen].astype(float)
         return _equal_cost(chosen, lengths + self.attention_cost * lengths**2, num_groups)
+
+
+def _concatenated(bins: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(bins) if bins else np.empty(0, dtype=np.int64)
 
 
 def _split_until(bins: list[np.ndarray], target: int) -> list[np.ndarray]:

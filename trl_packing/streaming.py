@@ -3,13 +3,16 @@
     document ──► the tightest open bin that it fits ──► a bin that is full enough leaves
                  (none fits and all are open: the fullest bin leaves and a new one opens)
 
-Every rank reads the same stream and packs it the same way; micro-batch m belongs to rank m mod ranks.
-So no document is lost or repeated, and all ranks have equally many micro-batches, without communication.
+Every rank reads the same stream and packs it the same way; micro-batch m belongs to rank
+m mod ranks. So no document is lost or repeated, and all ranks have equally many micro-batches,
+without communication. A dataloader worker does the same with the shards that it reads.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import datasets
 from torch.utils.data import IterableDataset, get_worker_info
 
 Document = dict[str, Any]
@@ -24,6 +27,9 @@ class PackedStream(IterableDataset):
 
     The last round of micro-batches is completed with empty ones, which `PackedCollator` turns into
     masked tokens.
+
+    Raises ValueError for a stream that was divided among ranks before, and, when read, for one
+    without documents.
     """
 
     def __init__(
@@ -36,6 +42,11 @@ class PackedStream(IterableDataset):
         rank: int = 0,
         open_bins: int = 256,
     ):
+        if num_ranks > 1 and getattr(documents, "_distributed", None) is not None:
+            raise ValueError(
+                "the stream is divided among ranks already (split_dataset_by_node), and dividing "
+                "it again would lose documents; pass the whole stream to every rank"
+            )
         self.documents = documents
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
@@ -51,10 +62,19 @@ class PackedStream(IterableDataset):
     def __iter__(self) -> Iterator[list[Document]]:
         worker = get_worker_info()
         num_workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+        if isinstance(self.documents, datasets.IterableDataset):
+            # It reads a part of its shards in each worker by itself, the same part on every rank.
+            num_workers, worker_id = 1, 0
+        number = -1
         for number, batch in enumerate(self._micro_batches()):
             turn, rank = divmod(number, self.num_ranks)
             if rank == self.rank and turn % num_workers == worker_id:
                 yield batch
+        if number < 0 and worker is None:
+            raise ValueError(
+                "the stream has no documents left to train on; check its source, max_length and "
+                "the completion or assistant masks"
+            )
 
     def _micro_batches(self) -> Iterator[list[Document]]:
         bins = pack_stream(self.documents, self.capacity, self.open_bins)
@@ -82,29 +102,32 @@ def pack_stream(
     >>> [[len(d["input_ids"]) for d in b] for b in pack_stream(docs, 4)]
     [[3, 1], [4], [2]]
     """
-    waiting: list[tuple[int, list[Document]]] = []  # (space left, documents)
+    # Two parallel lists, ascending by the space left: a search finds the tightest bin that fits.
+    spaces: list[int] = []
+    waiting: list[list[Document]] = []
     for number, document in enumerate(documents):
         length = len(document["input_ids"])
-        if capacity is None or document.get("seq_lengths") is not None:
-            yield [document]
-            continue
-        if length > capacity:
+        if capacity is not None and length > capacity:
             raise ValueError(
                 f"document {number} of the stream has {length} tokens but capacity is {capacity}; "
                 "raise max_length or set overflow='truncate' or 'split'"
             )
-        fits = [i for i, (space, _) in enumerate(waiting) if space >= length]
-        if fits:
-            tightest = min(fits, key=lambda i: waiting[i][0])
-            space, packed = waiting.pop(tightest)
+        if capacity is None or document.get("seq_lengths") is not None:
+            yield [document]
+            continue
+        at = bisect_left(spaces, length)
+        if at < len(spaces):
+            space, packed = spaces.pop(at), waiting.pop(at)
         else:
-            if len(waiting) == open_bins:
-                yield waiting.pop(min(range(open_bins), key=lambda i: waiting[i][0]))[1]
+            if len(spaces) == open_bins:
+                del spaces[0]
+                yield waiting.pop(0)
             space, packed = capacity, []
         packed.append(document)
         if space == length:
             yield packed
         else:
-            waiting.append((space - length, packed))
-    yield from (packed for _, packed in waiting)
-
+            at = bisect_left(spaces, space - length)
+            spaces.insert(at, space - length)
+            waiting.insert(at, packed)
+    yield from waiting

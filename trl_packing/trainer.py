@@ -1,12 +1,12 @@
 """`PackedSFTTrainer`: TRL's `SFTTrainer` on documents packed at sampling time.
 
-    SFTTrainer                     here
-    _prepare_dataset               super() renders and tokenizes; then documents are fitted, not packed
-    _get_train_sampler             a plan an epoch, from lengths, by rank           (sampler)
-    data_collator                  one flat row, boundaries, no mask, no cache      (collator)
-    attention of the model         kept within documents, the rest of it unchanged  (attention)
-    fused LM head                  trained positions only, also on CPU              (head)
-    train, evaluate, predict       stop before the first step if documents leak     (isolation)
+SFTTrainer                     here
+_prepare_dataset               super() renders and tokenizes; then documents are fitted, not packed
+_get_train_sampler             a plan an epoch, from lengths, by rank           (sampler)
+data_collator                  one flat row, boundaries, no mask, no cache      (collator)
+attention of the model         kept within documents, the rest of it unchanged  (attention)
+fused LM head                  trained positions only, also on CPU              (head)
+train, evaluate, predict       stop before the first step if documents leak     (isolation)
 """
 
 import copy
@@ -53,16 +53,18 @@ _ROW_COLUMNS = (*TOKEN_COLUMNS, "seq_lengths")
 class PackedSFTTrainer(SFTTrainer):
     """Supervised fine-tuning that never computes on padding and keeps documents apart.
 
-    Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig` or
-    `TrainingArguments`. With ``packing=True`` a micro-batch is `per_device_train_batch_size` bins of
-    `max_length` tokens; with ``packing=False`` an optimizer step is the documents of the padded run.
-    Either way a micro-batch is one flat row of isolated documents.
+    Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig`
+    or `TrainingArguments`. With ``packing=True`` a micro-batch is `per_device_train_batch_size`
+    bins of `max_length` tokens; with ``packing=False`` an optimizer step is the documents of the padded
+    run. Either way a micro-batch is one flat row of isolated documents.
 
     A data collator of your own, a data set with images, and a data set with `with_transform` take
     TRL's path unchanged (a warning says so).
 
     `packing_report` holds what a run is made of; it is printed when training starts.
     """
+
+    packing_report: PackingReport | None = None
 
     def __init__(
         self,
@@ -85,6 +87,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._options = PackingOptions.of(args)
         self._preparation: dict[str, PreparationCounts] = {}
         self._checked: set[bool] = set()
+        self._eval_sums = torch.zeros(2, dtype=torch.float64)
         with _packing_hidden(args) as (packing, eval_packing):
             self._packing, self._eval_packing = packing, eval_packing
             super().__init__(
@@ -111,7 +114,7 @@ class PackedSFTTrainer(SFTTrainer):
         self.packing_report = self._report()
         self.add_callback(_OnTrainBegin(self))
 
-    # --- arguments ----------------------------------------------------------------------------------
+    # --- arguments ----------------------------------------------------------------------------
 
     def _check_parallelism(self) -> None:
         args = self.args
@@ -134,8 +137,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _reason_for_padded_rows(self) -> str | None:
         """Return why rows stay padded although nobody refused packing, or None.
 
-        Existing TRL code that asks for neither packing nor padding_free keeps running on models that
-        cannot keep documents apart. Who asks for one of them gets the isolation gate's error.
+        Existing TRL code that asks for neither packing nor padding_free keeps running on models
+        that cannot keep documents apart. Who asks for one of them gets the isolation gate's error.
         """
         if self._shards_sequences():
             return "context or sequence parallelism drops the boundaries between documents"
@@ -143,7 +146,7 @@ class PackedSFTTrainer(SFTTrainer):
         if asked or self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return None
         try:
-            report = check_isolation(self.model, training=True, max_length=0)
+            report = check_isolation(self.model, training=True, max_length=0, fused_head=True)
         except (TypeError, ValueError, NotImplementedError) as refusal:
             return f"{type(self.model).__name__} takes no packed row ({refusal})"
         return str(report) if report.verdict == "leaks" else None
@@ -155,7 +158,7 @@ class PackedSFTTrainer(SFTTrainer):
         )
 
     def check_isolation(self, model: Any, *, training: bool) -> IsolationReport | None:
-        """Check `model` once per mode, on the longest documents of the run, as `isolation_check` says.
+        """Check `model` once per mode, on the longest documents, as `isolation_check` says.
 
         Raises RuntimeError if documents leak under ``isolation_check="error"``.
         """
@@ -164,20 +167,24 @@ class PackedSFTTrainer(SFTTrainer):
         self._checked.add(training)
         try:
             report = check_isolation(
-                model, self._probe_documents(), training=training, attention=str(self.attention)
+                model,
+                self._probe_documents(),
+                training=training,
+                attention=str(self.attention),
+                fused_head=True,
             )
         except (TypeError, ValueError, NotImplementedError) as refusal:
             raise RuntimeError(
-                f"{type(self.model).__name__} cannot run packed documents ({refusal}). Install what "
-                "it asks for, or train padded rows: packing=False and padding_free=False"
+                f"{type(self.model).__name__} cannot run packed documents ({refusal}). Install "
+                "what it asks for, or train padded rows: packing=False and padding_free=False"
             ) from refusal
         if report.verdict == "isolated":
             logger.info(str(report))
             return report
         message = (
-            f"{report}. Set attention='documents' or another one, keep documents on one side of the "
-            "model's length threshold with max_length, or train padded rows with trl.SFTTrainer; "
-            "isolation_check='warn' trains all the same"
+            f"{report}. Set attention='documents' or another one, keep documents on one side of "
+            "the model's length threshold with max_length, or train padded rows with "
+            "trl.SFTTrainer; isolation_check='warn' trains all the same"
         )
         if report.verdict == "leaks" and self._options.isolation_check == "error":
             raise RuntimeError(message)
@@ -185,7 +192,7 @@ class PackedSFTTrainer(SFTTrainer):
         return report
 
     def _probe_documents(self) -> list[np.ndarray]:
-        """Return the documents that probe isolation: the longest, the shortest, and a middling one."""
+        """Return the documents that probe isolation: the shortest, a middling and the longest."""
         if isinstance(self.train_dataset, IterableDataset):
             return [np.asarray(d["input_ids"]) for d in islice(self.train_dataset, 16)]
         documents = ArrowDocuments(self.train_dataset, ["input_ids"])
@@ -193,7 +200,7 @@ class PackedSFTTrainer(SFTTrainer):
         chosen = {int(order[i]) for i in (0, len(order) // 2, -1)}
         return [documents[i]["input_ids"] for i in sorted(chosen)]
 
-    # --- data ---------------------------------------------------------------------------------------
+    # --- data ---------------------------------------------------------------------------------
 
     def _prepare_dataset(
         self,
@@ -240,7 +247,7 @@ class PackedSFTTrainer(SFTTrainer):
         present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
         return ArrowDocuments(dataset, present)
 
-    # --- sampling -----------------------------------------------------------------------------------
+    # --- sampling -----------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self._trl_path or not isinstance(train_dataset, ArrowDocuments):
@@ -293,7 +300,8 @@ class PackedSFTTrainer(SFTTrainer):
         )
 
     def _data_ranks(self) -> tuple[int, int]:
-        """Return the number of data-parallel ranks and this one; tensor-parallel ranks share a batch."""
+        """Return how many data-parallel ranks there are and this one."""
+        # Tensor-parallel ranks must see the same batch.
         shared = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
         return self.args.world_size // shared, self.args.process_index // shared
 
@@ -339,8 +347,8 @@ class PackedSFTTrainer(SFTTrainer):
             num_ranks=ranks,
             rank=rank,
         )
-        # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches of
-        # unequal size, and repeat documents at the end.
+        # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches
+        # of unequal size, and repeat documents at the end.
         return DataLoaderShard(
             stream,
             device=self.accelerator.device if self.accelerator.device_placement else None,
@@ -350,7 +358,7 @@ class PackedSFTTrainer(SFTTrainer):
             pin_memory=self.args.dataloader_pin_memory,
         )
 
-    # --- evaluation ---------------------------------------------------------------------------------
+    # --- evaluation ---------------------------------------------------------------------------
 
     _evaluates_padded = False
 
@@ -396,11 +404,11 @@ class PackedSFTTrainer(SFTTrainer):
             self._eval_sums += torch.stack([loss.detach().float() * tokens, tokens]).double().cpu()
         return result
 
-    # --- report -------------------------------------------------------------------------------------
+    # --- report -------------------------------------------------------------------------------
 
     def _report(self) -> PackingReport:
         args, ranks = self.args, self._data_ranks()[0]
-        shape = {
+        shape: dict[str, Any] = {
             "ranks": ranks,
             "accumulation": args.gradient_accumulation_steps,
             "micro_batch": _micro_batch_words(self._packing, self._train_batch_size),
@@ -408,11 +416,14 @@ class PackedSFTTrainer(SFTTrainer):
             "capacity": args.max_length,
         }
         if isinstance(self.train_dataset, IterableDataset):
-            unknown = dict.fromkeys(_COUNTED)
+            unknown: dict[str, Any] = dict.fromkeys(_COUNTED)
             return PackingReport(**shape, **unknown)
         documents = self._remove_unused_columns(self.train_dataset)
         sampler = self._get_train_sampler(documents)
-        tokens, steps = int(documents.lengths().sum()), -(-len(sampler) // args.gradient_accumulation_steps)
+        tokens, steps = (
+            int(documents.lengths().sum()),
+            -(-len(sampler) // args.gradient_accumulation_steps),
+        )
         full = (sampler.num_bins or 0) * (args.max_length or 0)
         return PackingReport(
             documents=len(documents),
@@ -440,7 +451,13 @@ _COUNTED = (
 )
 
 # TRL's names for plans; pieces of "bfd_split" and "wrapped" are documents by the time of planning.
-_PLANS = {"bfd": "bfd", "bfd_split": "bfd", "wrapped": "next_fit", "next_fit": "next_fit", "greedy": "greedy"}
+_PLANS = {
+    "bfd": "bfd",
+    "bfd_split": "bfd",
+    "wrapped": "wrapped",
+    "next_fit": "next_fit",
+    "greedy": "greedy",
+}
 
 
 class _OnTrainBegin(TrainerCallback):
@@ -476,7 +493,7 @@ def _step_aside(args: Any, reason: str) -> None:
 
 @contextmanager
 def _packing_hidden(args: Any) -> Iterator[tuple[bool, bool]]:
-    """Keep TRL from packing by itself while its constructor runs; yields (packing, eval_packing)."""
+    """Keep TRL from packing while its constructor runs; yields (packing, eval_packing)."""
     hidden = ("packing", "padding_free", "eval_packing")
     before = {name: getattr(args, name) for name in hidden if hasattr(args, name)}
     packing = before.get("packing", False)
@@ -525,8 +542,8 @@ def _check_rows(rows: Any, capacity: int | None, name: str) -> None:
     if lengths.max() > capacity:
         row = int(lengths.argmax())
         raise ValueError(
-            f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds {lengths[row]} "
-            f"tokens, but max_length is {capacity}; raise max_length to the packed row length"
+            f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds "
+            f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length to that length"
         )
 
 

@@ -111,7 +111,7 @@ def resolve_attention(
     return AttentionChoice(attention, implementation, f"attention={attention!r}")
 
 
-def install_attention(model: nn.Module, choice: AttentionChoice) -> None:
+def install_attention(model: Any, choice: AttentionChoice) -> None:
     """Set `choice` on a transformers model. Calls that are not packed stay as they were."""
     if choice.implementation is None:
         return
@@ -121,7 +121,8 @@ def install_attention(model: nn.Module, choice: AttentionChoice) -> None:
     else:
         model.set_attn_implementation(choice.implementation)
     if not flash_attn.is_flash_attention(choice.implementation):
-        mark_packed_calls(model)
+        # On the backbone, which builds the masks: a fused LM head calls it without `model.forward`.
+        mark_packed_calls(getattr(model, "base_model", model))
 
 
 def _automatic(
@@ -130,8 +131,9 @@ def _automatic(
     if flash_attn.is_flash_attention(current):
         if needs.sinks and current == "flash_attention_2":
             raise ValueError(
-                "attn_implementation='flash_attention_2' drops this model's attention sinks without "
-                "a word; load the model with attn_implementation='eager' or set attention='documents'"
+                "attn_implementation='flash_attention_2' drops this model's attention sinks in "
+                "silence; load the model with attn_implementation='eager' or set "
+                "attention='documents'"
             )
         return AttentionChoice(str(current), None, "the model was loaded with it")
     ours = (document_sdpa.NAME, torch_varlen.NAME)
@@ -175,7 +177,7 @@ def _half_precision_refusal(needs: _Needs, max_head_dim: int) -> str | None:
 def _needs(model: nn.Module, device: Any, dtype: torch.dtype | None) -> _Needs:
     parameter = next(model.parameters(), None)
     found = parameter.device if parameter is not None else torch.device("cpu")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def field(*names: str) -> Any:

@@ -1,7 +1,7 @@
 """Attention over the documents of a row, one after another: work Σ len², and no T×T mask.
 
     query, key, value    (T, heads, head_dim)        key and value may have fewer heads (GQA)
-    cu_seqlens           (N + 1,) int32              document n is rows cu_seqlens[n]:cu_seqlens[n+1]
+    cu_seqlens           (N + 1,) int32              document n: rows cu_seqlens[n]:cu_seqlens[n+1]
     output               (T, heads, value_dim)
 
 Each document is cut into *tiles*: a block of queries with every key it may see, so a tile is an
@@ -12,8 +12,10 @@ The loop lives in one custom op with an explicit backward, so `torch.compile` se
 the documents, and the backward adds into place instead of scattering a slice per document.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +116,7 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(query, key, value, cu_seqlens, sinks, seed, scale, window, softcap, dropout):  # type: ignore[no-untyped-def]
+def _(query, key, value, cu_seqlens, sinks, seed, scale, window, softcap, dropout):
     num_tokens, num_heads, _ = query.shape
     return (
         query.new_empty(num_tokens, num_heads, value.shape[-1]),
@@ -161,17 +163,17 @@ def _backward_op(
 @_backward_op.register_fake
 def _(
     grad, query, key, value, output, lse, cu_seqlens, sinks, seed, scale, window, softcap, dropout
-):  # type: ignore[no-untyped-def]
+):
     d_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(x.new_empty(x.shape) for x in (query, key, value)), d_sinks)
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):
     query, key, value, cu_seqlens, sinks, seed, *ctx.options = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks, seed)
 
 
-def _autograd_backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
+def _autograd_backward(ctx, grad, _grad_lse):
     query, key, value, output, lse, cu_seqlens, sinks, seed = ctx.saved_tensors
     *gradients, d_sinks = torch.ops.trl_packing.document_attention_backward(
         grad, query, key, value, output, lse, cu_seqlens, sinks, seed, *ctx.options
@@ -182,13 +184,13 @@ def _autograd_backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
 _forward_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-# --- tiles -------------------------------------------------------------------------------------
+# --- tiles ------------------------------------------------------------------------------------
 
 
 def _tiles(cu_seqlens: Tensor, options: _Options, query: Tensor) -> Iterator[_Tile]:
     boundaries = host_boundaries(cu_seqlens)
     scored = _needs_scores(query, options)
-    for start, end in zip(boundaries, boundaries[1:], strict=False):
+    for start, end in pairwise(boundaries):
         within_window = not options.window or end - start <= options.window
         block = end - start if within_window and not scored else max(_BLOCK, options.window)
         for q0 in range(start, end, max(block, 1)):
@@ -237,7 +239,7 @@ def _visible(tile: _Tile, options: _Options, device: torch.device) -> Tensor:
     return visible & (distance < options.window) if options.window else visible
 
 
-# --- a tile by PyTorch's CPU FlashAttention kernel -----------------------------------------------
+# --- a tile by PyTorch's CPU FlashAttention kernel --------------------------------------------
 
 
 def _needs_scores(query: Tensor, options: _Options) -> bool:
@@ -245,7 +247,7 @@ def _needs_scores(query: Tensor, options: _Options) -> bool:
     return bool(options.softcap or options.dropout) or query.device.type != "cpu"
 
 
-def _fused_forward(q, k, v, tile, options, generator):  # type: ignore[no-untyped-def]
+def _fused_forward(q, k, v, tile, options, generator):
     causal, mask = _causal_or_mask(q, tile, options)
     width, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -254,7 +256,7 @@ def _fused_forward(q, k, v, tile, options, generator):  # type: ignore[no-untype
     return out[..., :value_dim], lse
 
 
-def _fused_backward(grad, q, k, v, out, lse, tile, options, generator):  # type: ignore[no-untyped-def]
+def _fused_backward(grad, q, k, v, out, lse, tile, options, generator):
     causal, mask = _causal_or_mask(q, tile, options)
     width = max(q.shape[-1], v.shape[-1])
     grad, qw, kw, vw, out = _padded(width, grad, q, k, v, out)
@@ -273,21 +275,34 @@ def _causal_or_mask(q: Tensor, tile: _Tile, options: _Options) -> tuple[bool, Te
 
 
 def _padded(width: int, *tensors: Tensor) -> list[Tensor]:
-    # Zero columns change neither scores nor the kept part of the output (MLA: value_dim < head_dim).
+    # Zero columns change neither scores nor the kept output (MLA: value_dim < head_dim).
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
-# --- a tile by its scores, in float32 --------------------------------------------------------------
+# --- a tile by its scores, in float32 ---------------------------------------------------------
 
 
-def _scored_forward(q, k, v, tile, options, generator):  # type: ignore[no-untyped-def]
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep autocast, which reaches into custom ops, from turning float32 products into bf16."""
+
+    @functools.wraps(function)
+    def run(x: Tensor, *args: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return run
+
+
+@_without_autocast
+def _scored_forward(q, k, v, tile, options, generator):
     scores, _ = _scores(q, k, tile, options)
     lse = torch.logsumexp(scores, -1)
     kept = _dropout_factor(scores, options, generator)
     return (torch.exp(scores - lse[..., None]) * kept) @ v.float(), lse
 
 
-def _scored_backward(grad, q, k, v, out, lse, tile, options, generator):  # type: ignore[no-untyped-def]
+@_without_autocast
+def _scored_backward(grad, q, k, v, out, lse, tile, options, generator):
     grad, q32, k32, v32 = grad.float(), q.float(), k.float(), v.float()
     scores, slope = _scores(q, k, tile, options)
     probabilities = torch.exp(scores - lse[..., None])
@@ -323,7 +338,7 @@ def _dropout_factor(
     return (uniform >= options.dropout).to(scores.dtype) / (1 - options.dropout)
 
 
-# --- other devices -----------------------------------------------------------------------------
+# --- other devices ----------------------------------------------------------------------------
 
 
 def _sdpa_with_autograd(
@@ -334,15 +349,18 @@ def _sdpa_with_autograd(
     GPUs without FlashAttention-2, and float32, run PyTorch's memory-efficient kernel here.
     """
     boundaries = host_boundaries(cu_seqlens)
-    lengths = [end - start for start, end in zip(boundaries, boundaries[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(boundaries)]
     outputs = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         length = q.shape[0]
         mask = None
         if window and length > window:
             mask = _visible(_Tile(0, length, 0), _Options(scale, window, 0.0, 0.0), q.device)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+            q,
+            k,
+            v,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,

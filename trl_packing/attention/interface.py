@@ -52,18 +52,23 @@ def implementation_name(name: str, fallback: str) -> str:
     return f"{name}_over_eager" if fallback == "eager" else name
 
 
-def mark_packed_calls(model: nn.Module) -> None:
-    """Let `model.forward` announce packed calls, so that they build no mask."""
-    original = model.forward
+def mark_packed_calls(backbone: nn.Module) -> None:
+    """Let `backbone.forward` announce packed calls, so that they build no mask."""
+    if getattr(backbone.forward, "marks_packed_calls", False):
+        return
+    bound = backbone.forward
+    # Unbound, or a copy of the model would run the weights of this one.
+    unbound = getattr(bound, "__func__", lambda _self, *args, **kwargs: bound(*args, **kwargs))
 
-    @functools.wraps(type(model).forward)  # `generate` reads the signature
+    @functools.wraps(type(backbone).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
-            return original(*args, **kwargs)
+            return unbound(self, *args, **kwargs)
         with _packed_call():
-            return original(*args, **kwargs)
+            return unbound(self, *args, **kwargs)
 
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    forward.marks_packed_calls = True  # type: ignore[attr-defined]
+    backbone.forward = MethodType(forward, backbone)  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -147,7 +152,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    # Not every eager function of transformers takes every option, so pass only what the model passed.
+    # Not every eager function of transformers takes every option: pass on what the model passed.
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own FlashAttention-2 over cu_seqlens: on CUDA from sm80, in bf16 and fp16, nothing to build.
+"""PyTorch's own FlashAttention-2 over cu_seqlens: CUDA from sm80, bf16 and fp16, nothing to build.
 
 `torch.nn.attention.varlen` (torch >= 2.10) takes the boundaries as they are. It has no dropout and
 no soft-cap. Attention sinks are exact on top of it, because the kernel returns its log-sum-exp
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 def unavailable() -> str | None:
     """Return why this machine cannot run the kernel, or None if it can."""
     try:
-        import torch.nn.attention.varlen  # noqa: F401
+        import torch.nn.attention.varlen
     except ImportError:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen (2.10 has)"
     if not torch.cuda.is_available():
@@ -44,7 +44,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return causal attention within each document, ``(T, heads, head_dim)``; shapes as elsewhere."""
+    """Return causal attention within each document, ``(T, heads, head_dim)``."""
     if softcap or dropout:
         raise NotImplementedError(
             f"torch's varlen attention has no soft-cap and no dropout (got softcap={softcap}, "
@@ -74,7 +74,7 @@ def _varlen_attn(
     # torch 2.12 asks for enable_gqa, which 2.11 does not know.
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen.varlen_attn(
+    output = varlen.varlen_attn(
         query,
         key,
         value,
@@ -86,6 +86,8 @@ def _varlen_attn(
         window_size=(left, 0),
         **options,
     )
+    assert isinstance(output, Tensor)  # and not with its log-sum-exp, which nobody asked for
+    return output
 
 
 class _SinkAttention(torch.autograd.Function):
@@ -98,7 +100,7 @@ class _SinkAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, cu_seqlens, longest, scale, left):  # type: ignore[no-untyped-def]
+    def forward(ctx, query, key, value, sinks, cu_seqlens, longest, scale, left):
         out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
             query,
             key,
@@ -121,7 +123,7 @@ class _SinkAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):
         query, key, value, out, lse, sinks, cu_seqlens, rng, unused = ctx.saved_tensors
         longest, scale, left = ctx.options
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(

@@ -1,0 +1,45 @@
+# Every target makes the virtual environment it needs; the README spells each out as plain commands.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all check lint types format bench clean
+
+demo: $(READY)  ## the main job: train a small model on packed data, before and after
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
+
+test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+
+test-all: $(READY)  ## the slow tests too: recipes, several processes, real data
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+check: lint types test
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idle machine
+	$(BIN)/python benchmarks/pack.py --output benchmarks/results/pack.md
+	$(BIN)/python benchmarks/step.py --output benchmarks/results/step.md
+	$(BIN)/python benchmarks/dataloader.py --output benchmarks/results/dataloader.md
+
+# torch first and pinned: on a CPU-only machine an unpinned torch brings several GB of CUDA packages.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trl_packing needs Python >= 3.11, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache

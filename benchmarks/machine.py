@@ -1,0 +1,41 @@
+"""What a table of numbers must say about where it comes from."""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+
+def provenance(packages: tuple[str, ...] = ("torch", "transformers", "trl")) -> str:
+    """Return command, hardware and versions as lines of Markdown."""
+    command = shlex.join(["python", *sys.argv])
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return (
+        f"`{command}`\n\n"
+        f"{cpu_model()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}\n"
+    )
+
+
+def cpu_model() -> str:
+    """Return the processor's name, as far as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a GitHub-flavored table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def publish(text: str, output: str | None) -> None:
+    """Print `text`, and write it to `output` if that is a path."""
+    print(text)
+    if output:
+        path = Path(output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)

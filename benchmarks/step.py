@@ -1,0 +1,168 @@
+"""A packed training step on CPU through the trainer, against TRL's packing=True, side by side.
+
+    python benchmarks/step.py --output benchmarks/results/step.md      # about 10 minutes, 2 cores
+
+A Llama of 4 layers × 512 hidden trains on documents of about 256 tokens, a third of each prompt.
+Both trainers take turns in one process on the same documents in rows of T tokens; a step is what
+lies between `on_step_begin` and `on_step_end`, and the first step of each turn is not counted. The
+losses of both must agree first (on Llama, TRL's packed rows are exact too).
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from datasets import Dataset
+from machine import provenance, publish, table
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing import PackedSFTTrainer
+
+# (tokens a row, vocabulary, dtype, ratio that the project promises)
+CASES = [
+    (4096, 1024, "fp32", 2.5),
+    (8192, 1024, "fp32", 4.0),
+    (16384, 1024, "fp32", 7.0),
+    (4096, 32000, "fp32", 3.0),
+    (4096, 1024, "bf16", 2.5),
+    (4096, 32000, "bf16", 3.0),
+]
+DOCUMENT = 256
+
+
+@dataclass
+class StepTimer(TrainerCallback):
+    """Seconds of every optimizer step but the first of a run, and the tokens of the run."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step > 1:
+            self.seconds.append(time.perf_counter() - self.began)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def documents(num_tokens: int, vocabulary: int, rows: int) -> Dataset:
+    """Documents that fill `rows` rows to the last token, with varied lengths around `DOCUMENT`."""
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for _ in range(rows * num_tokens // (2 * DOCUMENT)):
+        shift = int(torch.randint(0, DOCUMENT // 2, (), generator=generator))
+        for length in (DOCUMENT - shift, DOCUMENT + shift):  # pairs of 2 × DOCUMENT tokens
+            ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+            prompt = length // 3
+            examples.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return Dataset.from_list(examples)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+def model(vocabulary: int, dtype: str, max_length: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        max_position_embeddings=max_length,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+
+
+def run_turn(trainer_class: type, case: tuple, steps: int) -> tuple[StepTimer, int]:
+    """Train `steps` + 1 steps with a fresh trainer; return its timer and the tokens of a step."""
+    num_tokens, vocabulary, dtype, _ = case
+    timer = StepTimer()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_class(
+            model(vocabulary, dtype, num_tokens),
+            SFTConfig(
+                output_dir=folder,
+                packing=True,
+                max_length=num_tokens,
+                per_device_train_batch_size=1,
+                max_steps=steps + 1,
+                gradient_checkpointing=False,
+                use_cpu=True,
+                bf16=False,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                learning_rate=0.0,
+            ),
+            train_dataset=documents(num_tokens, vocabulary, rows=steps + 1),
+            processing_class=tokenizer(),
+            callbacks=[timer],
+        )
+        trainer.train()
+    counted = trainer.state.log_history[-2]["num_tokens"] / (steps + 1)
+    del trainer
+    gc.collect()
+    return timer, round(counted)
+
+
+def compare(case: tuple, turns: int, steps: int) -> list[str]:
+    times: dict[str, list[float]] = {"trl": [], "ours": []}
+    losses: dict[str, list[float]] = {"trl": [], "ours": []}
+    tokens: dict[str, int] = {}
+    for _ in range(turns):
+        for name, trainer_class in (("trl", SFTTrainer), ("ours", PackedSFTTrainer)):
+            timer, tokens[name] = run_turn(trainer_class, case, steps)
+            # learning_rate is 0 and both see every document, so the means agree
+            losses[name].append(statistics.mean(timer.losses))
+            times[name] += [1e6 * s / tokens[name] for s in timer.seconds]
+    num_tokens, vocabulary, dtype, promised = case
+    tolerance = (
+        0.02  # rows differ in composition: the mean over rows of token means differs slightly
+    )
+    assert abs(losses["trl"][0] - losses["ours"][0]) < tolerance, losses
+    theirs, ours = (statistics.median(times[name]) for name in ("trl", "ours"))
+    ratio = theirs / ours
+    return [
+        f"{num_tokens:,}",
+        f"{vocabulary:,}",
+        dtype,
+        f"{theirs:,.0f}",
+        f"{ours:,.0f}",
+        f"{ratio:.1f}×",
+        f"≥ {promised}×" + ("" if ratio >= promised else " (missed)"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=2, help="turns of each trainer")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps a turn")
+    parser.add_argument("--cases", type=int, nargs="*", help="indices of cases, default all")
+    parser.add_argument("--output", help="write the table there too")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    chosen = [CASES[i] for i in arguments.cases] if arguments.cases else CASES
+    rows = [compare(case, arguments.turns, arguments.steps) for case in chosen]
+    header = ["row T", "vocabulary", "dtype", "TRL µs/token", "ours µs/token", "ratio", "promised"]
+    text = f"# A packed training step on CPU\n\n{table(header, rows)}\n{provenance()}"
+    publish(text, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Train a tiny model as a scenario says and write down everything that happened, by rank.
+
+    cd tests && torchrun --nproc_per_node 2 -m distributed.train scenarios.json results/
+
+`scenarios.json` maps names to arguments of `Scenario`; rank r writes ``results/<name>.<r>.pt`` with
+the dictionary that `run` returns. Tests call `run` in their own process for a single rank, and
+`run_on_ranks` for more.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+
+
+@dataclass
+class Scenario:
+    """What to train. `lengths` and `eval_lengths` are those of the documents."""
+
+    output_dir: str
+    lengths: list[int]
+    eval_lengths: list[int] = field(default_factory=list)
+    prompt: int = 2
+    packing: bool = True
+    batch_size: int = 1
+    accumulation: int = 1
+    epochs: int = 1
+    max_steps: int = -1
+    stream: bool = False
+    workers: int = 0
+    save_steps: int = 0
+    resume: str | None = None
+    forgets_epoch_on_resume: bool = False
+    counts_correct: bool = False
+    options: dict = field(default_factory=dict)
+
+
+def run(scenario: Scenario) -> dict:
+    """Return batches, losses, parameters and evaluation of a run, or the error that ended it.
+
+    batches: the `input_ids` of every micro-batch that was trained on this rank.
+    """
+    try:
+        return _run(scenario)
+    except ValueError as error:
+        return {"error": str(error)}
+
+
+def _run(scenario: Scenario) -> dict:
+    import torch
+    from datasets import Dataset
+    from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+
+    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+    torch.set_num_threads(1)
+    batches: list[list[int]] = []
+
+    class Recorder(PackedSFTTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            batches.append(inputs["input_ids"].flatten().tolist())
+            return super().training_step(model, inputs, *args, **kwargs)
+
+        def get_train_dataloader(self):
+            dataloader = super().get_train_dataloader()
+            if scenario.forgets_epoch_on_resume:
+                del dataloader.batch_sampler.set_epoch
+            return dataloader
+
+    def data(lengths, seed):
+        rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
+        dataset = Dataset.from_list(rows)
+        return dataset.to_iterable_dataset(3) if scenario.stream else dataset
+
+    def correct(prediction):
+        chosen = prediction.predictions[:, :-1].argmax(-1)
+        targets = prediction.label_ids[:, 1:]
+        return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
+
+    settings = {
+        "output_dir": scenario.output_dir,
+        "max_length": 32,
+        "packing": scenario.packing,
+        "per_device_train_batch_size": scenario.batch_size,
+        "per_device_eval_batch_size": scenario.batch_size,
+        "gradient_accumulation_steps": scenario.accumulation,
+        "num_train_epochs": scenario.epochs,
+        "max_steps": scenario.max_steps,
+        "dataloader_num_workers": scenario.workers,
+        "save_strategy": "steps" if scenario.save_steps else "no",
+        "save_steps": scenario.save_steps or 500,
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+        "isolation_check": "off",
+    }
+    trainer = Recorder(
+        tiny_model("llama"),
+        PackedSFTConfig(**{**settings, **scenario.options}),
+        train_dataset=data(scenario.lengths, seed=0),
+        eval_dataset=data(scenario.eval_lengths, seed=1) if scenario.eval_lengths else None,
+        processing_class=tiny_tokenizer(),
+        compute_metrics=correct if scenario.counts_correct else None,
+    )
+    metrics = trainer.evaluate() if scenario.eval_lengths else {}
+    trainer.train(resume_from_checkpoint=scenario.resume)
+    history = trainer.state.log_history
+    return {
+        "batches": batches,
+        "steps": trainer.state.global_step,
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "metrics": metrics,
+        "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+    }
+
+
+def run_on_ranks(
+    scenarios: dict[str, Scenario], folder: Path, ranks: int = 2, timeout_seconds: int = 240
+) -> dict[str, list[dict]]:
+    """Run `scenarios` one after another in one gloo group; returns the results of each by rank.
+
+    A group that hangs is killed after `timeout_seconds`, and the assertion names where it was.
+    """
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "scenarios.json"
+    plan.write_text(json.dumps({name: asdict(scenario) for name, scenario in scenarios.items()}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(ranks), "-m", "distributed.train", str(plan), str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(
+            f"{ranks} ranks hang; the end of their output:\n{output[-4000:]}"
+        ) from None
+    assert process.returncode == 0, output[-4000:]
+    return {
+        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)]
+        for name in scenarios
+    }
+
+
+def main() -> None:
+    import torch
+
+    plan, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    for name, arguments in json.loads(plan.read_text()).items():
+        print(f"scenario {name}", flush=True)
+        torch.manual_seed(0)
+        torch.save(run(Scenario(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main()

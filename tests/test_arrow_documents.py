@@ -1,0 +1,160 @@
+"""Documents are read out of Arrow as they are; lengths are known without reading any."""
+
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.collator import PackedCollator
+
+ROWS = [
+    {"input_ids": [11, 12, 13], "labels": [11, -100, 13]},
+    {"input_ids": [], "labels": []},
+    {"input_ids": [21], "labels": [21]},
+    {"input_ids": [31, 32, 33, 34], "labels": [-100, -100, -100, 34]},
+]
+COLUMNS = ["input_ids", "labels"]
+
+
+def lists(documents) -> list[dict]:
+    return [{name: values.tolist() for name, values in d.items()} for d in documents]
+
+
+def test_a_document_is_a_view_of_the_arrow_memory():
+    dataset = Dataset.from_list(ROWS)
+    documents = ArrowDocuments(dataset, COLUMNS)
+    assert lists(documents) == ROWS
+    values = dataset.data.column("input_ids").chunk(0).values.to_numpy()
+    assert np.shares_memory(documents[0]["input_ids"], values)
+
+
+def test_lengths_and_trained_tokens_count_every_token_but_the_first_of_a_document():
+    documents = ArrowDocuments(Dataset.from_list(ROWS), COLUMNS)
+    assert documents.lengths().tolist() == [3, 0, 1, 4]
+    assert documents.lengths("labels").tolist() == [3, 0, 1, 4]
+    assert documents.num_trained().tolist() == [1, 0, 0, 1]
+
+
+def test_without_labels_every_token_but_the_first_is_trained():
+    documents = ArrowDocuments(Dataset.from_list(ROWS), ["input_ids"])
+    assert documents.num_trained().tolist() == [2, 0, 0, 3]
+
+
+def test_an_index_counts_from_the_end_too_and_stops_at_it():
+    documents = ArrowDocuments(Dataset.from_list(ROWS), COLUMNS)
+    assert lists([documents[-1]]) == ROWS[-1:]
+    with pytest.raises(IndexError):
+        documents[4]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    chunks=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4),
+    seed=st.one_of(st.none(), st.integers(0, 100)),
+)
+def test_any_chunks_and_mapping_read_as_the_data_set_does(chunks, seed):
+    """The reference is `datasets` itself, one Python list a row."""
+    rng = np.random.default_rng(0)
+    features = Features(input_ids=List(Value("int32")), labels=List(Value("int64")))
+
+    def row(length: int) -> dict:
+        return {
+            "input_ids": rng.integers(1, 99, length).tolist(),
+            "labels": rng.choice([-100, 7], length).tolist(),
+        }
+
+    dataset = concatenate_datasets(
+        [Dataset.from_list([row(n) for n in lengths], features=features) for lengths in chunks]
+    )
+    if seed is not None:
+        dataset = dataset.shuffle(seed=seed).select(range(max(1, len(dataset) - 2)))
+    documents, expected = ArrowDocuments(dataset, COLUMNS), list(dataset)
+    assert lists(documents) == expected
+    assert documents.lengths().tolist() == [len(r["input_ids"]) for r in expected]
+    assert documents.num_trained().tolist() == [
+        sum(label != -100 for label in r["labels"][1:]) for r in expected
+    ]
+
+
+@pytest.mark.parametrize("list_type", [List, LargeList])
+@pytest.mark.parametrize("integers", ["int32", "int64", "uint16", "int8", "bool"])
+def test_integers_and_booleans_of_any_width_are_read(list_type, integers):
+    rows = [{"input_ids": [1, 0, 1]}, {"input_ids": [1]}]
+    dataset = Dataset.from_list(rows, features=Features(input_ids=list_type(Value(integers))))
+    assert lists(ArrowDocuments(dataset, ["input_ids"])) == rows
+
+
+def test_lists_of_fixed_size_are_read():
+    features = Features(input_ids=List(Value("int32"), length=2))
+    dataset = Dataset.from_list([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], features=features)
+    documents = ArrowDocuments(dataset, ["input_ids"])
+    assert lists(documents) == [{"input_ids": [1, 2]}, {"input_ids": [3, 4]}]
+    assert documents.lengths().tolist() == [2, 2]
+
+
+def test_a_sliced_table_is_read_at_its_offset():
+    dataset = Dataset(pa.Table.from_pylist(ROWS).slice(2))
+    documents = ArrowDocuments(dataset, COLUMNS)
+    assert lists(documents) == ROWS[2:]
+    assert documents.num_trained().tolist() == [0, 1]
+
+
+def test_the_format_of_the_data_set_is_ignored():
+    dataset = Dataset.from_list(ROWS).with_format("torch", columns=["labels"])
+    assert lists(ArrowDocuments(dataset, COLUMNS)) == ROWS
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_dataloader_workers_read_the_same_documents(num_workers):
+    dataset = Dataset.from_list(ROWS).select([3, 0, 2])
+    loader = DataLoader(
+        ArrowDocuments(dataset, COLUMNS),
+        batch_sampler=[[0, 1], [2, 0]],
+        num_workers=num_workers,
+        collate_fn=PackedCollator(),
+    )
+    assert [batch["input_ids"].tolist() for batch in loader] == [
+        [[31, 32, 33, 34, 11, 12, 13]],
+        [[21, 31, 32, 33, 34]],
+    ]
+
+
+def test_a_pickled_reader_carries_no_copy_of_what_it_has_read():
+    documents = ArrowDocuments(Dataset.from_list(ROWS * 500).select([3, 0, *range(900)]), COLUMNS)
+    before = len(pickle.dumps(documents))
+    documents.lengths()
+    assert len(pickle.dumps(documents)) < before + 100
+    assert lists(pickle.loads(pickle.dumps(documents)))[:2] == [ROWS[3], ROWS[0]]
+
+
+def test_a_collated_batch_may_be_written_to_without_changing_the_data_set():
+    dataset = Dataset.from_list(ROWS)
+    batch = PackedCollator()(ArrowDocuments(dataset, COLUMNS).__getitems__([0, 3]))
+    batch["input_ids"].fill_(0)
+    assert isinstance(batch["labels"], torch.Tensor)
+    assert list(dataset) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([[1.5]], "column 'input_ids' holds list<item: double>, but tokens are lists of integers"),
+        ([["a"]], "column 'input_ids' holds list<item: string>"),
+        ([[[1]]], "column 'input_ids' holds list<item: list<item: int64>>"),
+        ([7], "column 'input_ids' holds int64"),
+        ([[1], None], "column 'input_ids' has a missing (null) row; remove such rows"),
+        ([[1, None]], "column 'input_ids' has a missing (null) token; remove such rows"),
+    ],
+)
+def test_what_is_no_list_of_integers_is_refused_by_name(values, sentence):
+    documents = ArrowDocuments(Dataset(pa.table({"input_ids": values})), ["input_ids"])
+    with pytest.raises(ValueError) as error:
+        documents.lengths()
+    assert sentence in str(error.value)

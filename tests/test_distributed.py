@@ -1,0 +1,154 @@
+"""Two ranks train what one rank with twice the accumulation trains: gloo processes, for real.
+
+Tolerance, float32: the two differ in the order of a sum over two micro-batches and in gloo's
+all-reduce, a few roundings of 6e-8 a step; ten steps of SGD stay far below 1e-5.
+"""
+
+import pytest
+import torch
+from distributed.train import Scenario, run, run_on_ranks
+
+TOLERANCE = 1e-5
+SGD = {"optim": "sgd", "learning_rate": 0.05}
+LENGTHS = [3 + (i * 7) % 29 for i in range(23)]
+MANY = [3 + (i * 11) % 29 for i in range(41)]
+
+# Each as one rank with two accumulated micro-batches; two ranks accumulate none.
+SAME_STEPS = {
+    "packed": {"lengths": MANY, "epochs": 2},
+    "packed, two bins a micro-batch": {"lengths": MANY, "batch_size": 2, "epochs": 2},
+    "unpacked": {"lengths": LENGTHS, "packing": False},
+    "unpacked, three documents a micro-batch": {
+        "lengths": LENGTHS,
+        "packing": False,
+        "batch_size": 3,
+        "epochs": 2,
+    },
+    # Three bins of one document: rank 1 has none in the second step.
+    "a rank with an empty micro-batch": {"lengths": [32, 32, 32], "epochs": 3},
+    # The third document is one masked prompt token and one trained token.
+    "ranks with very unequal numbers of trained tokens": {
+        "lengths": [32, 2, 31, 3],
+        "packing": False,
+        "prompt": 1,
+    },
+    "stream": {"lengths": MANY[:40], "stream": True, "max_steps": 8},
+    "stream with a worker": {"lengths": MANY[:40], "stream": True, "max_steps": 8, "workers": 1},
+}
+EVALUATIONS = {
+    "packed": {},
+    "packed, two bins a micro-batch": {"batch_size": 2},
+    "unpacked": {"options": {"eval_packing": False}},
+    "fewer documents than ranks": {"eval_lengths": [9]},
+    "stream": {"stream": True, "max_steps": 1},
+    "one padded row a document": {"counts_correct": True, "batch_size": 2},
+}
+REFUSED = {
+    "packed": {},
+    "unpacked": {"packing": False, "batch_size": 1},
+    "in data-set order": {"options": {"train_sampling_strategy": "sequential"}},
+}
+
+
+def scenarios(base, accumulation: int) -> dict[str, Scenario]:
+    """All scenarios of this file, so that two processes start only once."""
+    options = {"options": SGD, "accumulation": accumulation}
+    made = {f"same steps: {name}": options | arguments for name, arguments in SAME_STEPS.items()}
+    for name, arguments in EVALUATIONS.items():
+        made[f"evaluation: {name}"] = {"lengths": LENGTHS, "eval_lengths": MANY[:7], **arguments}
+    made["evaluation, then training"] = options | {"lengths": MANY, "eval_lengths": MANY[:3]}
+    for name, arguments in REFUSED.items():
+        made[f"refused: {name}"] = {"lengths": [9], **arguments}
+    return {
+        name: Scenario(str(base / f"{accumulation} {number}"), **arguments)
+        for number, (name, arguments) in enumerate(made.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
+    base = tmp_path_factory.mktemp("ranks")
+    return run_on_ranks(scenarios(base, 1), base / "results", timeout_seconds=400)
+
+
+@pytest.fixture
+def one_rank(tmp_path, request):
+    return run(scenarios(tmp_path, 2)[request.param])
+
+
+def both(name: str):
+    return pytest.mark.parametrize("one_rank", [name], indirect=True)
+
+
+def assert_same_training(ranks: list[dict], alone: dict):
+    """The same losses and parameters on all, and the same documents in every step."""
+    assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
+    for rank in ranks:
+        torch.testing.assert_close(rank["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(rank["parameters"], alone["parameters"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one_rank"),
+    [(name, f"same steps: {name}") for name in SAME_STEPS],
+    indirect=["one_rank"],
+    ids=SAME_STEPS,
+)
+def test_two_ranks_train_as_one_with_twice_the_accumulation(name, one_rank, two_ranks):
+    assert_same_training(two_ranks[f"same steps: {name}"], one_rank)
+
+
+@pytest.mark.slow
+@both("same steps: packed")
+def test_ranks_that_train_other_documents_fail_the_same_comparison(one_rank, two_ranks):
+    with pytest.raises(AssertionError):
+        assert_same_training(two_ranks["same steps: packed, two bins a micro-batch"], one_rank)
+
+
+@pytest.mark.slow
+def test_the_rank_without_documents_runs_one_masked_token(two_ranks):
+    ranks = two_ranks["same steps: a rank with an empty micro-batch"]
+    assert [[len(batch) for batch in rank["batches"]] for rank in ranks] == [
+        [32, 32] * 3,
+        [32, 1] * 3,
+    ]
+
+
+@pytest.mark.slow
+def test_a_stream_reaches_every_rank_once(two_ranks):
+    """40 documents of an epoch; empty micro-batches are one token of padding."""
+    ranks = two_ranks["same steps: stream"]
+    assert len(ranks[0]["batches"]) == len(ranks[1]["batches"]) == 8
+    seen = [token for rank in ranks for batch in rank["batches"] for token in batch]
+    alone = two_ranks["same steps: stream with a worker"]
+    assert len(seen) == sum(len(batch) for rank in alone for batch in rank["batches"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one_rank"),
+    [(name, f"evaluation: {name}") for name in EVALUATIONS],
+    indirect=["one_rank"],
+    ids=EVALUATIONS,
+)
+def test_two_ranks_evaluate_to_the_loss_of_one(name, one_rank, two_ranks):
+    expected = one_rank["metrics"]
+    for rank in two_ranks[f"evaluation: {name}"]:
+        assert rank["metrics"]["eval_loss"] == pytest.approx(expected["eval_loss"], abs=TOLERANCE)
+        for key in ("eval_rows", "eval_correct"):
+            assert rank["metrics"].get(key) == expected.get(key)
+
+
+@pytest.mark.slow
+@both("evaluation, then training")
+def test_ranks_stay_in_step_after_an_evaluation_before_training(one_rank, two_ranks):
+    """transformers 5.23 marks the model as prepared, and accelerate 1.15 then leaves DDP out."""
+    assert_same_training(two_ranks["evaluation, then training"], one_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_fewer_documents_than_ranks_are_refused_on_every_rank(name, two_ranks):
+    for rank in two_ranks[f"refused: {name}"]:
+        assert rank.get("error", "").startswith("1 documents cannot keep 2 ranks busy")

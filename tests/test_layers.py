@@ -1,0 +1,132 @@
+"""Imports point one way: a module may import only modules above it in this table.
+
+A new module adds its row here first. `docs/LOG.md` says why the table differs from the first plan.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "trl_packing"
+
+# module -> (modules of ours that it imports, third-party packages that it imports at the top)
+TABLE = {
+    "packing": (set(), {"numpy"}),
+    "documents": (set(), {"numpy", "torch"}),
+    "labels": (set(), {"numpy"}),
+    "arrow_documents": ({"labels"}, {"datasets", "numpy", "pyarrow", "torch"}),
+    "report": (set(), set()),
+    "prepare": ({"arrow_documents", "labels", "report"}, {"datasets", "numpy", "pyarrow"}),
+    "sampler": ({"packing"}, {"numpy", "transformers"}),
+    "streaming": (set(), {"datasets", "torch"}),
+    "collator": ({"documents", "labels"}, {"numpy", "torch"}),
+    "attention.interface": (set(), {"torch", "transformers"}),
+    "attention.document_sdpa": ({"attention.interface"}, {"torch"}),
+    "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
+    "attention.flash_attn": (set(), {"transformers"}),
+    "attention": (
+        {
+            "attention.interface",
+            "attention.document_sdpa",
+            "attention.torch_varlen",
+            "attention.flash_attn",
+        },
+        {"torch"},
+    ),
+    "head": ({"labels"}, {"torch", "trl"}),
+    "isolation": ({"collator", "labels"}, {"numpy", "torch"}),
+    "config": (set(), {"trl"}),
+    "trainer": (
+        {
+            "arrow_documents",
+            "attention",
+            "collator",
+            "config",
+            "head",
+            "isolation",
+            "labels",
+            "prepare",
+            "report",
+            "sampler",
+            "streaming",
+        },
+        {"accelerate", "datasets", "numpy", "torch", "transformers", "trl"},
+    ),
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules() -> dict[str, Path]:
+    return {name: path for path in PACKAGE.rglob("*.py") if (name := module_name(path))}
+
+
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """Return modules of ours imported anywhere in the file, and packages imported at its top level."""
+    tree = ast.parse(path.read_text())
+    ours, third_party = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+            if node.module in ("trl_packing", "trl_packing.attention"):
+                base = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [
+                    n if n.removeprefix("trl_packing.") in modules() else node.module for n in base
+                ]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            root = name.split(".")[0]
+            if root == "trl_packing":
+                ours.add(name.removeprefix("trl_packing").removeprefix("."))
+            elif node in tree.body and root not in sys.stdlib_module_names:
+                third_party.add(root)
+    return ours - {""}, third_party
+
+
+def test_every_module_has_its_row_and_every_row_its_module():
+    assert set(modules()) == set(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_module_imports_only_what_its_row_says(name):
+    ours, third_party = imports_of(modules()[name])
+    assert ours <= TABLE[name][0], f"{name} imports {ours - TABLE[name][0]}"
+    assert third_party <= TABLE[name][1], f"{name} imports {third_party - TABLE[name][1]}"
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_rows_name_only_modules_above_them(name):
+    order = list(TABLE)
+    assert all(order.index(other) < order.index(name) for other in TABLE[name][0])
+
+
+def test_the_check_sees_a_forbidden_import(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text("from trl_packing.trainer import PackedSFTTrainer\nimport torch\n")
+    assert imports_of(path) == ({"trainer"}, {"torch"})
+
+
+def test_importing_the_package_and_packing_needs_neither_torch_nor_trl():
+    code = (
+        "import sys, trl_packing\n"
+        "assert len(trl_packing.pack([3, 2, 1], 4)) == 2\n"
+        "heavy = {'torch', 'trl', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_can_be_imported():
+    import trl_packing
+
+    assert all(getattr(trl_packing, name) is not None for name in trl_packing.__all__)
+    assert set(trl_packing.__all__) == set(trl_packing._HOME)

@@ -1,0 +1,405 @@
+"""Documents that are too long follow the overflow policy, and whatever is lost is counted."""
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing.prepare import Overflow, check_columns, fit_documents, fit_stream
+from trl_packing.report import PreparationCounts
+
+POLICIES = ["truncate", "truncate_start", "drop", "split", "wrapped"]
+
+
+def document(first: int, length: int, prompt: int = 0) -> dict:
+    """Tokens first, first + 1, …; the first `prompt` of them are not trained."""
+    ids = list(range(first, first + length))
+    return {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
+
+
+# Documents 10…, 20…, 30… of 3, 6 and 4 tokens; the second one has a prompt of 4.
+THREE = [document(10, 3), document(20, 6, prompt=4), document(30, 4)]
+
+
+def fit(rows, policy: str, capacity: int | None = 4):
+    """Return the documents that come out as (ids, labels with . for untrained), and the counts."""
+    dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
+    fitted, counts = fit_documents(dataset, Overflow(policy, capacity))
+    return words(fitted), counts
+
+
+def words(rows) -> list[tuple[str, str]]:
+    return [
+        (
+            " ".join(map(str, row["input_ids"])),
+            " ".join("." if label == -100 else str(label) for label in row["labels"]),
+        )
+        for row in rows
+    ]
+
+
+# --- policies, by hand ----------------------------------------------------------------------------
+
+# Trained tokens are 2 + 2 + 3 before: the first token of a document never is one.
+COUNTED_BEFORE = {"documents_in": 3, "tokens_in": 13, "trained_in": 7, "overlong": 1, "capacity": 4}
+
+BY_HAND = {
+    # The second document keeps its prompt only, so it goes.
+    "truncate": (
+        [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
+        {"documents_out": 2, "tokens_out": 7, "trained_out": 5, "untrained": 1},
+    ),
+    "truncate_start": (
+        [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
+        {"documents_out": 3, "tokens_out": 11, "trained_out": 7},
+    ),
+    "drop": (
+        [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
+        {"documents_out": 2, "tokens_out": 7, "trained_out": 5},
+    ),
+    # 20 21 22 23 | 24 25: the first piece has nothing to train; 24 begins a piece: no target.
+    "split": (
+        [("10 11 12", "10 11 12"), ("24 25", "24 25"), ("30 31 32 33", "30 31 32 33")],
+        {"documents_out": 3, "tokens_out": 9, "trained_out": 6},
+    ),
+    # 10 11 12 20 | 21 22 23 24 | 25 30 31 32 | 33: 20, 25 and 33 stand alone in their pieces.
+    "wrapped": (
+        [("10 11 12", "10 11 12"), ("21 22 23 24", ". . . 24"), ("30 31 32", "30 31 32")],
+        {"documents_out": 3, "tokens_out": 10, "trained_out": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_gives_the_documents_and_counts_written_here(policy):
+    documents, counts = BY_HAND[policy]
+    expected = PreparationCounts(policy=policy, **COUNTED_BEFORE, **counts)
+    assert fit(THREE, policy) == (documents, expected)
+
+
+def test_the_error_policy_names_the_first_document_that_is_too_long():
+    sentence = (
+        "document 1 of the train dataset has 6 tokens but max_length is 4; raise max_length or set "
+        "overflow='truncate', 'split' or 'drop'"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        fit(THREE, "error")
+    assert len(fit(THREE, "error", capacity=6)[0]) == 3
+
+
+@pytest.mark.parametrize("policy", ["truncate", "truncate_start", "drop", "split", "error"])
+def test_documents_that_fit_are_neither_copied_nor_changed(policy):
+    dataset = Dataset.from_list(THREE)
+    for capacity in (6, None):
+        fitted, counts = fit_documents(dataset, Overflow(policy, capacity))
+        assert fitted is dataset
+        assert (counts.tokens_out, counts.trained_out, counts.overlong) == (13, 7, 0)
+
+
+def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted():
+    rows = [
+        document(10, 3),
+        document(20, 3, prompt=3),  # nothing marked
+        document(30, 1),  # a first token is never a target
+        document(40, 0),  # empty
+        document(50, 8, prompt=6),  # truncated to its prompt
+    ]
+    documents, counts = fit(rows, "truncate")
+    assert documents == [("10 11 12", "10 11 12")]
+    assert (counts.untrained, counts.empty, counts.overlong) == (4, 1, 1)
+    assert (counts.tokens_in, counts.tokens_out) == (15, 3)
+    assert fit(rows, "split")[0] == [("10 11 12", "10 11 12"), ("54 55 56 57", ". . 56 57")]
+
+
+def test_other_columns_follow_their_pieces():
+    rows = [
+        {**row, "source": name} for row, name in zip(THREE, ["web", "book", "chat"], strict=True)
+    ]
+    fitted, _ = fit_documents(Dataset.from_list(rows), Overflow("split", 3))
+    assert fitted["source"][:] == ["web", "book", "chat"]
+    assert fitted["input_ids"][:] == [[10, 11, 12], [23, 24, 25], [30, 31, 32]]
+
+
+def test_wrapped_runs_on_over_all_rows_and_not_over_chunks_of_a_thousand():
+    rows = [document(0, 3)] * 2500  # 7,500 tokens; a cut at row 1,000 would leave a short row
+    fitted, counts = fit_documents(Dataset.from_list(rows), Overflow("wrapped", 4))
+    # Of every 4 documents, laid over 3 rows: 3 | 1 2 | 2 1 | 3, of which single tokens go.
+    assert len(fitted) == 2500
+    assert counts.tokens_in - counts.tokens_out == 2 * 625
+    assert counts.trained_in - counts.trained_out == 2 * 625
+
+
+# --- nothing lost, by property --------------------------------------------------------------------
+
+
+@st.composite
+def data_sets(draw):
+    lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=12))
+    rows = [document(100 * i, n, draw(st.integers(0, n))) for i, n in enumerate(lengths, start=1)]
+    return [document(0, 3), *rows]  # always something to train
+
+
+def assert_nothing_lost(rows, fitted, counts):
+    """Put together again, the pieces are the original tokens, less what the counts say.
+
+    What is missing has no trained token left; a token loses its training only at the start of a
+    piece.
+    """
+    before = [token for row in rows for token in row["input_ids"]]
+    after = [token for row in fitted for token in row["input_ids"]]
+    assert len(set(after)) == len(after)
+    assert after == [token for token in before if token in set(after)]
+    assert len(before) - len(after) == counts.tokens_in - counts.tokens_out
+    targets = {label for row in rows for label in row["labels"][1:]} - {-100}
+    kept = {label for row in fitted for label in row["labels"][1:]} - {-100}
+    assert len(targets - kept) == counts.trained_in - counts.trained_out
+    starts = {row["input_ids"][0] for row in fitted}
+    for token in targets - kept:
+        assert token in starts or token not in after
+    assert all(len(row["input_ids"]) <= counts.capacity for row in fitted)
+    assert all(set(row["labels"][1:]) - {-100} for row in fitted)
+
+
+@pytest.mark.parametrize("policy", ["split", "wrapped"])
+@settings(max_examples=25, deadline=None)
+@given(rows=data_sets(), capacity=st.integers(3, 8))
+def test_splitting_and_wrapping_lose_nothing_that_is_not_counted(policy, rows, capacity):
+    fitted, counts = fit_documents(Dataset.from_list(rows), Overflow(policy, capacity))
+    assert_nothing_lost(rows, list(fitted), counts)
+
+
+@pytest.mark.parametrize("damage", ["dropped", "repeated", "moved"])
+def test_the_check_for_losses_notices_damage(damage):
+    rows = [document(0, 9), document(100, 7)]
+    fitted, counts = fit_documents(Dataset.from_list(rows), Overflow("split", 4))
+    pieces = list(fitted)
+    assert_nothing_lost(rows, pieces, counts)
+    if damage == "dropped":
+        del pieces[1]
+    elif damage == "repeated":
+        pieces.append(pieces[0])
+    else:
+        pieces.reverse()
+    with pytest.raises(AssertionError):
+        assert_nothing_lost(rows, pieces, counts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=10, deadline=None)
+@given(rows=data_sets(), capacity=st.integers(3, 8))
+def test_counts_are_those_of_the_documents_that_come_out(policy, rows, capacity):
+    documents, counts = fit(rows, policy, capacity)
+    assert counts.documents_out == len(documents)
+    assert counts.tokens_out == sum(len(ids.split()) for ids, _ in documents)
+    trained = [label.split()[1:] for _, label in documents]
+    assert counts.trained_out == sum(len(row) - row.count(".") for row in trained)
+    assert counts.overlong == sum(len(row["input_ids"]) > capacity for row in rows)
+
+
+# --- as data sets come ----------------------------------------------------------------------------
+
+INTEGERS = ["int32", "int64", "uint16"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("list_type", [List, LargeList])
+@pytest.mark.parametrize("integers", INTEGERS)
+def test_any_integers_in_any_lists_give_the_same_documents(policy, list_type, integers):
+    features = Features(input_ids=list_type(Value(integers)), labels=list_type(Value("int64")))
+    fitted, counts = fit_documents(Dataset.from_list(THREE, features=features), Overflow(policy, 4))
+    assert words(fitted) == BY_HAND[policy][0]
+    assert fitted.features == features, "a policy does not change the type of a column"
+    assert counts == fit(THREE, policy)[1]
+
+
+@pytest.mark.parametrize("policy", ["truncate", "truncate_start", "split", "wrapped"])
+def test_lists_of_fixed_size_become_pieces_of_any_size(policy):
+    rows = [document(10, 6), document(20, 6)]
+    fixed = Features(
+        input_ids=List(Value("int32"), length=6), labels=List(Value("int64"), length=6)
+    )
+    dataset = Dataset.from_list(rows, features=fixed)
+    assert fit(dataset, policy) == fit(rows, policy)
+    assert fit(dataset, policy, capacity=6)[0] == words(rows)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_selected_shuffled_and_filtered_rows_are_read_through_their_mapping(policy):
+    rows = [document(100 * i, n, prompt=n // 3) for i, n in enumerate((3, 9, 2, 6, 4, 12, 5, 1))]
+    dataset = Dataset.from_list(rows).shuffle(seed=1).select(range(1, 8))
+    dataset = dataset.filter(lambda row: len(row["input_ids"]) != 5)
+    assert dataset._indices is not None
+    assert fit(dataset, policy) == fit(list(dataset), policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_several_arrow_chunks_are_one_data_set(policy):
+    parts = [Dataset.from_list(THREE[i : i + 1] * 2) for i in range(3)]
+    joined = concatenate_datasets(parts)
+    assert joined.data.column("input_ids").num_chunks == 3
+    assert fit(joined, policy) == fit(list(joined), policy)
+
+
+@pytest.mark.parametrize("format_name", ["torch", "numpy", "arrow"])
+def test_the_format_of_the_data_set_does_not_matter(format_name):
+    dataset = Dataset.from_list(THREE)
+    fitted, counts = fit_documents(dataset.with_format(format_name), Overflow("split", 4))
+    assert words(fitted) == BY_HAND["split"][0]
+    assert counts == fit(THREE, "split")[1]
+    stream = dataset.to_iterable_dataset().with_format(format_name)
+    assert words(fit_stream(stream, Overflow("split", 4))) == BY_HAND["split"][0]
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def stream(rows) -> datasets.IterableDataset:
+    """A stream that knows neither its columns nor their types before it is read."""
+    return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=10, deadline=None)
+@given(rows=data_sets(), capacity=st.integers(3, 8))
+def test_a_stream_gives_the_documents_of_the_data_set(policy, rows, capacity):
+    overflow = Overflow(policy, capacity)
+    fitted, _ = fit_documents(Dataset.from_list(rows), overflow)
+    assert words(fit_stream(stream(rows), overflow)) == words(fitted)
+
+
+def test_a_stream_keeps_token_columns_only():
+    rows = [{**row, "source": "web"} for row in THREE]
+    assert set(next(iter(fit_stream(stream(rows), Overflow("truncate", 4))))) == {
+        "input_ids",
+        "labels",
+    }
+
+
+def test_a_stream_refuses_long_documents_under_error():
+    with pytest.raises(
+        ValueError, match="a document of the stream has 6 tokens but max_length is 4"
+    ):
+        list(fit_stream(stream(THREE), Overflow("error", 4)))
+
+
+def test_a_stream_may_hold_nothing_but_empty_documents():
+    assert list(fit_stream(stream([document(0, 0)]), Overflow("truncate", 4))) == []
+
+
+GOOD = document(10, 3)
+BAD_ROWS = {
+    "missing row": (
+        {"input_ids": None, "labels": [1]},
+        "column 'input_ids' has a missing (null) row",
+    ),
+    "missing token": (
+        {"input_ids": [1, None], "labels": [1, 2]},
+        "column 'input_ids' has a missing (null) token",
+    ),
+    "numbers with a fraction": (
+        {"input_ids": [1.5, 2.0], "labels": [1, 2]},
+        "column 'input_ids' holds list<item: double>, but tokens are lists of integers",
+    ),
+    "too few labels": (
+        {"input_ids": [1, 2, 3], "labels": [1, 2]},
+        "a document has 3 input_ids but 2 labels; give one label or mask entry per token",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_a_stream_with_a_bad_row_is_one_clear_sentence(bad):
+    row, sentence = BAD_ROWS[bad]
+    with pytest.raises(ValueError) as error:
+        list(fit_stream(stream([GOOD, row]), Overflow("truncate", 4)))
+    assert sentence in str(error.value)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_data_set_without_a_trained_token_left_is_an_error():
+    sentence = (
+        r"no document of the train dataset has a trained token left \(2 read, 1 longer than "
+        r"max_length=4, overflow='truncate'\); raise max_length, or check the completion or "
+        "assistant masks"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        fit([document(10, 9, prompt=5), document(20, 2, prompt=2)], "truncate")
+    with pytest.raises(ValueError, match="overflow='drop'"):
+        fit([document(10, 9)], "drop")
+
+
+BAD_DATA = {
+    "no column": (
+        {"question": ["why"]},
+        "the train dataset has no column to train on: it has ['question']; expected 'text', "
+        "'messages', 'prompt' and 'completion', or 'input_ids' (or pass formatting_func)",
+    ),
+    "no completion": (
+        {"prompt": ["why"], "answer": ["so"]},
+        "the train dataset has a 'prompt' column but no 'completion' column: it has "
+        "['prompt', 'answer']; rename the column that holds the answers to 'completion'",
+    ),
+    "short mask": (
+        {"input_ids": [[1, 2], [1, 2, 3]], "completion_mask": [[0, 1], [0, 1]]},
+        "document 1 of the train dataset has 3 input_ids but 2 entries in 'completion_mask'; "
+        "give one per token",
+    ),
+    "long labels": (
+        {"input_ids": [[1, 2]], "labels": [[1, 2, 3]]},
+        "document 0 of the train dataset has 2 input_ids but 3 entries in 'labels'",
+    ),
+    "numbers with a fraction": (
+        {"input_ids": [[1.0, 2.0]]},
+        "column 'input_ids' holds list<item: double>, but tokens are lists of integers; convert it",
+    ),
+    "words": ({"input_ids": [["a", "b"]]}, "column 'input_ids' holds list<item: string>"),
+    "no lists": ({"input_ids": [1, 2]}, "column 'input_ids' holds int"),
+    "missing row": (
+        {"input_ids": [[1, 2], None]},
+        "column 'input_ids' has a missing (null) row; remove such rows",
+    ),
+    "missing token": (
+        {"input_ids": [[1, None]]},
+        "column 'input_ids' has a missing (null) token; remove such rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_DATA)
+def test_bad_columns_are_one_clear_sentence(bad):
+    columns, sentence = BAD_DATA[bad]
+    with pytest.raises(ValueError) as error:
+        check_columns(Dataset.from_dict(columns), "train", "text")
+    assert sentence in str(error.value)
+
+
+def test_a_stream_without_a_completion_column_is_refused_before_it_is_read():
+    rows = Dataset.from_dict({"prompt": ["why"]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="no 'completion' column"):
+        check_columns(rows, "train", "text")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"text": ["a"]},
+        {"messages": [[{"role": "user", "content": "a"}]]},
+        {"conversations": [[{"from": "human", "value": "a"}]]},
+        {"prompt": ["a"], "completion": ["b"]},
+        {"input_ids": [[1, 2]], "assistant_masks": [[0, 1]]},
+        {"input_ids": np.array([[1, 2]], dtype=np.int32)},
+    ],
+)
+def test_good_columns_pass(columns):
+    check_columns(Dataset.from_dict(columns), "train", "text")
+
+
+def test_tables_with_rows_left_out_at_the_front_are_read_at_the_right_offset():
+    """A sliced Arrow table keeps its values and starts its offsets later."""
+    table = pa.Table.from_pylist([document(10, 3), *THREE]).slice(1)
+    assert fit(Dataset(table), "split")[0] == BY_HAND["split"][0]
