@@ -1,4 +1,4 @@
-"""Write what the demo of sft_packed.py trains on: a tokenizer and orders to turn into packing lists.
+"""Write what the demo of sft_packed.py trains on: a tokenizer, and orders with packing lists.
 
     python recipes/make_demo_data.py            # writes recipes/demo/, the same bytes every time
 
@@ -13,6 +13,8 @@ instruction data spreads them (log-normal):
 
 No held-out prompt occurs in the training set, so a right answer has been worked out, not recalled.
 """
+
+# ruff: noqa: SIM905  (lists of words read better as text)
 
 import argparse
 import json

@@ -1,7 +1,7 @@
 """Attention with nothing to get wrong: every score of the row, a block-diagonal mask, a softmax.
 
-`dense_attention` is the reference of test_attention.py and what the doubles of kernels compute, with
-the boundaries, window and scale that they are handed: a wrong argument gives wrong gradients.
+`dense_attention` is the reference of test_attention.py, and what the doubles of kernels compute
+with the boundaries, window and scale that they are handed: a wrong one gives wrong gradients.
 """
 
 import torch

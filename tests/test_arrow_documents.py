@@ -22,6 +22,9 @@ ROWS = [
 ]
 COLUMNS = ["input_ids", "labels"]
 
+# Two workers are tested on machines with one core too.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 
 def lists(documents) -> list[dict]:
     return [{name: values.tolist() for name, values in d.items()} for d in documents]
@@ -45,6 +48,13 @@ def test_lengths_and_trained_tokens_count_every_token_but_the_first_of_a_documen
 def test_without_labels_every_token_but_the_first_is_trained():
     documents = ArrowDocuments(Dataset.from_list(ROWS), ["input_ids"])
     assert documents.num_trained().tolist() == [2, 0, 0, 3]
+
+
+def test_sums_are_by_document_and_bounds_of_the_whole_table():
+    documents = ArrowDocuments(Dataset.from_list(ROWS).select([3, 1, 0]), COLUMNS)
+    assert documents.sums("input_ids").tolist() == [130, 0, 36]
+    assert documents.bounds("labels") == (-100, 34)
+    assert ArrowDocuments(Dataset.from_list(ROWS[1:2]), COLUMNS).bounds("labels") == (0, 0)
 
 
 def test_an_index_counts_from_the_end_too_and_stops_at_it():

@@ -1,21 +1,21 @@
 """Packed attention: right numbers, right arguments, no T×T mask, and nothing else changed.
 
 Tolerances, float32: the references run in float64, so what is left is the rounding of one kernel:
-2**-24 = 6e-8 of values of size 1 to 10, over sums of at most 40 keys × 16 dimensions, far below 1e-5.
-bf16 keeps 8 bits, so its outputs round at 2**-8 of a value. Whole models: 2 layers, as test_exact.py.
+2**-24 = 6e-8 of values of size 1 to 10, over sums of at most 40 keys × 16 dimensions, far below
+1e-5. bf16 keeps 8 bits, so its outputs round at 2**-8 of a value. Whole models: as test_exact.py.
 """
 
 import copy
 import inspect
-import json
 import logging
 import math
+import sys
 import warnings
 
 import pytest
 import torch
 import torch.nn.attention.varlen
-from dense import dense_attention, probabilities
+from dense import dense_attention, probabilities, visible
 from tiny import PACKED_MODELS, WINDOW, documents_of_lengths, tiny_model, tiny_vlm
 from torch import nn
 from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
@@ -73,7 +73,7 @@ def assert_equals_dense(attention, tensors, tolerance=TOLERANCE, **options):
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * size)
 
 
-# --- document-wise attention --------------------------------------------------------------------
+# --- document-wise attention ------------------------------------------------------------------
 
 OPTIONS = {
     "plain": {},
@@ -169,7 +169,7 @@ def test_autocast_leaves_scores_in_float32():
     assert torch.equal(plain, under_autocast)
 
 
-# --- dropout ------------------------------------------------------------------------------------
+# --- dropout ---------------------------------------------------------------------------------
 
 DROPOUT = 0.25
 
@@ -237,12 +237,16 @@ def test_every_call_drops_other_weights_eager_and_compiled():
         assert not torch.equal(function(*tensors), function(*tensors))
 
 
-# --- the custom op ------------------------------------------------------------------------------
+# --- the custom op ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "options",
-    [(None, None, 0.4, 0, 0.0, 0.0), ("sinks", None, 0.4, 4, 2.0, 0.0), (None, 5, 0.4, 0, 0.0, 0.1)],
+    [
+        (None, None, 0.4, 0, 0.0, 0.0),
+        ("sinks", None, 0.4, 4, 2.0, 0.0),
+        (None, 5, 0.4, 0, 0.0, 0.1),
+    ],
     ids=["plain", "sinks, window, softcap", "dropout"],
 )
 def test_the_op_keeps_the_contract_of_custom_ops(options):
@@ -273,7 +277,7 @@ def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
     assert num_graphs == settled <= 2, "the second batch made lengths dynamic; later ones reuse it"
 
 
-# --- whole models -------------------------------------------------------------------------------
+# --- whole models ----------------------------------------------------------------------------
 
 
 def packed_batch(lengths, seed=0):
@@ -302,7 +306,7 @@ def fallbacks(name):
 MODELS_AND_FALLBACKS = [(name, fallback) for name in PACKED_MODELS for fallback in fallbacks(name)]
 
 
-@pytest.mark.parametrize("name, fallback", MODELS_AND_FALLBACKS)
+@pytest.mark.parametrize(("name", "fallback"), MODELS_AND_FALLBACKS)
 def test_a_packed_row_equals_its_documents_alone(name, fallback):
     model = packed_model(name, fallback)
     batch = packed_batch([3, 20, 1, 9, 12])
@@ -355,9 +359,14 @@ def test_attention_mask_or_cache_breaks_isolation(implementation, messages):
 def padded(lengths, side):
     rows = [d["input_ids"] for d in documents_of_lengths(lengths, seed=4)]
     longest = max(lengths)
-    ids = [[0] * (longest - len(r)) + r if side == "left" else r + [0] * (longest - len(r)) for r in rows]
+    ids = [
+        [0] * (longest - len(r)) + r if side == "left" else r + [0] * (longest - len(r))
+        for r in rows
+    ]
     mask = [
-        [0] * (longest - len(r)) + [1] * len(r) if side == "left" else [1] * len(r) + [0] * (longest - len(r))
+        [0] * (longest - len(r)) + [1] * len(r)
+        if side == "left"
+        else [1] * len(r) + [0] * (longest - len(r))
         for r in rows
     ]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
@@ -385,7 +394,7 @@ def everyday_calls(model):
     return results
 
 
-@pytest.mark.parametrize("name, fallback", MODELS_AND_FALLBACKS)
+@pytest.mark.parametrize(("name", "fallback"), MODELS_AND_FALLBACKS)
 def test_calls_that_are_not_packed_stay_as_they_were(name, fallback):
     model = tiny_model(name, attn_implementation=fallback)
     before = everyday_calls(model)
@@ -426,7 +435,9 @@ def test_a_copy_of_the_model_runs_its_own_weights():
     assert torch.equal(twin(**batch).logits, expected)
 
 
-@pytest.mark.parametrize("name, fallback", [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", None)])
+@pytest.mark.parametrize(
+    ("name", "fallback"), [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", None)]
+)
 def test_saved_models_name_no_implementation_of_ours(name, fallback, tmp_path):
     model = packed_model(name, fallback)
     model.save_pretrained(tmp_path)
@@ -452,9 +463,7 @@ def test_only_the_text_model_of_a_composite_one_changes(tmp_path):
     assert model.config.vision_config._attn_implementation == vision
     assert torch.equal(model(**batch).logits, before)
     row = packed_batch([3, 20, 9])
-    torch.testing.assert_close(
-        model(**row).logits, alone(model, row), rtol=0, atol=10 * TOLERANCE
-    )
+    torch.testing.assert_close(model(**row).logits, alone(model, row), rtol=0, atol=10 * TOLERANCE)
     model.save_pretrained(tmp_path)
     assert "packed" not in (tmp_path / "config.json").read_text()
 
@@ -469,10 +478,12 @@ def test_what_packed_kernels_do_not_compute_is_refused(argument):
     with pytest.raises(NotImplementedError, match=f"{argument}.*attention='model'"):
         attention(nn.Module(), q, q, q, None, **given)
     with pytest.raises(ValueError, match="one flat row, got 2 rows"):
-        attention(nn.Module(), *[q.repeat(2, 1, 1, 1)] * 3, None, cu_seq_lens_q=torch.tensor([0, 5]))
+        attention(
+            nn.Module(), *[q.repeat(2, 1, 1, 1)] * 3, None, cu_seq_lens_q=torch.tensor([0, 5])
+        )
 
 
-# --- no T×T mask --------------------------------------------------------------------------------
+# --- no T×T mask ------------------------------------------------------------------------------
 
 
 def largest_allocation(function):
@@ -500,7 +511,7 @@ def test_no_mask_of_the_whole_row_is_allocated(name):
     assert largest_allocation(step) < num_tokens**2
 
 
-# --- the choice ---------------------------------------------------------------------------------
+# --- the choice ------------------------------------------------------------------------------
 
 
 class OutsideTransformers(nn.Module):
@@ -544,7 +555,9 @@ def test_models_outside_the_interface_keep_their_own_attention(model):
     assert choice == AttentionChoice("model", None, reason)
     assert str(choice) == f"the model's own, masked by position_ids ({reason})"
     install_attention(model, choice)  # changes nothing
-    with pytest.raises(ValueError, match=f"attention='documents' cannot be exact on {name}: .*auto"):
+    with pytest.raises(
+        ValueError, match=f"attention='documents' cannot be exact on {name}: .*auto"
+    ):
         resolve_attention(model, "documents")
 
 
@@ -582,7 +595,7 @@ def test_named_attention_is_taken_or_refused():
     ]:
         with pytest.raises(ValueError, match=f"attention='{name}' cannot be exact.*({reason})"):
             resolve_attention(model, name)
-    with pytest.raises(ValueError, match="'flash' is not known; choose one of auto, .*documents"):
+    with pytest.raises(ValueError, match=r"'flash' is not known; choose one of auto, .*documents"):
         resolve_attention(model, "flash")
 
 
@@ -631,7 +644,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("name, overrides, dtype, no_flash, no_varlen", REFUSALS)
+@pytest.mark.parametrize(("name", "overrides", "dtype", "no_flash", "no_varlen"), REFUSALS)
 def test_a_kernel_that_would_not_be_exact_is_passed_over_and_refused_by_name(
     name, overrides, dtype, no_flash, no_varlen, cuda
 ):
@@ -643,10 +656,21 @@ def test_a_kernel_that_would_not_be_exact_is_passed_over_and_refused_by_name(
         else:
             with pytest.raises(ValueError, match=f"attention='{attention}' cannot be.*{refusal}"):
                 choose(name, attention, **options)
-    expected = "documents" if no_flash and no_varlen else "varlen" if no_flash else "flash_attention_2"
+    expected = (
+        "documents" if no_flash and no_varlen else "varlen" if no_flash else "flash_attention_2"
+    )
     assert choose(name, **options).backend == expected
     without_flash = "documents" if no_varlen else "varlen"
     assert cuda()(name, **options).backend == without_flash
+
+
+def test_the_widest_head_of_any_layer_decides(cuda):
+    """gemma4 has heads of 512 in some layers, of 256 in the others and in its config."""
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.head_dim = 512
+    cuda(flash="flash_attention_2")
+    choice = resolve_attention(model, device="cuda", dtype=torch.bfloat16)
+    assert choice.backend == "documents"
 
 
 def test_torch_varlen_says_why_it_is_unavailable(cuda, monkeypatch):
@@ -655,7 +679,8 @@ def test_torch_varlen_says_why_it_is_unavailable(cuda, monkeypatch):
         choose(attention="varlen")
     with pytest.raises(ValueError, match="no CUDA device"):
         cuda(device=False)(attention="varlen")
-    monkeypatch.setitem(__import__("sys").modules, "torch.nn.attention.varlen", None)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    monkeypatch.delattr(torch.nn.attention, "varlen")
     with pytest.raises(ValueError, match=r"torch .* has no torch.nn.attention.varlen \(2.10 has\)"):
         cuda()(attention="varlen")
 
@@ -664,7 +689,9 @@ def test_torch_varlen_says_why_it_is_unavailable(cuda, monkeypatch):
 def test_flash_attention_2_is_refused_where_it_would_drop_sinks(loaded):
     model = tiny_model("gpt_oss")
     model.config._attn_implementation = loaded
-    with pytest.raises(ValueError, match="drops this model's attention sinks.*attention='documents'"):
+    with pytest.raises(
+        ValueError, match=r"drops this model's attention sinks.*attention='documents'"
+    ):
         resolve_attention(model)
     model = tiny_model("llama")
     model.config._attn_implementation = loaded
@@ -689,7 +716,7 @@ def test_the_newest_installed_flash_attention_is_taken(monkeypatch):
         assert flash_attn.installed() == f"flash_attention_{version}"
 
 
-# --- torch varlen, by doubles of its kernels --------------------------------------------------------
+# --- torch varlen, by doubles of its kernels --------------------------------------------------
 
 
 @pytest.fixture
@@ -729,14 +756,16 @@ def flash_calls(monkeypatch):
     calls = []
 
     def scores(query, key, cu_seqlens, scale, left):
-        seen = __import__("dense").visible(cu_seqlens, None if left < 0 else left)
+        seen = visible(cu_seqlens, None if left < 0 else left)
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         return (torch.einsum("qhd,khd->hqk", query, keys) * scale).masked_fill(~seen, -math.inf)
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
                 scale, window_size_left, window_size_right):  # fmt: skip
         calls.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, window_size_left, is_causal))
-        assert dropout_p == 0 and not return_debug_mask and window_size_right == 0
+        assert dropout_p == 0
+        assert not return_debug_mask
+        assert window_size_right == 0
         assert is_causal == (window_size_left < 0)
         s = scores(q, k, cu_q, scale, window_size_left)
         values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -745,7 +774,8 @@ def flash_calls(monkeypatch):
 
     def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
                  rng_state, unused, *, scale, window_size_left, window_size_right):  # fmt: skip
-        assert grad.is_contiguous() and is_causal == (window_size_left < 0)
+        assert grad.is_contiguous()
+        assert is_causal == (window_size_left < 0)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
         p = torch.exp(scores(q, k, cu_q, scale, window_size_left) - lse[..., None])
@@ -784,7 +814,7 @@ def test_varlen_attention_with_sinks_equals_dense_attention(options, flash_calls
 
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout": 0.1}], ids=str)
 def test_varlen_attention_refuses_what_the_kernel_lacks(options):
-    with pytest.raises(NotImplementedError, match="no soft-cap and no dropout.*'documents'"):
+    with pytest.raises(NotImplementedError, match=r"no soft-cap and no dropout.*'documents'"):
         varlen_attention(*inputs(), boundaries(), scale=0.4, **options)
 
 

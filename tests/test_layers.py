@@ -39,8 +39,10 @@ TABLE = {
     "head": ({"labels"}, {"torch", "trl"}),
     "isolation": ({"collator", "labels"}, {"numpy", "torch"}),
     "config": (set(), {"trl"}),
+    "arguments": ({"collator", "config", "prepare"}, {"datasets", "trl"}),
     "trainer": (
         {
+            "arguments",
             "arrow_documents",
             "attention",
             "collator",
@@ -68,7 +70,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(path: Path) -> tuple[set[str], set[str]]:
-    """Return modules of ours imported anywhere in the file, and packages imported at its top level."""
+    """Return modules of ours imported anywhere in the file, and packages imported at its top."""
     tree = ast.parse(path.read_text())
     ours, third_party = set(), set()
     for node in ast.walk(tree):

@@ -7,8 +7,18 @@ import pytest
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tiny_tokenizer
 
-from trl_packing.prepare import Overflow, check_columns, fit_documents, fit_stream
+from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.prepare import (
+    Overflow,
+    check_columns,
+    check_eos,
+    check_rows,
+    check_token_ids,
+    fit_documents,
+    fit_stream,
+)
 from trl_packing.report import PreparationCounts
 
 POLICIES = ["truncate", "truncate_start", "drop", "split", "wrapped"]
@@ -361,7 +371,7 @@ BAD_DATA = {
     "no lists": ({"input_ids": [1, 2]}, "column 'input_ids' holds int"),
     "missing row": (
         {"input_ids": [[1, 2], None]},
-        "column 'input_ids' has a missing (null) row; remove such rows",
+        "row 1 of the train dataset has no 'input_ids' (it is null); remove such rows",
     ),
     "missing token": (
         {"input_ids": [[1, None]]},
@@ -397,6 +407,51 @@ def test_a_stream_without_a_completion_column_is_refused_before_it_is_read():
 )
 def test_good_columns_pass(columns):
     check_columns(Dataset.from_dict(columns), "train", "text")
+
+
+@pytest.mark.parametrize("column", ["text", "prompt", "completion", "messages"])
+def test_a_missing_value_is_named_by_its_row(column):
+    value = [{"role": "user", "content": "a"}] if column == "messages" else "a"
+    columns = {"prompt": ["p"] * 4, "completion": ["c"] * 4, column: [value, value, None, value]}
+    dataset = Dataset.from_dict(columns).select([1, 2, 3])
+    with pytest.raises(ValueError, match=f"row 1 of the train dataset has no '{column}'"):
+        check_columns(dataset, "train", "text")
+    check_columns(dataset.select([0, 2]), "train", "text")
+
+
+ROWS = [
+    {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]},
+    {"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [5]},
+]
+
+
+def test_rows_packed_before_must_fit_and_tell_their_lengths():
+    rows = Dataset.from_list(ROWS)
+    check_rows(rows, 5, "train")
+    check_rows(rows, None, "train")
+    with pytest.raises(ValueError, match=r"row 1 of the train .* is packed .* 5 tokens, but "):
+        check_rows(rows, 4, "train")
+    wrong = Dataset.from_list([*ROWS, {"input_ids": [1, 2], "seq_lengths": [3]}])
+    with pytest.raises(
+        ValueError, match=r"row 2 .* holds 2 input_ids but its seq_lengths sum to 3"
+    ):
+        check_rows(wrong, 5, "train")
+
+
+@pytest.mark.parametrize(("ids", "named"), [([5, 8], 8), ([-1, 5], -1)])
+def test_a_token_that_the_model_does_not_embed_is_named(ids, named):
+    documents = ArrowDocuments(Dataset.from_dict({"input_ids": [[0, 7], ids]}), ["input_ids"])
+    with pytest.raises(ValueError, match=f"has token id {named}, but .* 8 ids"):
+        check_token_ids(documents, 8, "train")
+
+
+def test_plain_text_needs_an_eos_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no eos_token, so documents of the"):
+        check_eos(Dataset.from_dict({"text": ["a"]}), tokenizer, "train")
+    check_eos(Dataset.from_dict({"input_ids": [[1]]}), tokenizer, "train")
+    check_eos(Dataset.from_dict({"text": ["a"]}), tiny_tokenizer(), "train")
 
 
 def test_tables_with_rows_left_out_at_the_front_are_read_at_the_right_offset():

@@ -4,11 +4,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing import PackedBatchSampler
+from trl_packing import PackedBatchSampler, PackedSFTConfig, PackedSFTTrainer
 
 CAPACITY = 32
 RANKS = [1, 2, 3, 8]
@@ -162,6 +164,22 @@ def test_wrapped_pieces_fill_the_rows_that_they_were_cut_for():
     assert sorted(map(sorted, sampler)) == [[0, 1], [2], [3], [4, 5], [6, 7]]
 
 
+def test_the_trainer_packs_wrapped_pieces_into_full_rows(tmp_path):
+    """675 tokens are 22 rows of 32, less pieces of one token: a cut leaves them no target."""
+    config = PackedSFTConfig(
+        str(tmp_path), packing_strategy="wrapped", max_length=32, use_cpu=True, bf16=False
+    )
+    rows = documents_of_lengths([3 + (i * 11) % 29 for i in range(41)])
+    trainer = PackedSFTTrainer(
+        tiny_model(),
+        config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny_tokenizer(),
+    )
+    assert trainer.packing_report.tokens > 660
+    assert trainer.packing_report.bins == 22
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=lengths_of_documents,
@@ -294,6 +312,38 @@ def test_documents_per_step_counts_every_epoch_anew():
     assert all(len(order) == len(sampler) == 2 for order in orders)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    number=st.integers(6, 40),
+    num_ranks=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    batch_size=st.integers(1, 2),
+)
+def test_drop_last_leaves_out_what_does_not_fill_a_micro_batch(
+    number, num_ranks, accumulation, batch_size
+):
+    ranks = all_ranks(
+        [5] * number,
+        num_ranks,
+        documents_per_step=batch_size * accumulation * num_ranks,
+        accumulation=accumulation,
+        drop_last=True,
+    )
+    used = [document for micro_batches in ranks for batch in micro_batches for document in batch]
+    assert len(set(used)) == len(used) == number - number % (batch_size * num_ranks)
+    assert all(len(batch) == batch_size for micro_batches in ranks for batch in micro_batches)
+
+
+def test_drop_last_leaves_out_other_documents_every_epoch():
+    sampler = PackedBatchSampler([5] * 20, documents_per_step=7, drop_last=True)
+    left_out = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        left_out.append(frozenset(range(20)) - {d for batch in sampler for d in batch})
+    assert [len(documents) for documents in left_out] == [6] * 4
+    assert len(set(left_out)) == 4
+
+
 # --- refusals and plugging in ---------------------------------------------------------------------
 
 
@@ -322,6 +372,7 @@ def test_evaluation_may_leave_ranks_without_documents(options):
         ({"capacity": 4}, "document 0 has 5 tokens but capacity is 4"),
         ({"capacity": 8, "strategy": "best"}, "unknown packing strategy 'best'"),
         ({"documents_per_step": 3, "accumulation": 4}, "documents_per_step=3 is less than one"),
+        ({"documents_per_step": 4, "drop_last": True}, "3 documents do not fill one micro-batch"),
     ],
 )
 def test_bad_arguments_are_named(options, sentence):

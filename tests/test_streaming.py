@@ -14,6 +14,9 @@ from trl_packing.streaming import PackedStream, pack_stream
 
 CAPACITY = 32
 
+# Two workers are tested on machines with one core too.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 
 def documents(lengths) -> list[dict]:
     """Documents of these lengths; every token of document i is i."""
@@ -138,6 +141,15 @@ def test_the_exactly_once_check_notices_a_damaged_epoch(damage):
 def test_the_last_round_is_completed_by_empty_micro_batches():
     ranks = read_all(documents([CAPACITY] * 4), 3)
     assert [[names(b) for b in batches] for batches in ranks] == [[[0], [3]], [[1], []], [[2], []]]
+
+
+def test_the_last_step_is_completed_for_all_its_accumulated_micro_batches():
+    """`Trainer` would carry the gradient of half a step over to the next epoch."""
+    ranks = read_all(documents([CAPACITY] * 5), 2, accumulation=2)
+    assert [[names(b) for b in batches] for batches in ranks] == [
+        [[0], [2], [4], []],
+        [[1], [3], [], []],
+    ]
 
 
 def test_without_capacity_a_micro_batch_is_a_number_of_documents():

@@ -77,6 +77,17 @@ class ArrowDocuments(torch.utils.data.Dataset):
             return np.maximum(self.lengths() - 1, 0)
         return self._in_order(self.readers[column].count_after_first(IGNORE_INDEX))
 
+    def sums(self, column: str) -> np.ndarray:
+        """Return the sum of `column` in every document, ``(documents,)`` int64."""
+        return self._in_order(self.readers[column].sums())
+
+    def bounds(self, column: str) -> tuple[int, int]:
+        """Return the smallest and largest value of `column` in the whole Arrow table."""
+        chunks = [values for values, _ in self.readers[column].chunks if len(values)]
+        if not chunks:
+            return 0, 0
+        return min(int(v.min()) for v in chunks), max(int(v.max()) for v in chunks)
+
     def _in_order(self, stored: np.ndarray) -> np.ndarray:
         return stored[self.stored_rows(np.arange(len(self)))]
 
@@ -98,6 +109,14 @@ class _ListColumn:
             row -= int(self.first_row[chunk])
         values, offsets = self.chunks[chunk]
         return values[offsets[row] : offsets[row + 1]]
+
+    def sums(self) -> np.ndarray:
+        """Return the sum of each row."""
+        totals = []
+        for values, offsets in self.chunks:
+            running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+            totals.append(running[offsets[1:]] - running[offsets[:-1]])
+        return _concatenated(totals)
 
     def count_after_first(self, ignored: int) -> np.ndarray:
         """Return how many values of each row, its first one apart, differ from `ignored`."""

@@ -70,7 +70,8 @@ class PackingOptions:
 
     @classmethod
     def of(cls, args: Any) -> "PackingOptions":
-        return cls(**{f.name: getattr(args, f.name, f.default) for f in fields(cls)})
+        given: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
+        return cls(**given)
 
 
 def check_options(args: Any) -> None:

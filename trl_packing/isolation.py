@@ -179,7 +179,7 @@ _LENGTH_FIELDS = (
 )
 
 
-def _random_tokens(model: nn.Module, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
+def _random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     size = getattr(embeddings, "num_embeddings", None) or next(
         (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2
@@ -198,7 +198,7 @@ def _random_tokens(model: nn.Module, rng: np.random.Generator) -> Callable[[int]
 
 class _Measured(NamedTuple):
     alone: list[Tensor]  # as the model runs without packing, in layouts that cannot matter
-    packed_alone: Tensor
+    reshaped: list[Tensor]  # B as the first of a row as long as the packed one; B alone, packed
     packed: list[Tensor]
     contaminated: list[Tensor]
 
@@ -216,6 +216,15 @@ def _run(
         if _requires(inner, "position_ids"):
             batch["position_ids"] = torch.arange(len(document)).expand(ids.shape)
         logits = _logits_at(model, inner, _on(inner, batch), rows)
+        return _log_probs_and_entropy(logits, document[rows + 1]) if fused_head else logits
+
+    def ahead(others: list[np.ndarray]) -> Tensor:
+        # What comes after B cannot matter to a causal model, but the shapes are the packed row's.
+        row = np.concatenate([document, *others])[: probe.room]
+        batch = _on(inner, {"input_ids": torch.from_numpy(row)[None], "use_cache": False})
+        if _requires(inner, "position_ids"):
+            batch["position_ids"] = torch.arange(len(row), device=batch["input_ids"].device)[None]
+        logits = _logits_at(model, inner, batch, rows - (len(row) - len(document)))
         return _log_probs_and_entropy(logits, document[rows + 1]) if fused_head else logits
 
     def packed(*documents: np.ndarray) -> Tensor:
@@ -242,7 +251,7 @@ def _run(
         layouts.append(alone(ids, attention_mask=torch.ones_like(ids)))
     return _Measured(
         alone=layouts,
-        packed_alone=packed(document),
+        reshaped=[ahead(probe.before[0]), packed(document)],
         packed=[packed(*before, document) for before in probe.before],
         contaminated=[
             packed(np.concatenate([*before, document])[-probe.room :])
@@ -331,8 +340,11 @@ def _judge(
     alone = measured.alone[0]
     resolution = torch.finfo(next(model.parameters()).dtype).eps * float(alone.abs().max())
     leak = max(_distance(x, alone) for x in measured.contaminated)
-    noise = max(resolution, *(_distance(x, alone) for x in measured.alone))
-    difference = max(_distance(x, alone) for x in (measured.packed_alone, *measured.packed))
+    # Other shapes sum in another order, which deep models amplify. But a row that leaks by its length
+    # or a kernel that computes something else must not pass for rounding.
+    reshaped = min(max(_distance(x, alone) for x in measured.reshaped), LEAK_SHARE * leak)
+    noise = max(resolution, reshaped, *(_distance(x, alone) for x in measured.alone))
+    difference = max(_distance(x, alone) for x in (measured.reshaped[-1], *measured.packed))
     same_bits = (
         len(measured.contaminated) > 1
         and torch.equal(measured.packed[0], measured.packed[1])

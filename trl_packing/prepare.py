@@ -59,8 +59,68 @@ def check_columns(
             f"the {name} dataset has a 'prompt' column but no 'completion' column: it has "
             f"{columns}; rename the column that holds the answers to 'completion'"
         )
-    if "input_ids" in columns and isinstance(dataset, datasets.Dataset):
-        _check_token_columns(dataset, name)
+    if isinstance(dataset, datasets.Dataset):
+        _check_no_missing(dataset, name, [c for c in (*known, "completion") if c in columns])
+        if "input_ids" in columns:
+            _check_token_columns(dataset, name)
+
+
+def check_eos(
+    dataset: datasets.Dataset | datasets.IterableDataset, tokenizer: Any, name: str
+) -> None:
+    """Raise ValueError if plain text is to end in an EOS token that `tokenizer` does not have."""
+    columns = set(dataset.column_names or [])
+    conversational = columns & {"input_ids", "messages", "conversations"}
+    if tokenizer.eos_token is None and not conversational:
+        raise ValueError(
+            f"the tokenizer has no eos_token, so documents of the {name} dataset would not end; "
+            "set eos_token='...' in the config, or tokenizer.eos_token"
+        )
+
+
+def check_rows(
+    rows: datasets.Dataset | datasets.IterableDataset, capacity: int | None, name: str
+) -> None:
+    """Raise ValueError if packed rows are longer than `capacity` or misstate their lengths."""
+    if isinstance(rows, datasets.IterableDataset):
+        return
+    documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])
+    lengths, stated = documents.lengths(), documents.sums("seq_lengths")
+    if (lengths != stated).any():
+        row = int(np.argmax(lengths != stated))
+        raise ValueError(
+            f"row {row} of the {name} dataset holds {lengths[row]} input_ids but its seq_lengths "
+            f"sum to {stated[row]}; they must name every token"
+        )
+    if capacity is not None and lengths.max() > capacity:
+        row = int(lengths.argmax())
+        raise ValueError(
+            f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds "
+            f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length to that length"
+        )
+
+
+def check_token_ids(documents: ArrowDocuments, vocabulary: int, name: str) -> None:
+    """Raise ValueError for an id outside ``[0, vocabulary)``; a model would fail deep inside."""
+    low, high = documents.bounds("input_ids")
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"the {name} dataset has token id {high if high >= vocabulary else low}, but the "
+            f"model's vocabulary has {vocabulary} ids; was it tokenized with another tokenizer?"
+        )
+
+
+def _check_no_missing(dataset: datasets.Dataset, name: str, columns: list[str]) -> None:
+    stored = ArrowDocuments(dataset, columns).stored_rows(np.arange(len(dataset)))
+    for column in columns:
+        values = dataset.data.column(column)
+        if values.null_count:
+            missing = values.is_null().to_numpy()[stored]
+            if missing.any():
+                raise ValueError(
+                    f"row {int(np.argmax(missing))} of the {name} dataset has no {column!r} (it is "
+                    "null); remove such rows"
+                )
 
 
 def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:

@@ -99,9 +99,9 @@ class PackingReport:
         return "\n".join([f"{' trl_packing ':─^{width}}", *filter(None, lines), "─" * width])
 
     def _data(self) -> str:
-        if self.documents is None:
+        if self.documents is None or not self.tokens or self.trained_tokens is None:
             return "documents    a stream: counted as it is read"
-        share = f" ({self.trained_tokens / self.tokens:.0%})" if self.tokens else ""
+        share = f" ({self.trained_tokens / self.tokens:.0%})"
         return (
             f"documents    {self.documents:,} · {self.tokens:,} tokens · "
             f"{self.trained_tokens:,} trained{share}"

@@ -34,6 +34,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         documents in data-set order, so that pieces cut where rows end fill them again.
     shuffle: False keeps the data set's order and the same bins every epoch (evaluation).
     attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
+    drop_last: with documents_per_step, leave out of each epoch the documents (others every epoch)
+        that do not fill a padded run's last micro-batch, as `dataloader_drop_last` asks.
     allow_idle_ranks: let ranks without documents run empty micro-batches (evaluation).
 
     When micro-batches do not divide evenly by ranks, bins of the last step are split until they do;
@@ -58,6 +60,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         seed: int = 0,
         shuffle: bool = True,
         attention_cost: float = 0.0,
+        drop_last: bool = False,
         allow_idle_ranks: bool = False,
     ):
         self.lengths = np.asarray(lengths)
@@ -73,6 +76,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.shuffle = shuffle
         self.attention_cost = attention_cost
         self.epoch = 0
+        self.num_used = len(self.lengths)  # documents an epoch
+        if drop_last and documents_per_step:
+            self.num_used -= self.num_used % max(documents_per_step // accumulation, 1)
         self._check(allow_idle_ranks)
         self._epoch_drawn: int | None = None
         self._micro_batches: list[np.ndarray] = []
@@ -96,6 +102,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 f"{len(self.lengths)} documents cannot keep {self.num_ranks} ranks busy; "
                 "use fewer processes or more documents"
             )
+        if not self.num_used:
+            raise ValueError(
+                f"{len(self.lengths)} documents do not fill one micro-batch of every rank, and "
+                "dataloader_drop_last=True drops what does not; set it to False"
+            )
         if self.documents_per_step is not None and self.documents_per_step < self._slots:
             raise ValueError(
                 f"documents_per_step={self.documents_per_step} is less than one document for each "
@@ -116,7 +127,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is None:
             assert self.num_bins is not None
             return -(-self.num_bins // (self.bins_per_batch * self.num_ranks))
-        full, rest = divmod(len(self.lengths), self.documents_per_step)
+        full, rest = divmod(self.num_used, self.documents_per_step)
         return full * self.accumulation + self._micro_batches_of(rest)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -139,7 +150,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _bins(self, epoch: int) -> list[np.ndarray]:
         rng = np.random.default_rng((self.seed, epoch))
-        if self.rows:
+        if self.rows or self.capacity is None:
             bins = [np.array([row]) for row in range(len(self.lengths))]
         elif self.strategy in ("next_fit", "wrapped"):
             if self._planned_once is None:
@@ -175,7 +186,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
     @property
     def _num_steps(self) -> int:
         assert self.documents_per_step is not None
-        return -(-len(self.lengths) // self.documents_per_step)
+        return -(-self.num_used // self.documents_per_step)
 
     def _micro_batches_of(self, num_documents: int) -> int:
         """Return the micro-batches per rank of a step with so many documents."""
@@ -194,7 +205,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 order = np.random.default_rng((self.seed, self.epoch)).permutation(order)
             self._order, self._epoch_drawn = order, self.epoch
         start = step * self.documents_per_step
-        chosen = self._order[start : start + self.documents_per_step]
+        chosen = self._order[: self.num_used][start : start + self.documents_per_step]
         num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks
         lengths = self.lengths[chosen].astype(float)
         return _equal_cost(chosen, lengths + self.attention_cost * lengths**2, num_groups)

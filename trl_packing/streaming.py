@@ -23,10 +23,12 @@ class PackedStream(IterableDataset):
 
     capacity: tokens a bin may hold; None groups documents without packing.
     bins_per_batch: bins (documents, if capacity is None) of a micro-batch.
+    num_ranks, rank, accumulation: data-parallel ranks, which one this is, micro-batches of a step.
     open_bins: bins kept open while packing; more of them fill better and delay documents longer.
 
-    The last round of micro-batches is completed with empty ones, which `PackedCollator` turns into
-    masked tokens.
+    The last step is completed with empty micro-batches, which `PackedCollator` turns into masked
+    tokens: ranks stay in step, and no gradient is left over for the next epoch's first step (which
+    `Trainer` would add it to, since it does not know where a stream ends; transformers 5.23).
 
     Raises ValueError for a stream that was divided among ranks before, and, when read, for one
     without documents.
@@ -40,6 +42,7 @@ class PackedStream(IterableDataset):
         bins_per_batch: int = 1,
         num_ranks: int = 1,
         rank: int = 0,
+        accumulation: int = 1,
         open_bins: int = 256,
     ):
         if num_ranks > 1 and getattr(documents, "_distributed", None) is not None:
@@ -52,6 +55,7 @@ class PackedStream(IterableDataset):
         self.bins_per_batch = bins_per_batch
         self.num_ranks = num_ranks
         self.rank = rank
+        self.accumulation = accumulation
         self.open_bins = open_bins
 
     def set_epoch(self, epoch: int) -> None:
@@ -88,7 +92,7 @@ class PackedStream(IterableDataset):
         if batch:
             yield batch
             count += 1
-        yield from ([] for _ in range(-count % self.num_ranks))
+        yield from ([] for _ in range(-count % (self.num_ranks * self.accumulation)))
 
 
 def pack_stream(

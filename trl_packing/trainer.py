@@ -27,17 +27,26 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.arguments import (
+    check_arguments,
+    check_not_empty,
+    overflow_of,
+    packing_hidden,
+    reason_for_trl_path,
+)
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
 from trl_packing.collator import PackedCollator
-from trl_packing.config import PackedSFTConfig, PackingOptions, check_options
+from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.head import add_trained_positions_head
 from trl_packing.isolation import IsolationReport, check_isolation
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.prepare import (
     TOKEN_COLUMNS,
-    Overflow,
     check_columns,
+    check_eos,
+    check_rows,
+    check_token_ids,
     fit_documents,
     fit_stream,
 )
@@ -55,8 +64,8 @@ class PackedSFTTrainer(SFTTrainer):
 
     Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig`
     or `TrainingArguments`. With ``packing=True`` a micro-batch is `per_device_train_batch_size`
-    bins of `max_length` tokens; with ``packing=False`` an optimizer step is the documents of the padded
-    run. Either way a micro-batch is one flat row of isolated documents.
+    bins of `max_length` tokens; with ``packing=False`` an optimizer step is the documents of the
+    padded run. Either way a micro-batch is one flat row of isolated documents.
 
     A data collator of your own, a data set with images, and a data set with `with_transform` take
     TRL's path unchanged (a warning says so).
@@ -76,19 +85,21 @@ class PackedSFTTrainer(SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ):
-        self._trl_path = _reason_for_trl_path(train_dataset, data_collator)
+        self._trl_path = reason_for_trl_path(train_dataset, data_collator)
         if self._trl_path:
-            _step_aside(args, self._trl_path)
+            logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
+            if isinstance(args, PackedSFTConfig):
+                args.packing = False  # its default, where nobody asked for packing
             super().__init__(
                 model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
             )
             return
-        _check_arguments(args, train_dataset)
+        check_arguments(args, train_dataset)
         self._options = PackingOptions.of(args)
         self._preparation: dict[str, PreparationCounts] = {}
         self._checked: set[bool] = set()
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
-        with _packing_hidden(args) as (packing, eval_packing):
+        with packing_hidden(args) as (packing, eval_packing):
             self._packing, self._eval_packing = packing, eval_packing
             super().__init__(
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
@@ -97,7 +108,7 @@ class PackedSFTTrainer(SFTTrainer):
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
         self.model_accepts_loss_kwargs = True
-        self._padded_collator = self.data_collator
+        self._padded_collator: Any = self.data_collator
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self.attention = self._resolve_attention(base_model)
         install_attention(base_model, self.attention)
@@ -120,8 +131,8 @@ class PackedSFTTrainer(SFTTrainer):
         args = self.args
         if self._shards_sequences() and (self._packing or self._eval_packing or args.padding_free):
             raise ValueError(
-                "Packing is not compatible with context or sequence parallelism (`cp_size > 1`, "
-                "`sp_size > 1`): sharding a row drops the boundaries between its documents. Set "
+                "Packing is not compatible with context parallelism (`cp_size > 1`) or sequence "
+                "parallelism: sharding a row drops the boundaries between its documents. Set "
                 "`packing=False` and `padding_free=False` for padded rows, or disable it."
             )
         if args.world_size > 1 and not args.average_tokens_across_devices:
@@ -182,9 +193,9 @@ class PackedSFTTrainer(SFTTrainer):
             logger.info(str(report))
             return report
         message = (
-            f"{report}. Set attention='documents' or another one, keep documents on one side of "
-            "the model's length threshold with max_length, or train padded rows with "
-            "trl.SFTTrainer; isolation_check='warn' trains all the same"
+            f"{report}. Set another attention, keep documents on one side of the model's length "
+            "threshold with max_length, or train padded rows (packing=False, padding_free=False); "
+            "isolation_check='warn' trains all the same"
         )
         if report.verdict == "leaks" and self._options.isolation_check == "error":
             raise RuntimeError(message)
@@ -215,8 +226,10 @@ class PackedSFTTrainer(SFTTrainer):
             return super()._prepare_dataset(
                 dataset, processing_class, args, packing, formatting_func, dataset_name
             )
+        check_not_empty(dataset, dataset_name)
         if formatting_func is None:
             check_columns(dataset, dataset_name, args.dataset_text_field)
+        check_eos(dataset, self._tokenizer, dataset_name)
         # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
         unlimited = copy.copy(args)
         unlimited.max_length = None
@@ -226,10 +239,9 @@ class PackedSFTTrainer(SFTTrainer):
         return self._fit(documents, args, dataset_name)
 
     def _fit(self, documents: Any, args: SFTConfig, name: str) -> Any:
-        overflow = Overflow(_overflow_policy(args, self._options, self._packing), args.max_length)
-        columns = get_dataset_column_names(documents)
-        if "seq_lengths" in columns:
-            _check_rows(documents, args.max_length, name)
+        overflow = overflow_of(args, self._packing)
+        if "seq_lengths" in get_dataset_column_names(documents):
+            check_rows(documents, args.max_length, name)
             return documents
         if isinstance(documents, IterableDataset):
             return fit_stream(documents, overflow)
@@ -239,6 +251,12 @@ class PackedSFTTrainer(SFTTrainer):
             documents, overflow, num_proc=args.dataset_num_proc, name=name
         )
         return fitted
+
+    def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
+        """Refuse what TRL refuses: its guard knows only its own collator."""
+        if isinstance(data_collator, PackedCollator):
+            data_collator = self._padded_collator
+        super()._reject_skip_prepare_without_labels(datasets, data_collator)
 
     def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Any:
         """Read documents straight out of Arrow, instead of removing columns and keeping lists."""
@@ -257,7 +275,7 @@ class PackedSFTTrainer(SFTTrainer):
             packing=self._packing,
             batch_size=self._train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
-            shuffle=self.args.train_sampling_strategy != "sequential",
+            training=True,
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -268,7 +286,7 @@ class PackedSFTTrainer(SFTTrainer):
             packing=self._eval_packing,
             batch_size=self.args.eval_batch_size,
             accumulation=1,
-            shuffle=False,
+            training=False,
         )
 
     def _sampler(
@@ -278,7 +296,7 @@ class PackedSFTTrainer(SFTTrainer):
         packing: bool,
         batch_size: int,
         accumulation: int,
-        shuffle: bool,
+        training: bool,
     ) -> PackedBatchSampler:
         ranks, rank = self._data_ranks()
         rows = "seq_lengths" in documents.columns
@@ -294,9 +312,10 @@ class PackedSFTTrainer(SFTTrainer):
             accumulation=accumulation,
             strategy=_PLANS.get(self.args.packing_strategy, "bfd"),
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            shuffle=shuffle,
+            shuffle=training and self.args.train_sampling_strategy != "sequential",
             attention_cost=1 / (12 * hidden) if hidden else 0.0,
-            allow_idle_ranks=not shuffle,
+            drop_last=training and self.args.dataloader_drop_last,
+            allow_idle_ranks=not training,
         )
 
     def _data_ranks(self) -> tuple[int, int]:
@@ -307,7 +326,10 @@ class PackedSFTTrainer(SFTTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
-            return self._stream(self.train_dataset, self._packing, self._train_batch_size)
+            accumulation = self.args.gradient_accumulation_steps
+            return self._stream(
+                self.train_dataset, self._packing, self._train_batch_size, accumulation
+            )
         dataloader = super().get_train_dataloader()
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
         if isinstance(sampler, PackedBatchSampler):
@@ -338,7 +360,9 @@ class PackedSFTTrainer(SFTTrainer):
         finally:
             self.data_collator = packed
 
-    def _stream(self, dataset: IterableDataset, packing: bool, batch_size: int) -> DataLoader:
+    def _stream(
+        self, dataset: IterableDataset, packing: bool, batch_size: int, accumulation: int = 1
+    ) -> DataLoader:
         ranks, rank = self._data_ranks()
         stream = PackedStream(
             dataset.select_columns(_stream_columns(dataset)),
@@ -346,6 +370,7 @@ class PackedSFTTrainer(SFTTrainer):
             bins_per_batch=batch_size,
             num_ranks=ranks,
             rank=rank,
+            accumulation=accumulation,
         )
         # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches
         # of unequal size, and repeat documents at the end.
@@ -358,6 +383,16 @@ class PackedSFTTrainer(SFTTrainer):
             pin_memory=self.args.dataloader_pin_memory,
         )
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, on all ranks together also after an evaluation."""
+        wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if wraps and getattr(self.model, "_is_accelerate_prepared", False):
+            # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every
+            # rank trains by itself, without a message (transformers 5.23, accelerate 1.15).
+            self.model._is_accelerate_prepared = False
+            self.accelerator._models.remove(self.model)
+        return super().train(*args, **kwargs)
+
     # --- evaluation ---------------------------------------------------------------------------
 
     _evaluates_padded = False
@@ -367,10 +402,20 @@ class PackedSFTTrainer(SFTTrainer):
         with self._padded_evaluation(self.compute_metrics is not None):
             return super().evaluate(*args, **kwargs)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict as TRL does, but also from a data set that is not tokenized yet."""
+        if not self._trl_path and not self._skip_prepare_dataset:
+            test_dataset = self._prepare_dataset(
+                test_dataset,
+                self.processing_class,
+                self.args,
+                self._eval_packing,
+                self._formatting_func,
+                "test",
+            )
         self.check_isolation(self.model, training=False)
         with self._padded_evaluation(not self.args.prediction_loss_only):
-            return super().predict(*args, **kwargs)
+            return super().predict(test_dataset, *args, **kwargs)
 
     @contextmanager
     def _padded_evaluation(self, padded: bool) -> Iterator[None]:
@@ -397,12 +442,26 @@ class PackedSFTTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if self._evaluates_padded and not self._trl_path:
+            self._mask_repeated_rows(inputs)
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self._trl_path and not self.model.training:
             loss = result[0] if return_outputs else result
             tokens = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
             self._eval_sums += torch.stack([loss.detach().float() * tokens, tokens]).double().cpu()
         return result
+
+    def _vocabulary_size(self) -> int:
+        embeddings = self.model.get_input_embeddings()
+        return getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+
+    def _mask_repeated_rows(self, inputs: Any) -> None:
+        """Mask the rows by which accelerate fills up the last batch of several ranks."""
+        state = self.accelerator.gradient_state
+        if "attention_mask" in inputs and state.end_of_dataloader and state.remainder > 0:
+            labels = inputs["labels"]
+            kept = state.remainder - self.args.process_index * len(labels)
+            labels[max(kept, 0) :] = IGNORE_INDEX
 
     # --- report -------------------------------------------------------------------------------
 
@@ -419,6 +478,7 @@ class PackedSFTTrainer(SFTTrainer):
             unknown: dict[str, Any] = dict.fromkeys(_COUNTED)
             return PackingReport(**shape, **unknown)
         documents = self._remove_unused_columns(self.train_dataset)
+        check_token_ids(documents, self._vocabulary_size(), "train")
         sampler = self._get_train_sampler(documents)
         tokens, steps = (
             int(documents.lengths().sum()),
@@ -471,80 +531,6 @@ class _OnTrainBegin(TrainerCallback):
         if state.is_world_process_zero:
             print(trainer.packing_report, flush=True)
         trainer.check_isolation(trainer.model_wrapped, training=True)
-
-
-def _reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
-    if data_collator is not None and not isinstance(data_collator, PackedCollator):
-        return f"data_collator is your own ({type(data_collator).__name__})"
-    if isinstance(train_dataset, (Dataset, IterableDataset)):
-        columns = get_dataset_column_names(train_dataset) or []
-        if {"image", "images"} & set(columns):
-            return "the data set has images"
-    if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
-        return "the data set has a transform (with_transform), so lengths are unknown"
-    return None
-
-
-def _step_aside(args: Any, reason: str) -> None:
-    logger.warning(f"{reason}: taking TRL's path unchanged, without packing by trl_packing")
-    if isinstance(args, PackedSFTConfig):
-        args.packing = False  # its default, where nobody asked for packing
-
-
-@contextmanager
-def _packing_hidden(args: Any) -> Iterator[tuple[bool, bool]]:
-    """Keep TRL from packing while its constructor runs; yields (packing, eval_packing)."""
-    hidden = ("packing", "padding_free", "eval_packing")
-    before = {name: getattr(args, name) for name in hidden if hasattr(args, name)}
-    packing = before.get("packing", False)
-    eval_packing = before.get("eval_packing")
-    for name in before:
-        setattr(args, name, None if name == "eval_packing" else False)
-    try:
-        yield packing, packing if eval_packing is None else eval_packing
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
-
-
-def _check_arguments(args: Any, train_dataset: Any) -> None:
-    if isinstance(args, SFTConfig):
-        check_options(args)
-    accelerator_config = getattr(args, "accelerator_config", None)
-    if isinstance(train_dataset, Dataset):
-        for name in ("split_batches", "dispatch_batches"):
-            if getattr(accelerator_config, name, None):
-                raise ValueError(
-                    f"accelerator_config.{name}=True cannot divide packed micro-batches, whose "
-                    f"documents differ in number; leave {name} unset: ranks get their own bins"
-                )
-        if len(train_dataset) == 0:
-            raise ValueError("train_dataset is empty: it has no rows; check how it was loaded")
-    elif isinstance(train_dataset, IterableDataset) and next(iter(train_dataset), None) is None:
-        raise ValueError("train_dataset is empty: the stream has no rows; check how it was loaded")
-
-
-def _overflow_policy(args: SFTConfig, options: PackingOptions, packing: bool) -> str:
-    if packing and args.packing_strategy == "wrapped":
-        return "wrapped"
-    if options.overflow is None and packing and args.packing_strategy == "bfd_split":
-        return "split"
-    policy = options.overflow or "truncate"
-    if policy == "truncate" and args.truncation_mode == "keep_end":
-        return "truncate_start"
-    return policy
-
-
-def _check_rows(rows: Any, capacity: int | None, name: str) -> None:
-    if capacity is None or isinstance(rows, IterableDataset):
-        return
-    lengths = ArrowDocuments(rows, ["input_ids"]).lengths()
-    if lengths.max() > capacity:
-        row = int(lengths.argmax())
-        raise ValueError(
-            f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds "
-            f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length to that length"
-        )
 
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:

@@ -129,9 +129,9 @@ def _automatic(
     current: str | None, needs: _Needs, candidates: dict[str, tuple[str | None, str | None, str]]
 ) -> AttentionChoice:
     if flash_attn.is_flash_attention(current):
-        if needs.sinks and current == "flash_attention_2":
+        if needs.sinks and flash_attn.drops_sinks(str(current)):
             raise ValueError(
-                "attn_implementation='flash_attention_2' drops this model's attention sinks in "
+                f"attn_implementation={current!r} drops this model's attention sinks in "
                 "silence; load the model with attn_implementation='eager' or set "
                 "attention='documents'"
             )
@@ -185,7 +185,11 @@ def _needs(model: nn.Module, device: Any, dtype: torch.dtype | None) -> _Needs:
 
     heads = field("num_attention_heads") or 1
     heads = max(heads) if isinstance(heads, (list, tuple)) else heads
-    head_dim = field("head_dim", "qk_head_dim") or (field("hidden_size") or heads) // heads
+    # Where a model has both, head_dim is that of its rotary part (deepseek_v3).
+    head_dim = field("qk_head_dim", "head_dim") or (field("hidden_size") or heads) // heads
+    # Layers may have their own (gemma4: 256 with a window, 512 without).
+    of_layers = [getattr(m, "head_dim", 0) for m in model.modules() if hasattr(m, "layer_idx")]
+    head_dim = max([head_dim, *(d for d in of_layers if isinstance(d, int))])
     return _Needs(
         device=torch.device(device or found).type,
         dtype=dtype or (parameter.dtype if parameter is not None else torch.float32),

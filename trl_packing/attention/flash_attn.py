@@ -26,3 +26,8 @@ def is_flash_attention(implementation: str | None) -> bool:
     """Whether `attn_implementation` names FlashAttention, a package's or a hub kernel's."""
     name = (implementation or "").replace("attention", "attn").replace("_", "-")
     return "flash-attn" in name
+
+
+def drops_sinks(implementation: str) -> bool:
+    """Whether transformers leaves out attention sinks with it: version 2 has no place for them."""
+    return implementation.endswith(("flash_attention_2", "flash-attn2"))

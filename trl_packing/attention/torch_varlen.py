@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 def unavailable() -> str | None:
     """Return why this machine cannot run the kernel, or None if it can."""
     try:
-        import torch.nn.attention.varlen
+        from torch.nn.attention import varlen  # noqa: F401
     except ImportError:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen (2.10 has)"
     if not torch.cuda.is_available():

@@ -1,0 +1,294 @@
+"""Data for sft_packed.py: a hub id, a file or a folder in, the columns that TRL trains on out.
+
+    what you have                             what to say                      what TRL gets
+    question, answer                          --prompt_column question         prompt, completion
+                                              --completion_column answer
+    instruction, input, output                --prompt_template "{instruction}\\n{input}\\n"
+                                              --completion_column output       prompt, completion
+    chat (role/content or from/value)         --messages_column chat           messages
+    body                                      --dataset_text_field body        body
+    prompt, completion | messages | text | input_ids           (nothing)       the same
+
+Everything wrong with a data set raises `InputError`, one sentence, before anything is written.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from string import Formatter
+from typing import Any, NamedTuple, TypeAlias
+
+from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
+from trl import ScriptArguments
+from trl.data_utils import get_dataset_column_names
+
+LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+KEPT_COLUMNS = ("tools", "chat_template_kwargs")  # TRL reads these beside a conversation
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+Row = dict[str, Any]
+AnyDataset: TypeAlias = Dataset | IterableDataset
+
+
+class InputError(ValueError):
+    """What is wrong with what the user gave, in one sentence."""
+
+
+class LoadedData(NamedTuple):
+    """Documents in TRL's columns, and what the user should know about how they came about."""
+
+    train: AnyDataset
+    test: AnyDataset | None
+    notes: list[str]
+
+
+@dataclass
+class DataArguments(ScriptArguments):
+    """TRL's script arguments, and which columns to train on."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, a .json, .jsonl or .parquet file, or a folder of such files."},
+    )
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "Column that holds the prompt. Default: prompt."}
+    )
+    completion_column: str | None = field(
+        default=None, metadata={"help": "Column that holds the completion. Default: completion."}
+    )
+    prompt_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "The prompt, with columns in braces: 'Question: {question}\\nAnswer:'. "
+            "\\n is a line break, {{ a brace. Instead of prompt_column."
+        },
+    )
+    messages_column: str | None = field(
+        default=None,
+        metadata={"help": "Column that holds conversations (role/content or from/value)."},
+    )
+    chat: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Turn prompt and completion strings into a user and an assistant message. "
+            "Default: yes if the tokenizer has a chat template and no prompt_template is given."
+        },
+    )
+    test_split_size: float | None = field(
+        default=None,
+        metadata={"help": "Share of the training split to hold out, if there is no test split."},
+    )
+
+
+def load_documents(
+    args: DataArguments,
+    *,
+    needs_test: bool = False,
+    has_chat_template: bool = False,
+    text_field: str = "text",
+    seed: int = 42,
+) -> LoadedData:
+    """Return the training and, if asked for, held-out documents that `args` describe.
+
+    There is a test set if `needs_test` or ``test_split_size`` is given: the split named
+    ``dataset_test_split``, or a share of the training split where there is no such split.
+    Raises InputError.
+    """
+    splits, notes = _load_splits(args)
+    train = _pick(splits, args.dataset_train_split, args.dataset_name)
+    test = None
+    if args.dataset_test_split not in splits and args.test_split_size is not None:
+        train, test = _hold_out(train, args.test_split_size, seed)
+    elif needs_test or args.test_split_size is not None:
+        test = _pick(splits, args.dataset_test_split, args.dataset_name)
+
+    chat = has_chat_template and not args.prompt_template if args.chat is None else args.chat
+    if chat and not has_chat_template:
+        raise InputError("--chat needs a chat template: set one with --chat_template_path")
+    convert = partial(_to_trl_columns, args=args, text_field=text_field, chat=chat)
+    documents = convert(train)
+    notes += _notes(next(iter(train)), next(iter(documents)), args)
+    return LoadedData(documents, None if test is None else convert(test), notes)
+
+
+def _notes(row: Row, document: Row, args: DataArguments) -> list[str]:
+    """Return what a user may not expect, seen on the first row and the document made of it."""
+    prompt, completion = document.get("prompt"), document.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if prompt[-1:].isspace() or completion[:1].isspace() or not (prompt and completion):
+            return []
+        return [
+            f"the model reads {prompt[-12:] + completion[:12]!r} where prompt and completion meet; "
+            "--prompt_template can put a space or a line break there"
+        ]
+    was_conversation = isinstance(row.get(args.prompt_column or "prompt"), list)
+    if prompt is None or was_conversation or args.chat:
+        return []
+    return [
+        "prompt and completion become a user and an assistant message, because the tokenizer has a "
+        "chat template; --chat false trains on the plain text"
+    ]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def _load_splits(args: DataArguments) -> tuple[dict[str, AnyDataset], list[str]]:
+    """Return the splits of ``dataset_name``, and a note if a folder holds files that none takes."""
+    name, path = str(args.dataset_name), Path(str(args.dataset_name)).expanduser()
+    endings = ", ".join(LOADERS)
+    if path.is_file():
+        if path.suffix not in LOADERS:
+            raise InputError(f"{name} must end in one of {endings}")
+        return _read(name, args, LOADERS[path.suffix], data_files=str(path)), []
+    if path.is_dir():
+        files = {p.resolve() for p in path.rglob("*") if p.suffix in LOADERS}
+        if not files:
+            raise InputError(f"the folder {name} holds no file that ends in one of {endings}")
+        splits = _read(name, args, str(path))
+        # File names decide about splits; where one is called train, those not named are left out.
+        used = load_dataset_builder(str(path), args.dataset_config).config.data_files
+        unused = files - {Path(file).resolve() for split in used.values() for file in split}
+        if not unused:
+            return splits, []
+        unread = ", ".join(sorted(file.name for file in unused))
+        return splits, [f"not read, because their names belong to no split of {name}: {unread}"]
+    if path.suffix in LOADERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{name} does not exist (looked from {Path.cwd()})")
+    return _read(name, args, name), []
+
+
+def _read(name: str, args: DataArguments, loader: str, **files: str) -> dict[str, AnyDataset]:
+    """Call `load_dataset`; what it cannot read becomes one sentence."""
+    try:
+        return load_dataset(loader, args.dataset_config, streaming=args.dataset_streaming, **files)
+    except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
+        cause = error.__cause__ or error
+        reason = str(cause).strip().split("\n")[0] or "it is empty"
+        raise InputError(f"cannot load the data set {name}: {reason}") from error
+
+
+def _pick(splits: dict[str, AnyDataset], split: str, name: str | None) -> AnyDataset:
+    if split not in splits:
+        raise InputError(
+            f"{name} has no split {split!r}, only {_listed(splits)}; name one with "
+            "--dataset_train_split, --dataset_test_split, or hold out a --test_split_size"
+        )
+    if next(iter(splits[split]), None) is None:
+        raise InputError(f"the split {split!r} of {name} is empty")
+    return splits[split]
+
+
+def _hold_out(train: AnyDataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
+    if isinstance(train, IterableDataset):
+        raise InputError("test_split_size cannot hold out a share of a stream: name a test split")
+    if not 0 < share < 1 or round(share * len(train)) in (0, len(train)):
+        raise InputError(
+            f"test_split_size={share} must be between 0 and 1, and leave a document on each side"
+        )
+    parts = train.train_test_split(test_size=share, seed=seed)
+    return parts["train"], parts["test"]
+
+
+# --- columns ------------------------------------------------------------------------------------
+
+
+def _to_trl_columns(
+    dataset: AnyDataset, *, args: DataArguments, text_field: str, chat: bool
+) -> AnyDataset:
+    """Return `dataset` with the columns of one of TRL's forms; see the top of this file."""
+    columns = get_dataset_column_names(dataset)
+    named = args.prompt_column or args.prompt_template or args.completion_column
+    kept = [column for column in KEPT_COLUMNS if column in columns]
+    rewrite: Callable[..., Row]
+    if args.messages_column:
+        if named:
+            raise InputError("--messages_column is the whole document: name no prompt beside it")
+        _require(columns, args.messages_column, "--messages_column")
+        rewrite = partial(_conversation, column=args.messages_column)
+    elif named or ("prompt" in columns and "input_ids" not in columns):
+        rewrite = _prompt_completion(columns, args, chat)
+    elif "input_ids" in columns:
+        return dataset
+    else:
+        forms = ("messages", "conversations", text_field)
+        form = next((form for form in forms if form in columns), None)
+        if form is None:
+            raise InputError(
+                f"no column to train on among {_listed(columns)}: name yours with --prompt_column "
+                "and --completion_column, --messages_column or --dataset_text_field"
+            )
+        return dataset.select_columns([*kept, form])
+    dropped = [column for column in columns if column not in kept]
+    return dataset.map(rewrite, with_indices=True, remove_columns=dropped)
+
+
+def _prompt_completion(
+    columns: list[str], args: DataArguments, chat: bool
+) -> Callable[[Row, int], Row]:
+    """Return the function that makes a prompt and a completion of a row."""
+    if args.prompt_column and args.prompt_template:
+        raise InputError("give --prompt_column or --prompt_template, not both")
+    completion = args.completion_column or "completion"
+    if args.prompt_template:
+        template = args.prompt_template.replace("\\n", "\n")
+        sources = _fields(template)
+        for column in sources:
+            _require(columns, column, "--prompt_template")
+    else:
+        template, sources = None, [args.prompt_column or "prompt"]
+        _require(columns, sources[0], "--prompt_column")
+    _require(columns, completion, "--completion_column")
+
+    def rewrite(row: Row, index: int) -> Row:
+        for column in (*sources, completion):
+            if row[column] is None:
+                raise InputError(f"row {index} has no value in the column {column!r}")
+        document = {
+            "prompt": template.format_map(row) if template else row[sources[0]],
+            "completion": row[completion],
+        }
+        if chat and not isinstance(document["prompt"], list):
+            roles = {"prompt": "user", "completion": "assistant"}
+            return {k: [{"role": roles[k], "content": str(v)}] for k, v in document.items()}
+        return {k: v if isinstance(v, list) else str(v) for k, v in document.items()}
+
+    return rewrite
+
+
+def _conversation(row: Row, index: int, *, column: str) -> Row:
+    """Return the row's messages, with the roles and keys of ShareGPT replaced by TRL's."""
+    if not row[column]:
+        raise InputError(f"row {index} has no message in the column {column!r}")
+    messages = [
+        {"role": SHAREGPT_ROLES.get(m["from"], m["from"]), "content": m["value"]}
+        if "from" in m
+        else m
+        for m in row[column]
+    ]
+    return {"messages": messages}
+
+
+def _fields(template: str) -> list[str]:
+    """Return the columns in braces.
+
+    >>> _fields("Question: {question}\\nHint: {hint}")
+    ['question', 'hint']
+    """
+    try:
+        found = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise InputError(f"--prompt_template {template!r} cannot be read: {error}") from error
+    if not found:
+        raise InputError(f"--prompt_template {template!r} names no column, as {{question}} would")
+    return found
+
+
+def _require(columns: list[str], column: str, flag: str) -> None:
+    if column not in columns:
+        raise InputError(f"no column {column!r} (set by {flag}); there is {_listed(columns)}")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(str, names))
