@@ -18,20 +18,30 @@ files) and its columns. Every option of TRL's sft.py works (`--help`), also from
 recipe_data.py says which columns can be named, and how.
 """
 
+import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
+# Threads that wait by spinning make a small model 10 times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
 from accelerate import PartialState
 from recipe_data import DataArguments, InputError, load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl.data_utils import get_dataset_column_names
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+# TRL 1.16 sets options that transformers 5.23 renames; there is nothing that a user could do.
+warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 DEMO_FILES = Path(__file__).parent / "demo"  # written by make_demo_data.py
 DEMO_MODEL = {
@@ -87,6 +97,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         text_field=training_args.dataset_text_field,
         seed=training_args.seed,
     )
+    if data_args.num_samples and "prompt" not in get_dataset_column_names(data.test):
+        raise InputError("--num_samples needs prompts and completions, to compare answers with")
     say = PartialState().print
     for note in data.notes:
         say(f"note: {note}")
@@ -123,10 +135,12 @@ def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConf
     parser = TrlParser((RecipeArguments, PackedSFTConfig, ModelConfig))
     given, _ = parser.parse_known_args(argv)
     is_demo = not (given.model_name_or_path or given.dataset_name or "--config" in argv)
+    if not is_torch_bf16_gpu_available():
+        parser.set_defaults(bf16=False)  # TRL's default is True, also on CPU
+    if not torch.accelerator.is_available():
+        parser.set_defaults(dataloader_pin_memory=False)
     if is_demo:
-        parser.set_defaults_with_config(**DEMO_ARGUMENTS)
-    elif not is_torch_bf16_gpu_available():
-        parser.set_defaults_with_config(bf16=False)  # TRL's default is True, also on CPU
+        parser.set_defaults(**DEMO_ARGUMENTS)
     try:
         data_args, training_args, model_args = parser.parse_args_and_config(argv)
     except (ValueError, OSError) as error:
@@ -167,7 +181,7 @@ def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple
 
 
 def answer(trainer: PackedSFTTrainer, questions: list[dict[str, Any]]) -> list[str]:
-    """Return the model's greedy answers. Every rank computes all of them: none waits for another."""
+    """Return the model's greedy answers; every rank computes them all, so none waits."""
     tokenizer, size = trainer.processing_class, trainer.args.eval_batch_size
     longest = max((len(tokenizer(text(q["completion"])).input_ids) for q in questions), default=0)
     answers: list[str] = []
@@ -219,7 +233,7 @@ def compare(
     }
     say(
         f"\nExact match on {len(questions)} held-out prompts: "
-        f"{exact['exact_match_before']:.1%} before, {exact['exact_match_after']:.1%} after training."
+        f"{exact['exact_match_before']:.1%} before, {exact['exact_match_after']:.1%} after"
     )
     return exact
 

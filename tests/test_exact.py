@@ -1,12 +1,12 @@
 """The first optimizer step of a packed run equals the same documents, one at a time.
 
-The reference knows nothing of this project: each document goes through the untouched model alone, as
-an ordinary batch, and the losses are summed and divided by the trained tokens of the whole step.
+The reference knows nothing of this project: each document goes through the untouched model alone,
+as an ordinary batch; the losses are summed and divided by the trained tokens of the whole step.
 
 Tolerances, float32: one pass rounds at 2**-24 = 6e-8 of a value; sums over at most 64 × 32 products
-and 2 layers stay below 100 roundings of values of size 1, so 1e-5. Gradients are compared at 1e-5 of
-their own largest entry plus that. What a leak does is 4 to 5 orders of magnitude larger (the negative
-control).
+and 2 layers stay below 100 roundings of values of size 1, so 1e-5. Gradients are compared at 1e-5
+of their own largest entry plus that. What a leak does is 4 to 5 orders of magnitude larger (the
+negative control).
 """
 
 import pytest
@@ -125,7 +125,7 @@ def assert_same_gradients(ours, reference):
 
 
 @pytest.mark.parametrize("completion_only", [True, False], ids=["completion", "full"])
-@pytest.mark.parametrize("batch_size, accumulation", LAYOUTS)
+@pytest.mark.parametrize(("batch_size", "accumulation"), LAYOUTS)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", PACKED_MODELS)
 def test_first_step_equals_one_document_at_a_time(
@@ -162,10 +162,12 @@ def test_an_all_ones_mask_fails_the_same_comparison(name, tmp_path):
 
 
 def test_bf16_step_is_as_close_as_bf16_allows(tmp_path):
-    """bf16 keeps 8 bits: a few roundings of 2**-8 of the largest gradient entry."""
-    loss, gradients, chosen = first_step("llama", False, True, 2, 2, tmp_path, bf16=True)
+    """bf16 keeps 8 bits: at most 16 roundings (8 products forward, 8 back) of the largest entry."""
+    loss, gradients, chosen = first_step(
+        "llama", False, True, 2, 2, tmp_path, bf16=True, use_cpu=True
+    )
     expected_loss, expected = one_at_a_time("llama", False, chosen)
     assert loss == pytest.approx(expected_loss, rel=2**-8)
     for name, reference in expected.items():
         scale = reference.abs().max().item()
-        torch.testing.assert_close(gradients[name], reference, rtol=0, atol=8 * 2**-8 * scale)
+        torch.testing.assert_close(gradients[name], reference, rtol=0, atol=16 * 2**-8 * scale)

@@ -155,6 +155,19 @@ def test_the_output_is_that_of_trl_s_head(build, share, num_items):
     assert_same_gradients(gradients(model, ours.loss), gradients(reference, trls.loss))
 
 
+def test_soft_capped_logits_may_be_scaled_too():
+    """As Muse Glimmer's: the scale comes before the soft-cap. Only the heads read it here."""
+    arguments = {"final_logit_softcapping": 3.0, "logit_scale": 0.25}
+    model, reference = (
+        wrap(tiny_model("gemma2", **arguments)) for wrap in (with_our_head, with_trl_head)
+    )
+    for loss in LOSSES.values():
+        ours, trls = (m(**batch(), fused_lm_head=True) for m in (model, reference))
+        assert_same_output(ours, trls)
+        expected = gradients(reference, loss(trls.log_probs))
+        assert_same_gradients(gradients(model, loss(ours.log_probs)), expected)
+
+
 def test_without_a_trained_position_the_loss_is_a_differentiable_zero():
     model = with_our_head(tiny_model("llama"))
     output = model(**batch(share=0.0), fused_lm_head=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny import (
     PACKED_MODELS,
     SPECIAL_TOKENS,
@@ -311,11 +311,12 @@ def test_numbers_that_are_none_are_no_isolation():
     assert check_isolation(model).verdict == "leaks"
 
 
-def test_prompt_tuning_is_not_passed():
-    """Its virtual tokens stand before the first document of the row only."""
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = get_peft_model(packed_model("llama"), config)
-    assert not check_isolation(model)
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("tuning", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_not_passed(tuning):
+    """They stand before the first document of the row only."""
+    config = tuning(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    assert_leaks(get_peft_model(packed_model("llama"), config), training=True)
 
 
 class Own(nn.Module):

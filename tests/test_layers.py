@@ -19,7 +19,7 @@ TABLE = {
     "labels": (set(), {"numpy"}),
     "arrow_documents": ({"labels"}, {"datasets", "numpy", "pyarrow", "torch"}),
     "report": (set(), set()),
-    "prepare": ({"arrow_documents", "labels", "report"}, {"datasets", "numpy", "pyarrow"}),
+    "prepare": ({"arrow_documents", "labels", "report"}, {"datasets", "numpy", "pyarrow", "trl"}),
     "sampler": ({"packing"}, {"numpy", "transformers"}),
     "streaming": (set(), {"datasets", "torch"}),
     "collator": ({"documents", "labels"}, {"numpy", "torch"}),

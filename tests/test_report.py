@@ -26,7 +26,6 @@ REPORT = PackingReport(
     trained_tokens=380_000,
     capacity=1024,
     bins=548,
-    utilization=560_000 / (548 * 1024),
     micro_batches_per_epoch=138,
     steps_per_epoch=18,
     documents_per_step=1_150 / 18,

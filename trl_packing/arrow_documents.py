@@ -8,7 +8,7 @@ bounds a training dataloader at about 2M tokens/s. Only lengths are held in memo
 document.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -38,6 +38,9 @@ class ArrowDocuments(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return self.__getitems__([range(len(self))[index]])[0]
 
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[index] for index in range(len(self)))
+
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
         readers = self.readers.items()
         rows = self.stored_rows(np.asarray(list(indices), dtype=np.int64)).tolist()
@@ -63,19 +66,27 @@ class ArrowDocuments(torch.utils.data.Dataset):
             self._mapping = self.dataset._indices.column(0).to_numpy()
         return self._mapping[indices].astype(np.int64)
 
+    @property
+    def num_documents(self) -> int:
+        """Rows, or the documents in them where rows are packed (they have `seq_lengths`)."""
+        return (
+            int(self.lengths("seq_lengths").sum()) if "seq_lengths" in self.columns else len(self)
+        )
+
     def lengths(self, column: str = "input_ids") -> np.ndarray:
         """Return the entries of `column` in every document, ``(documents,)`` int64."""
         return self._in_order(self.readers[column].lengths)
 
     def num_trained(self) -> np.ndarray:
-        """Return the trained tokens of every document, ``(documents,)`` int64.
+        """Return the trained tokens of every row, ``(rows,)`` int64.
 
-        The first token counts for nothing: it is never a target.
+        The first token of a document counts for nothing: it is never a target.
         """
-        column = "labels" if "labels" in self.columns else None
-        if column is None:
+        if "labels" not in self.columns:
             return np.maximum(self.lengths() - 1, 0)
-        return self._in_order(self.readers[column].count_after_first(IGNORE_INDEX))
+        if "seq_lengths" in self.columns:
+            return np.array([_num_trained_in_row(row) for row in self], dtype=np.int64)
+        return self._in_order(self.readers["labels"].count_after_first(IGNORE_INDEX))
 
     def sums(self, column: str) -> np.ndarray:
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
@@ -90,6 +101,13 @@ class ArrowDocuments(torch.utils.data.Dataset):
 
     def _in_order(self, stored: np.ndarray) -> np.ndarray:
         return stored[self.stored_rows(np.arange(len(self)))]
+
+
+def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
+    starts = np.cumsum(row["seq_lengths"]) - row["seq_lengths"]
+    trained = row["labels"] != IGNORE_INDEX
+    trained[starts[starts < len(trained)]] = False
+    return int(trained.sum())
 
 
 class _ListColumn:

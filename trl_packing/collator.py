@@ -62,7 +62,7 @@ class PackedCollator:
 
         Raises ValueError if labels, masks or `seq_lengths` do not match `input_ids`.
         """
-        input_ids = [np.asarray(document["input_ids"], dtype=np.int64) for document in documents]
+        input_ids = [_token_ids(document["input_ids"]) for document in documents]
         labels = [
             document_labels(document, ids)
             for document, ids in zip(documents, input_ids, strict=True)
@@ -79,6 +79,13 @@ class PackedCollator:
         if num_tokens == 0:
             return self.pad_to_multiple_of or 1
         return -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+
+
+def _token_ids(values: Any) -> np.ndarray:
+    ids = np.asarray(values)
+    if ids.dtype.kind not in "iu" and ids.size:
+        raise ValueError(f"input_ids must be integers, got {ids.dtype}; tokenize the text first")
+    return ids.astype(np.int64, copy=False)
 
 
 def _seq_lengths(

@@ -18,6 +18,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
 from trl_packing.arrow_documents import ArrowDocuments, integer_lists
 from trl_packing.labels import IGNORE_INDEX, MASK_COLUMNS
@@ -69,9 +70,10 @@ def check_eos(
     dataset: datasets.Dataset | datasets.IterableDataset, tokenizer: Any, name: str
 ) -> None:
     """Raise ValueError if plain text is to end in an EOS token that `tokenizer` does not have."""
-    columns = set(dataset.column_names or [])
-    conversational = columns & {"input_ids", "messages", "conversations"}
-    if tokenizer.eos_token is None and not conversational:
+    if tokenizer.eos_token is not None:
+        return
+    example = next(iter(dataset))
+    if "input_ids" not in example and not is_conversational(maybe_convert_to_chatml(example)):
         raise ValueError(
             f"the tokenizer has no eos_token, so documents of the {name} dataset would not end; "
             "set eos_token='...' in the config, or tokenizer.eos_token"

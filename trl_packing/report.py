@@ -69,28 +69,33 @@ _VERB = {
 class PackingReport:
     """What a training run is made of, as the plan of its first epoch knows it.
 
-    `utilization` is real tokens / (bins × capacity), None where there is no capacity
-    (packing=False) and where the data set has no length.
+    Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
     """
 
-    documents: int | None
-    tokens: int | None
-    trained_tokens: int | None
-    capacity: int | None
-    bins: int | None
-    utilization: float | None
-    micro_batches_per_epoch: int | None
-    steps_per_epoch: int | None
-    documents_per_step: float | None
     ranks: int
     accumulation: int
     micro_batch: str
     attention: str
+    capacity: int | None
+    documents: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
+    bins: int | None = None
+    micro_batches_per_epoch: int | None = None
+    steps_per_epoch: int | None = None
+    documents_per_step: float | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
+
+    @property
+    def utilization(self) -> float | None:
+        """Real tokens / (bins × capacity); None without bins or without capacity."""
+        if self.tokens is None or not self.bins or not self.capacity:
+            return None
+        return self.tokens / (self.bins * self.capacity)
 
     def to_json(self) -> str:
         """Return the report as one line of JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self) | {"utilization": self.utilization})
 
     def __str__(self) -> str:
         lines = [self._data(), self._plan(), self._step(), f"attention    {self.attention}"]
@@ -110,8 +115,12 @@ class PackingReport:
     def _plan(self) -> str:
         if self.bins is None:
             return f"micro-batch  {self.micro_batch}"
-        filled = "" if self.utilization is None else f" · {self.utilization:.2%} filled"
-        return f"packed into  {self.bins:,} bins of {self.capacity:,} tokens{filled}"
+        if self.utilization is None:
+            return f"packed into  {self.bins:,} rows"
+        return (
+            f"packed into  {self.bins:,} bins of {self.capacity:,} tokens · "
+            f"{self.utilization:.2%} filled"
+        )
 
     def _step(self) -> str:
         if self.steps_per_epoch is None:

@@ -12,6 +12,7 @@ train, evaluate, predict       stop before the first step if documents leak     
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -74,6 +75,7 @@ class PackedSFTTrainer(SFTTrainer):
     """
 
     packing_report: PackingReport | None = None
+    data_collator: Any
 
     def __init__(
         self,
@@ -183,6 +185,7 @@ class PackedSFTTrainer(SFTTrainer):
                 training=training,
                 attention=str(self.attention),
                 fused_head=True,
+                collator=self.data_collator,
             )
         except (TypeError, ValueError, NotImplementedError) as refusal:
             raise RuntimeError(
@@ -398,8 +401,7 @@ class PackedSFTTrainer(SFTTrainer):
     _evaluates_padded = False
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self.check_isolation(self.model, training=False)
-        with self._padded_evaluation(self.compute_metrics is not None):
+        with self._evaluation(padded=self.compute_metrics is not None):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -413,12 +415,14 @@ class PackedSFTTrainer(SFTTrainer):
                 self._formatting_func,
                 "test",
             )
-        self.check_isolation(self.model, training=False)
-        with self._padded_evaluation(not self.args.prediction_loss_only):
+        with self._evaluation(padded=not self.args.prediction_loss_only):
             return super().predict(test_dataset, *args, **kwargs)
 
     @contextmanager
-    def _padded_evaluation(self, padded: bool) -> Iterator[None]:
+    def _evaluation(self, *, padded: bool) -> Iterator[None]:
+        """Whoever asks for logits expects a padded row per document; otherwise rows are packed."""
+        if not padded:
+            self.check_isolation(self.model, training=False)
         before, self._evaluates_padded = self._evaluates_padded, padded
         try:
             yield
@@ -467,48 +471,31 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _report(self) -> PackingReport:
         args, ranks = self.args, self._data_ranks()[0]
-        shape: dict[str, Any] = {
-            "ranks": ranks,
-            "accumulation": args.gradient_accumulation_steps,
-            "micro_batch": _micro_batch_words(self._packing, self._train_batch_size),
-            "attention": str(self.attention),
-            "capacity": args.max_length,
-        }
+        report = PackingReport(
+            ranks=ranks,
+            accumulation=args.gradient_accumulation_steps,
+            micro_batch=_micro_batch_words(self._packing, self._train_batch_size),
+            attention=str(self.attention),
+            capacity=args.max_length,
+        )
         if isinstance(self.train_dataset, IterableDataset):
-            unknown: dict[str, Any] = dict.fromkeys(_COUNTED)
-            return PackingReport(**shape, **unknown)
+            return report
         documents = self._remove_unused_columns(self.train_dataset)
         check_token_ids(documents, self._vocabulary_size(), "train")
         sampler = self._get_train_sampler(documents)
-        tokens, steps = (
-            int(documents.lengths().sum()),
-            -(-len(sampler) // args.gradient_accumulation_steps),
-        )
-        full = (sampler.num_bins or 0) * (args.max_length or 0)
-        return PackingReport(
-            documents=len(documents),
-            tokens=tokens,
+        steps = -(-len(sampler) // args.gradient_accumulation_steps)
+        return replace(
+            report,
+            documents=documents.num_documents,
+            tokens=int(documents.lengths().sum()),
             trained_tokens=int(documents.num_trained().sum()),
             bins=sampler.num_bins,
-            utilization=tokens / full if full else None,
             micro_batches_per_epoch=len(sampler) * ranks,
             steps_per_epoch=steps,
-            documents_per_step=len(documents) / steps,
+            documents_per_step=documents.num_documents / steps,
             preparation=self._preparation.get("train", PreparationCounts()),
-            **shape,
         )
 
-
-_COUNTED = (
-    "documents",
-    "tokens",
-    "trained_tokens",
-    "bins",
-    "utilization",
-    "micro_batches_per_epoch",
-    "steps_per_epoch",
-    "documents_per_step",
-)
 
 # TRL's names for plans; pieces of "bfd_split" and "wrapped" are documents by the time of planning.
 _PLANS = {

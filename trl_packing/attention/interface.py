@@ -68,7 +68,7 @@ def mark_packed_calls(backbone: nn.Module) -> None:
             return unbound(self, *args, **kwargs)
 
     forward.marks_packed_calls = True  # type: ignore[attr-defined]
-    backbone.forward = MethodType(forward, backbone)  # type: ignore[method-assign]
+    backbone.forward = MethodType(forward, backbone)
 
 
 @contextmanager
