@@ -60,7 +60,7 @@ def test_the_report_as_json_holds_every_number():
     read = json.loads(REPORT.to_json())
     assert "\n" not in REPORT.to_json()
     assert read["bins"] == 548
-    assert read["utilization"] == pytest.approx(0.99795, abs=1e-5)
+    assert read.pop("utilization") == pytest.approx(0.99795, abs=1e-5)
     assert read["preparation"]["untrained"] == 50
     assert PreparationCounts(**read.pop("preparation")) == CUT
     assert PackingReport(**read, preparation=CUT) == REPORT
@@ -107,20 +107,8 @@ def test_the_warning_begins_above_one_percent():
 
 
 def test_a_stream_is_reported_without_numbers():
-    unknown = dict.fromkeys(
-        (
-            "documents",
-            "tokens",
-            "trained_tokens",
-            "bins",
-            "utilization",
-            "micro_batches_per_epoch",
-            "steps_per_epoch",
-            "documents_per_step",
-        )
-    )
     report = PackingReport(
-        **unknown, capacity=64, ranks=1, accumulation=1, micro_batch="2 bins", attention="model"
+        capacity=64, ranks=1, accumulation=1, micro_batch="2 bins", attention="model"
     )
     assert str(report).splitlines()[1:-1] == [
         "documents    a stream: counted as it is read",
