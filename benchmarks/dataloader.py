@@ -2,8 +2,8 @@
 
     python benchmarks/dataloader.py --output benchmarks/results/dataloader.md       # half a minute
 
-Both trainers get the same tokenized documents, pack them to rows of 4,096 tokens and are iterated
-for an epoch without a model step, in the main process, in turns. Both must deliver every token once.
+Both trainers get the same tokenized documents, pack them to rows of 4,096 tokens and are run
+for an epoch without a model step, in the main process, in turns. Each must deliver every token.
 """
 
 import argparse

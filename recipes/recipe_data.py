@@ -148,7 +148,7 @@ def _load_splits(args: DataArguments) -> tuple[dict[str, AnyDataset], list[str]]
             raise InputError(f"the folder {name} holds no file that ends in one of {endings}")
         splits = _read(name, args, str(path))
         # File names decide about splits; where one is called train, those not named are left out.
-        used = load_dataset_builder(str(path), args.dataset_config).config.data_files
+        used = load_dataset_builder(str(path)).config.data_files
         unused = files - {Path(file).resolve() for split in used.values() for file in split}
         if not unused:
             return splits, []
@@ -156,17 +156,22 @@ def _load_splits(args: DataArguments) -> tuple[dict[str, AnyDataset], list[str]]
         return splits, [f"not read, because their names belong to no split of {name}: {unread}"]
     if path.suffix in LOADERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"{name} does not exist (looked from {Path.cwd()})")
-    return _read(name, args, name), []
+    hub_id = f"{name} (no file or folder here, so taken for a hub id)"
+    return _read(hub_id, args, name, name=args.dataset_config), []
 
 
-def _read(name: str, args: DataArguments, loader: str, **files: str) -> dict[str, AnyDataset]:
+def _read(
+    source: str, args: DataArguments, loader: str, **options: str | None
+) -> dict[str, AnyDataset]:
     """Call `load_dataset`; what it cannot read becomes one sentence."""
     try:
-        return load_dataset(loader, args.dataset_config, streaming=args.dataset_streaming, **files)
+        return load_dataset(loader, streaming=args.dataset_streaming, **options)
     except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
         cause = error.__cause__ or error
-        reason = str(cause).strip().split("\n")[0] or "it is empty"
-        raise InputError(f"cannot load the data set {name}: {reason}") from error
+        reason = str(cause).strip().split("\n")[0]
+        if isinstance(cause, StopIteration) or "corresponds to no data" in reason:
+            reason = "it is empty"
+        raise InputError(f"cannot load the data set {source}: {reason}") from error
 
 
 def _pick(splits: dict[str, AnyDataset], split: str, name: str | None) -> AnyDataset:
@@ -221,7 +226,8 @@ def _to_trl_columns(
             )
         return dataset.select_columns([*kept, form])
     dropped = [column for column in columns if column not in kept]
-    return dataset.map(rewrite, with_indices=True, remove_columns=dropped)
+    options = {} if isinstance(dataset, IterableDataset) else {"desc": "Naming columns"}
+    return dataset.map(rewrite, with_indices=True, remove_columns=dropped, **options)
 
 
 def _prompt_completion(
@@ -287,7 +293,7 @@ def _fields(template: str) -> list[str]:
 
 def _require(columns: list[str], column: str, flag: str) -> None:
     if column not in columns:
-        raise InputError(f"no column {column!r} (set by {flag}); there is {_listed(columns)}")
+        raise InputError(f"no column {column!r} among {_listed(columns)}: name yours with {flag}")
 
 
 def _listed(names: Any) -> str:

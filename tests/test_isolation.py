@@ -166,12 +166,20 @@ def test_special_tokens_may_be_lists():
 
 def test_dropout_that_a_model_reads_from_its_config_is_off():
     config = AutoConfig.for_model(
-        "gptj", vocab_size=320, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, attn_pdrop=0.5
+        "persimmon",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        pad_token_id=0,
+        attention_dropout=0.5,
     )
     model = AutoModelForCausalLM.from_config(config).train()
     report = check_isolation(model, documents(10, 60))
     assert report, str(report)
-    assert model.config.attn_pdrop == 0.5
+    assert model.config.attention_dropout == 0.5
 
 
 # --- models that leak ---------------------------------------------------------------------------

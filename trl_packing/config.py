@@ -90,8 +90,8 @@ def check_options(args: Any) -> None:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
     if args.max_length is not None and args.max_length <= 0:
         raise ValueError(f"max_length={args.max_length} must be positive, or None without packing")
-    if args.packing and args.max_length is None:
+    if (args.packing or args.eval_packing) and args.max_length is None:
         raise ValueError(
             "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. "
-            "Set max_length, or packing=False."
+            "Set max_length, or packing=False and eval_packing=False."
         )

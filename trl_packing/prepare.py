@@ -105,11 +105,16 @@ def check_rows(
 def check_token_ids(documents: ArrowDocuments, vocabulary: int, name: str) -> None:
     """Raise ValueError for an id outside ``[0, vocabulary)``; a model would fail deep inside."""
     low, high = documents.bounds("input_ids")
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"the {name} dataset has token id {high if high >= vocabulary else low}, but the "
-            f"model's vocabulary has {vocabulary} ids; was it tokenized with another tokenizer?"
-        )
+    if low >= 0 and high < vocabulary:
+        return
+    for row, document in enumerate(documents):  # the table may hold rows that were left out
+        outside = (document["input_ids"] < 0) | (document["input_ids"] >= vocabulary)
+        if outside.any():
+            raise ValueError(
+                f"document {row} of the {name} dataset has token id "
+                f"{document['input_ids'][outside][0]}, but the model's vocabulary has {vocabulary} "
+                "ids; was it tokenized with another tokenizer?"
+            )
 
 
 def _check_no_missing(dataset: datasets.Dataset, name: str, columns: list[str]) -> None:

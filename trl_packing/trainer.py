@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import get_dataset_column_names
+from trl.trainer.utils import global_then_local_main_first
 
 from trl_packing.arguments import (
     check_arguments,
@@ -156,7 +157,8 @@ class PackedSFTTrainer(SFTTrainer):
         if self._shards_sequences():
             return "context or sequence parallelism drops the boundaries between documents"
         asked = self._packing or self._eval_packing or self.args.padding_free
-        if asked or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        unchecked = self._options.isolation_check == "off"
+        if asked or unchecked or self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return None
         try:
             report = check_isolation(self.model, training=True, max_length=0, fused_head=True)
@@ -250,9 +252,10 @@ class PackedSFTTrainer(SFTTrainer):
             return fit_stream(documents, overflow)
         if self._packing:
             documents = documents.select_columns(list(TOKEN_COLUMNS))
-        fitted, self._preparation[name] = fit_documents(
-            documents, overflow, num_proc=args.dataset_num_proc, name=name
-        )
+        with global_then_local_main_first():  # one rank writes the cache, the others read it
+            fitted, self._preparation[name] = fit_documents(
+                documents, overflow, num_proc=args.dataset_num_proc, name=name
+            )
         return fitted
 
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
