@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from accelerate import PartialState
+from datasets import disable_progress_bars
 from recipe_data import DataArguments, InputError, load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
@@ -51,7 +52,7 @@ DEMO_MODEL = {
     "num_attention_heads": 4,
     "tie_word_embeddings": True,
     # The two that decide how soon a model this small learns to copy: weights of a size that suits
-    # 128 dimensions, and rotary wavelengths no longer than the longest documents.
+    # 128 dimensions, and rotary wavelengths of up to the longest documents.
     "initializer_range": 0.05,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
@@ -92,6 +93,10 @@ class RecipeArguments(DataArguments):
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, save, and return what was measured. Raises InputError before anything is written."""
     data_args, training_args, model_args = parse(argv)
+    say = PartialState().print
+    if model_args.model_name_or_path is None:
+        say("The demo: a small Llama learns to turn orders into packing lists, in a few minutes.")
+        disable_progress_bars()  # of the preparation, which takes seconds
     model, tokenizer = load_model(training_args, model_args)
     data = load_documents(
         data_args,
@@ -102,7 +107,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     )
     if data_args.num_samples and "prompt" not in get_dataset_column_names(data.test):
         raise InputError("--num_samples needs prompts and completions, to compare answers with")
-    say = PartialState().print
     for note in data.notes:
         say(f"note: {note}")
     trainer = PackedSFTTrainer(

@@ -584,6 +584,39 @@ def test_training_goes_on_below_the_threshold(tmp_path):
         trainer(build(), tmp_path, lengths=(10, 12, 80, 100), max_length=48).train()
 
 
+def test_rows_that_came_packed_are_probed_by_their_documents(tmp_path):
+    """The rows pass the threshold; only a document that does may leak."""
+    for lengths, leaks in (((40, 40), False), ((10, 100), True)):
+        first, second = documents_of_lengths(lengths)
+        row = {key: first[key] + second[key] for key in ("input_ids", "labels")}
+        run = trainer(longrope(), tmp_path)
+        run.train_dataset = Dataset.from_list([row | {"seq_lengths": list(lengths)}] * 2)
+        if leaks:
+            with pytest.raises(RuntimeError, match="after 100 tokens"):
+                run.train()
+        else:
+            run.train()
+
+
+def test_a_stream_is_probed_to_where_max_length_lets_it_reach(tmp_path):
+    stream = Dataset.from_list(documents_of_lengths([20] * 8)).to_iterable_dataset()
+    for max_length, leaks in ((60, False), (256, True)):
+        run = trainer(longrope(), tmp_path, max_length=max_length)
+        run.train_dataset = stream
+        if leaks:
+            with pytest.raises(RuntimeError, match="after 65 tokens"):
+                run.train()
+        else:
+            run.train()
+
+
+def test_evaluation_is_checked_on_its_own_documents(tmp_path):
+    run = trainer(longrope(), tmp_path)
+    run.evaluate(run.train_dataset)
+    with pytest.raises(RuntimeError, match="evaluation mode, after 100 tokens"):
+        run.evaluate(Dataset.from_list(documents_of_lengths([20, 30, 100])))
+
+
 def test_a_warning_lets_training_go_on(tmp_path, caplog):
     run = trainer(with_layer(AddRowMean), tmp_path, isolation_check="warn")
     with caplog.at_level(logging.WARNING, logger="trl_packing"):

@@ -41,7 +41,7 @@ from trl_packing.attention import AttentionChoice, install_attention, resolve_at
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.head import add_trained_positions_head
-from trl_packing.isolation import IsolationReport, check_isolation
+from trl_packing.isolation import IsolationReport, check_isolation, length_constants
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.prepare import (
     TOKEN_COLUMNS,
@@ -100,7 +100,7 @@ class PackedSFTTrainer(SFTTrainer):
         check_arguments(args, train_dataset)
         self._options = PackingOptions.of(args)
         self._preparation: dict[str, PreparationCounts] = {}
-        self._checked: set[bool] = set()
+        self._checked: set[tuple[int, ...]] = set()  # the mode, and the lengths of the probes
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         with packing_hidden(args) as (packing, eval_packing):
             self._packing, self._eval_packing = packing, eval_packing
@@ -172,18 +172,24 @@ class PackedSFTTrainer(SFTTrainer):
             model, self._options.attention, device=self.args.device, dtype=dtype
         )
 
-    def check_isolation(self, model: Any, *, training: bool) -> IsolationReport | None:
+    def check_isolation(
+        self, model: Any, *, training: bool, dataset: Any = None
+    ) -> IsolationReport | None:
         """Check `model` once per mode, on the longest documents, as `isolation_check` says.
 
         Raises RuntimeError if documents leak under ``isolation_check="error"``.
         """
-        if self._trl_path or self._options.isolation_check == "off" or training in self._checked:
+        if self._trl_path or self._options.isolation_check == "off":
             return None
-        self._checked.add(training)
+        probes = self._probe_documents(self.train_dataset if dataset is None else dataset)
+        checked = (training, *map(len, probes))
+        if checked in self._checked:
+            return None
+        self._checked.add(checked)
         try:
             report = check_isolation(
                 model,
-                self._probe_documents(),
+                probes,
                 training=training,
                 attention=str(self.attention),
                 fused_head=True,
@@ -207,14 +213,24 @@ class PackedSFTTrainer(SFTTrainer):
         logger.warning(message)
         return report
 
-    def _probe_documents(self) -> list[np.ndarray]:
+    def _probe_documents(self, dataset: Any) -> list[np.ndarray]:
         """Return the documents that probe isolation: the shortest, a middling and the longest."""
-        if isinstance(self.train_dataset, IterableDataset):
-            return [np.asarray(d["input_ids"]) for d in islice(self.train_dataset, 16)]
-        documents = ArrowDocuments(self.train_dataset, ["input_ids"])
-        order = np.argsort(documents.lengths(), kind="stable")
-        chosen = {int(order[i]) for i in (0, len(order) // 2, -1)}
-        return [documents[i]["input_ids"] for i in sorted(chosen)]
+        if isinstance(dataset, IterableDataset):
+            found = [np.asarray(d["input_ids"]) for d in islice(dataset, 16)]
+            # What else the stream brings is unknown: it may cross what max_length lets through.
+            beyond = [
+                constant
+                for constant in length_constants(self.model)
+                if max(map(len, found)) <= constant < (self.args.max_length or 0)
+            ]
+            return [*found, np.resize(found[0], beyond[-1] + 1)] if beyond else found
+        documents = ArrowDocuments(dataset, ["input_ids"])
+        rows, starts, lengths = _places(dataset, documents.lengths())
+        order = np.argsort(lengths, kind="stable")
+        chosen = sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
+        return [
+            documents[int(rows[i])]["input_ids"][starts[i] : starts[i] + lengths[i]] for i in chosen
+        ]
 
     # --- data ---------------------------------------------------------------------------------
 
@@ -355,6 +371,8 @@ class PackedSFTTrainer(SFTTrainer):
             return parent(dataset)
         chosen = self.eval_dataset if dataset is None else dataset
         chosen = self.eval_dataset[dataset] if isinstance(dataset, str) else chosen
+        if not self._evaluates_padded:
+            self.check_isolation(self.model, training=False, dataset=chosen)
         if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
             return self._stream(chosen, self._eval_packing, self.args.eval_batch_size)
         if not self._evaluates_padded or "seq_lengths" in get_dataset_column_names(chosen):
@@ -424,8 +442,6 @@ class PackedSFTTrainer(SFTTrainer):
     @contextmanager
     def _evaluation(self, *, padded: bool) -> Iterator[None]:
         """Whoever asks for logits expects a padded row per document; otherwise rows are packed."""
-        if not padded:
-            self.check_isolation(self.model, training=False)
         before, self._evaluates_padded = self._evaluates_padded, padded
         try:
             yield
@@ -521,6 +537,16 @@ class _OnTrainBegin(TrainerCallback):
         if state.is_world_process_zero:
             print(trainer.packing_report, flush=True)
         trainer.check_isolation(trainer.model_wrapped, training=True)
+
+
+def _places(dataset: Dataset, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return row, first token and length of every document; packed rows hold several."""
+    if "seq_lengths" not in dataset.column_names:
+        return np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64), lengths
+    packed = [row["seq_lengths"] for row in ArrowDocuments(dataset, ["seq_lengths"])]
+    rows = np.repeat(np.arange(len(packed)), [len(row) for row in packed])
+    starts = np.concatenate([np.cumsum(row) - row for row in packed])
+    return rows, starts, np.concatenate(packed)
 
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:
