@@ -145,7 +145,8 @@ def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConf
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)  # TRL's default is True, also on CPU
     if not torch.accelerator.is_available():
-        parser.set_defaults(dataloader_pin_memory=False)
+        # With use_cpu, accelerate joins the processes that torchrun starts; without, each is alone.
+        parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
     if is_demo:
         parser.set_defaults(**DEMO_ARGUMENTS)
     try:
@@ -254,4 +255,4 @@ if __name__ == "__main__":
     try:
         main()
     except InputError as error:
-        sys.exit(f"sft_packed.py: {error}" if PartialState().is_main_process else 1)
+        sys.exit(f"sft_packed.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
