@@ -128,13 +128,11 @@ def compare(case: tuple, turns: int, steps: int) -> list[str]:
     for _ in range(turns):
         for name, trainer_class in (("trl", SFTTrainer), ("ours", PackedSFTTrainer)):
             timer, tokens[name] = run_turn(trainer_class, case, steps)
-            # learning_rate is 0 and both see every document, so the means agree
             losses[name].append(statistics.mean(timer.losses))
             times[name] += [1e6 * s / tokens[name] for s in timer.seconds]
     num_tokens, vocabulary, dtype, promised = case
-    tolerance = (
-        0.02  # rows differ in composition: the mean over rows of token means differs slightly
-    )
+    # Random weights, learning rate 0: steps of other documents differ by their tokens alone.
+    tolerance = 0.01 * losses["trl"][0]
     assert abs(losses["trl"][0] - losses["ours"][0]) < tolerance, losses
     theirs, ours = (statistics.median(times[name]) for name in ("trl", "ours"))
     ratio = theirs / ours

@@ -193,6 +193,7 @@ def test_a_stream_cannot_hold_out_a_share(tmp_path):
         (["--config", "nothing.yaml"], "nothing.yaml"),
         (["--max_length", "0"], "max_length"),
         (["--model_name_or_path", "no/model", "--dataset_name", "data.jsonl"], "load the model"),
+        (["--max_length", "4", "--overflow", "drop"], "max_length"),  # no document is left
     ],
 )
 def test_bad_arguments_write_nothing(tmp_path, monkeypatch, arguments, sentence):

@@ -535,7 +535,7 @@ class _OnTrainBegin(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         if state.is_world_process_zero:
-            print(trainer.packing_report, flush=True)
+            print(f"\n{trainer.packing_report}", flush=True)  # a progress bar holds the line
         trainer.check_isolation(trainer.model_wrapped, training=True)
 
 
