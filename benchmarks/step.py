@@ -39,21 +39,26 @@ DOCUMENT = 256
 
 @dataclass
 class StepTimer(TrainerCallback):
-    """Seconds of every optimizer step but the first of a run, and the tokens of the run."""
+    """Seconds a token of every full step but the first of a run, and all losses."""
 
-    seconds: list[float] = field(default_factory=list)
+    full: int
+    seconds_a_token: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    tokens_before: float = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step > 1:
-            self.seconds.append(time.perf_counter() - self.began)
+        self.seconds = time.perf_counter() - self.began
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
             self.losses.append(logs["loss"])
+            num_tokens = logs["num_tokens"] - self.tokens_before
+            self.tokens_before = logs["num_tokens"]
+            if state.global_step > 1 and num_tokens > 0.9 * self.full:  # not the last, short row
+                self.seconds_a_token.append(self.seconds / num_tokens)
 
 
 def documents(num_tokens: int, vocabulary: int, rows: int) -> Dataset:
@@ -88,10 +93,10 @@ def model(vocabulary: int, dtype: str, max_length: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 
-def run_turn(trainer_class: type, case: tuple, steps: int) -> tuple[StepTimer, int]:
-    """Train `steps` + 1 steps with a fresh trainer; return its timer and the tokens of a step."""
+def run_turn(trainer_class: type, case: tuple, steps: int) -> StepTimer:
+    """Train `steps` + 1 steps with a fresh trainer and return its timer."""
     num_tokens, vocabulary, dtype, _ = case
-    timer = StepTimer()
+    timer = StepTimer(full=num_tokens)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             model(vocabulary, dtype, num_tokens),
@@ -110,26 +115,24 @@ def run_turn(trainer_class: type, case: tuple, steps: int) -> tuple[StepTimer, i
                 disable_tqdm=True,
                 learning_rate=0.0,
             ),
-            train_dataset=documents(num_tokens, vocabulary, rows=steps + 1),
+            train_dataset=documents(num_tokens, vocabulary, rows=steps + 4),
             processing_class=tokenizer(),
             callbacks=[timer],
         )
         trainer.train()
-    counted = trainer.state.log_history[-2]["num_tokens"] / (steps + 1)
     del trainer
     gc.collect()
-    return timer, round(counted)
+    return timer
 
 
 def compare(case: tuple, turns: int, steps: int) -> list[str]:
     times: dict[str, list[float]] = {"trl": [], "ours": []}
     losses: dict[str, list[float]] = {"trl": [], "ours": []}
-    tokens: dict[str, int] = {}
     for _ in range(turns):
         for name, trainer_class in (("trl", SFTTrainer), ("ours", PackedSFTTrainer)):
-            timer, tokens[name] = run_turn(trainer_class, case, steps)
+            timer = run_turn(trainer_class, case, steps)
             losses[name].append(statistics.mean(timer.losses))
-            times[name] += [1e6 * s / tokens[name] for s in timer.seconds]
+            times[name] += [1e6 * seconds for seconds in timer.seconds_a_token]
     num_tokens, vocabulary, dtype, promised = case
     # Random weights, learning rate 0: steps of other documents differ by their tokens alone.
     tolerance = 0.01 * losses["trl"][0]
