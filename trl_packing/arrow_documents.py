@@ -138,13 +138,15 @@ class _ListColumn:
 
     def count_after_first(self, ignored: int) -> np.ndarray:
         """Return how many values of each row, its first one apart, differ from `ignored`."""
-        counts = []
-        for values, offsets in self.chunks:
-            running = np.zeros(len(values) + 1, dtype=np.int64)
-            np.cumsum(values != ignored, out=running[1:])
-            starts, ends = offsets[:-1], offsets[1:]
-            counts.append(running[ends] - running[np.minimum(starts + 1, ends)])
-        return _concatenated(counts)
+        return _concatenated([count_after_first(*chunk, ignored) for chunk in self.chunks])
+
+
+def count_after_first(values: np.ndarray, offsets: np.ndarray, ignored: int) -> np.ndarray:
+    """Return how many values of each row, its first one apart, differ from `ignored`."""
+    running = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values != ignored, out=running[1:])
+    starts, ends = offsets[:-1], offsets[1:]
+    return running[ends] - running[np.minimum(starts + 1, ends)]
 
 
 def integer_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -20,11 +20,9 @@ import numpy as np
 import pyarrow as pa
 from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
-from trl_packing.arrow_documents import ArrowDocuments, integer_lists
+from trl_packing.arrow_documents import ArrowDocuments, count_after_first, integer_lists
 from trl_packing.labels import IGNORE_INDEX, MASK_COLUMNS
 from trl_packing.report import PreparationCounts
-
-OVERFLOW_POLICIES = ("truncate", "drop", "split", "error")
 
 TOKEN_COLUMNS = ("input_ids", "labels")
 
@@ -33,7 +31,7 @@ TOKEN_COLUMNS = ("input_ids", "labels")
 class Overflow:
     """What happens to documents longer than `capacity` tokens (None: nothing is too long).
 
-    `policy` is one of `OVERFLOW_POLICIES`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
+    `policy` is one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
     or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
     """
 
@@ -207,7 +205,11 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
         name: _gather(*tokens[name], rows, starts, stops).cast(_list_type(table.schema.field(name)))
         for name in TOKEN_COLUMNS
     }
-    kept = pa.array(np.flatnonzero(_count_trained(pieces["labels"]) > 0))
+    kept = pa.array(
+        np.flatnonzero(
+            count_after_first(*integer_lists("labels", pieces["labels"]), IGNORE_INDEX) > 0
+        )
+    )
     columns = [
         (pieces[name] if name in pieces else table.column(name).take(pa.array(rows))).take(kept)
         for name in table.column_names
@@ -262,14 +264,6 @@ def _list_type(field: pa.Field) -> pa.DataType:
         return pa.list_(pa.int64())
     fixed = pa.types.is_fixed_size_list(field.type)
     return pa.list_(field.type.value_type) if fixed else field.type
-
-
-def _count_trained(labels: pa.Array) -> np.ndarray:
-    offsets = labels.offsets.to_numpy()
-    running = np.concatenate(
-        [[0], np.cumsum(labels.values.to_numpy(zero_copy_only=False) != IGNORE_INDEX)]
-    )
-    return running[offsets[1:]] - running[np.minimum(offsets[:-1] + 1, offsets[1:])]
 
 
 def _counts(

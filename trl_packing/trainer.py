@@ -332,7 +332,8 @@ class PackedSFTTrainer(SFTTrainer):
             num_ranks=ranks,
             rank=rank,
             accumulation=accumulation,
-            strategy=_PLANS.get(self.args.packing_strategy, "bfd"),
+            # The pieces of "bfd_split" are documents by the time of planning.
+            strategy=self.args.packing_strategy.removesuffix("_split"),
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
             shuffle=training and self.args.train_sampling_strategy != "sequential",
             attention_cost=1 / (12 * hidden) if hidden else 0.0,
@@ -514,16 +515,6 @@ class PackedSFTTrainer(SFTTrainer):
             documents_per_step=documents.num_documents / steps,
             preparation=self._preparation.get("train", PreparationCounts()),
         )
-
-
-# TRL's names for plans; pieces of "bfd_split" and "wrapped" are documents by the time of planning.
-_PLANS = {
-    "bfd": "bfd",
-    "bfd_split": "bfd",
-    "wrapped": "wrapped",
-    "next_fit": "next_fit",
-    "greedy": "greedy",
-}
 
 
 class _OnTrainBegin(TrainerCallback):
