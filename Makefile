@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check lint types format bench clean
+.PHONY: demo test test-all matrix check lint types format bench clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
@@ -14,6 +14,9 @@ test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
 
 test-all: $(READY)  ## the slow tests too: recipes, several processes, real data
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+matrix: $(READY)  ## every architecture of the installed transformers, about 3 minutes
+	$(BIN)/trl-packing verify --matrix --output docs/compatibility.md
 
 check: lint types test
 

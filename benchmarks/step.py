@@ -4,13 +4,19 @@
 
 A Llama of 4 layers × 512 hidden trains on documents of about 256 tokens, a third of each prompt.
 Both trainers take turns in one process on the same documents in rows of T tokens; a step is what
-lies between `on_step_begin` and `on_step_end`, and the first step of each turn is not counted. The
+lies between `on_step_begin` and `on_step_end`, and the first two of each turn are not counted. The
 losses of both must agree first (on Llama, TRL's packed rows are exact too).
+
+glibc returns large freed blocks to the system, and the next step pays for zeroed pages again: up to
+half of a step. `--keep-pages` measures both trainers with an allocator that keeps its pages, as do
+jemalloc and tcmalloc, which PyTorch recommends for training on CPU.
 """
 
 import argparse
 import gc
+import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -35,13 +41,17 @@ CASES = [
     (4096, 32000, "bf16", 3.0),
 ]
 DOCUMENT = 256
+WARM_UP = 2  # steps in which the allocator still grows
+
+KEEP_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_THRESHOLD_": str(2**36)}
 
 
 @dataclass
 class StepTimer(TrainerCallback):
-    """Seconds a token of every full step but the first of a run, and all losses."""
+    """Stops the run after `steps` timed steps; holds their seconds a token, and all losses."""
 
     full: int
+    steps: int
     seconds_a_token: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     tokens_before: float = 0.0
@@ -57,8 +67,10 @@ class StepTimer(TrainerCallback):
             self.losses.append(logs["loss"])
             num_tokens = logs["num_tokens"] - self.tokens_before
             self.tokens_before = logs["num_tokens"]
-            if state.global_step > 1 and num_tokens > 0.9 * self.full:  # not the last, short row
+            is_full = num_tokens > 0.9 * self.full  # one row of an epoch takes what is left
+            if state.global_step > WARM_UP and is_full:
                 self.seconds_a_token.append(self.seconds / num_tokens)
+            control.should_training_stop = len(self.seconds_a_token) >= self.steps
 
 
 def documents(num_tokens: int, vocabulary: int, rows: int) -> Dataset:
@@ -94,9 +106,9 @@ def model(vocabulary: int, dtype: str, max_length: int) -> LlamaForCausalLM:
 
 
 def run_turn(trainer_class: type, case: tuple, steps: int) -> StepTimer:
-    """Train `steps` + 1 steps with a fresh trainer and return its timer."""
+    """Train `steps` timed steps with a fresh trainer and return its timer."""
     num_tokens, vocabulary, dtype, _ = case
-    timer = StepTimer(full=num_tokens)
+    timer = StepTimer(full=num_tokens, steps=steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             model(vocabulary, dtype, num_tokens),
@@ -105,7 +117,7 @@ def run_turn(trainer_class: type, case: tuple, steps: int) -> StepTimer:
                 packing=True,
                 max_length=num_tokens,
                 per_device_train_batch_size=1,
-                max_steps=steps + 1,
+                max_steps=WARM_UP + steps + 1,
                 gradient_checkpointing=False,
                 use_cpu=True,
                 bf16=False,
@@ -115,7 +127,7 @@ def run_turn(trainer_class: type, case: tuple, steps: int) -> StepTimer:
                 disable_tqdm=True,
                 learning_rate=0.0,
             ),
-            train_dataset=documents(num_tokens, vocabulary, rows=steps + 4),
+            train_dataset=documents(num_tokens, vocabulary, rows=WARM_UP + steps + 2),
             processing_class=tokenizer(),
             callbacks=[timer],
         )
@@ -155,8 +167,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="turns of each trainer")
     parser.add_argument("--steps", type=int, default=2, help="timed steps a turn")
     parser.add_argument("--cases", type=int, nargs="*", help="indices of cases, default all")
+    parser.add_argument("--keep-pages", action="store_true", help="both without page faults")
     parser.add_argument("--output", help="write the table there too")
     arguments = parser.parse_args()
+    if arguments.keep_pages and not KEEP_PAGES.items() <= os.environ.items():
+        # The allocator reads them when it starts.
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_PAGES)
     warnings.filterwarnings("ignore")
     chosen = [CASES[i] for i in arguments.cases] if arguments.cases else CASES
     rows = [compare(case, arguments.turns, arguments.steps) for case in chosen]

@@ -36,6 +36,11 @@ SAME_STEPS = {
     "stream with a worker": {"lengths": MANY, "stream": True, "max_steps": 8, "workers": 1},
     # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
     "the end of a stream": {"lengths": [32, 32, 32], "stream": True, "max_steps": 4},
+    "a recurrent model, on padded rows": {
+        "lengths": MANY,
+        "model": "falcon_mamba",
+        "options": SGD | {"isolation_check": "error"},
+    },
 }
 EVALUATIONS = {
     "packed": {},
@@ -59,6 +64,11 @@ def scenarios(base, accumulation: int) -> dict[str, Scenario]:
     for name, arguments in EVALUATIONS.items():
         made[f"evaluation: {name}"] = {"lengths": LENGTHS, "eval_lengths": MANY[:7], **arguments}
     made["evaluation, then training"] = options | {"lengths": MANY, "eval_lengths": MANY[:3]}
+    made["a leak on one rank"] = {
+        "lengths": MANY,
+        "leaks_on_rank": 1,
+        "options": {"isolation_check": "error"},
+    }
     for name, arguments in REFUSED.items():
         made[f"refused: {name}"] = {"lengths": [9], **arguments}
     return {
@@ -147,6 +157,21 @@ def test_two_ranks_evaluate_to_the_loss_of_one(name, one_rank, two_ranks):
 def test_ranks_stay_in_step_after_an_evaluation_before_training(one_rank, two_ranks):
     """transformers 5.23 marks the model as prepared, and accelerate 1.15 then leaves DDP out."""
     assert_same_training(two_ranks["evaluation, then training"], one_rank)
+
+
+@pytest.mark.slow
+@both("same steps: a recurrent model, on padded rows")
+def test_two_ranks_pad_the_rows_of_a_recurrent_model(one_rank, two_ranks):
+    ranks = two_ranks["same steps: a recurrent model, on padded rows"]
+    assert [result["attention"] for result in (one_rank, *ranks)] == ["padded"] * 3
+    assert all(len(result["losses"]) > 1 for result in ranks)
+
+
+@pytest.mark.slow
+def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
+    ranks = two_ranks["a leak on one rank"]
+    assert [rank["attention"] for rank in ranks] == ["padded", "padded"]
+    assert ranks[0]["losses"] == ranks[1]["losses"]
 
 
 @pytest.mark.slow

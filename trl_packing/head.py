@@ -54,10 +54,52 @@ def add_trained_positions_head(model: Any) -> None:
         output.loss = -output.log_probs.sum() / count
         if kwargs.get("output_router_logits"):
             output.aux_loss = _aux_loss(backbone, text_config, kwargs.get("attention_mask"))
-            output.loss = output.loss + text_config.router_aux_loss_coef * output.aux_loss
+            coefficient = getattr(text_config, "router_aux_loss_coef", 0.0)
+            output.loss = output.loss + coefficient * output.aux_loss
         return output
 
     model.forward = MethodType(forward, model)
+
+
+def use_own_head(model: Any) -> None:
+    """Let ``model(..., labels=labels, fused_lm_head=True)`` score the model's own logits.
+
+    For models whose head is more than a matrix; the output is as of `add_trained_positions_head`.
+    """
+    fused_by_trl = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return fused_by_trl(*args, **kwargs)
+        labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
+        own = fused_by_trl(*args, **kwargs | {"use_cache": False})
+        output = _score_logits(own.logits[:, :-1], labels[:, 1:].to(own.logits.device))
+        count = output.label_mask.sum().clamp(min=1) if num_items is None else num_items
+        output.loss = -output.log_probs.sum() / count
+        output.aux_loss = getattr(own, "aux_loss", None)
+        return output
+
+    forward.scores_own_logits = True  # type: ignore[attr-defined]
+    model.forward = MethodType(forward, model)
+
+
+def scores_own_logits(model: Any) -> bool:
+    """Whether `use_own_head` has been here: scoring then runs the whole model, not its backbone."""
+    return getattr(model.forward, "scores_own_logits", False)
+
+
+@torch.compiler.disable
+def _score_logits(logits: Tensor, labels: Tensor) -> FusedCausalLMOutput:
+    mask = labels != IGNORE_INDEX
+    every = logits[mask].float().log_softmax(-1)
+    targets = labels[mask]
+    return _laid_out(
+        mask,
+        every.gather(-1, targets[:, None])[:, 0],
+        -(every.exp() * every).sum(-1).detach(),
+        every.argmax(-1) == targets,
+    )
 
 
 def _has_triton(weight: Tensor) -> bool:
@@ -91,8 +133,17 @@ def _score(
         if not torch.is_grad_enabled():  # the gradients are taken in the forward: not in evaluation
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         scored = _TrainedLogProbs.apply(hidden[mask], weight, bias, labels[mask], scale, softcap)
+    return _laid_out(mask, *scored)
+
+
+def _laid_out(
+    mask: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor
+) -> FusedCausalLMOutput:
+    """Put values of the trained positions where they belong in the row."""
     # masked_scatter keeps the graph even if no position is trained: a differentiable zero.
-    log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scored)
+    log_probs, entropy, is_top1 = (
+        x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy, is_top1)
+    )
     return FusedCausalLMOutput(
         log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask
     )
@@ -101,12 +152,17 @@ def _score(
 def _aux_loss(backbone: Any, text_config: Any, attention_mask: Tensor | None) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+    named = (getattr(text_config, name, None) for name in _NUM_EXPERTS)
+    num_experts = next((number for number in named if number is not None), None)
+    if num_experts is None:
+        raise AttributeError(f"{type(text_config).__name__} does not say how many experts it has")
     return load_balancing_loss_func(
-        backbone.router_logits,
-        text_config.num_experts,
-        text_config.num_experts_per_tok,
-        attention_mask,
+        backbone.router_logits, num_experts, text_config.num_experts_per_tok, attention_mask
     )
+
+
+# TRL's head knows the first name only, and stops at the others (granitemoe, phimoe, ...).
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class _TrainedLogProbs(torch.autograd.Function):

@@ -9,28 +9,30 @@
                   output of every module is rounded otherwise: what another kernel, or the order of
                   a sum, may do at this depth and precision
     leak        = max |contaminated − alone|
+    share       = <packed − alone, contaminated − alone> / |contaminated − alone|²: how much of the
+                  leak is in the difference. Rounding points anywhere, a leak towards contamination,
+                  so this sees in bf16 what the largest difference hides in noise
 
-B is isolated if the difference is within 4 × noise and at most 1 % of the leak. It leaks if the
-difference is above the noise. A leak that would not rise above the noise proves nothing: the check
-is then inconclusive, unless changing A's tokens leaves B identical to the last bit.
-
-Probes reach as far as the data: some rope variants look at the longest position of the whole batch,
-so a short probe passes on a model that a long document contaminates (by 5.0, Phi-3 longrope).
+B leaks if the difference is above 4 × noise. Below, it is isolated if the difference is at most 1 %
+of the leak, or the share is (or what rounding has by chance), or if changing A's tokens leaves B
+identical to the last bit. Otherwise nothing is shown, and the check is inconclusive.
 """
 
-import inspect
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trl_packing.attention import own_attention
+from trl_packing.attention.interface import requires
 from trl_packing.collator import PackedCollator
 from trl_packing.labels import IGNORE_INDEX
+from trl_packing.probes import MIN_TOKENS, SHORT, Probe, probes, random_tokens
+from trl_packing.undisturbed import state_restored, undisturbed, unwrapped
 
 NOISE_FACTOR = 4.0
 LEAK_SHARE = 0.01
@@ -44,7 +46,8 @@ class IsolationReport:
     """The verdict on a model: ``"isolated"``, ``"leaks"`` or ``"inconclusive"``, and its evidence.
 
     Differences are of logits (with `fused_head`: of log-probabilities and entropies), in the probe
-    that decided. True if isolated.
+    that decided. `first_layer` names the layer where a leak first shows, if there is one;
+    `gradient_difference` is relative to the largest gradient, if asked for. True if isolated.
     """
 
     verdict: str
@@ -55,6 +58,8 @@ class IsolationReport:
     model: str
     attention: str
     mode: str
+    first_layer: str = ""
+    gradient_difference: float | None = None
 
     def __bool__(self) -> bool:
         return self.verdict == "isolated"
@@ -65,25 +70,12 @@ class IsolationReport:
             "leaks": "documents LEAK into each other",
             "inconclusive": "isolation could not be shown",
         }
+        where = f", first in {self.first_layer}" if self.first_layer else ""
         return (
             f"{words[self.verdict]}: {self.model}, {self.attention}, {self.mode} mode, "
-            f"{self.probe}: max |Δ| {self.difference:.2g} (noise {self.noise:.2g}, a leak would be "
-            f"{self.leak:.2g})"
+            f"{self.probe}: max |Δ| {self.difference:.2g}{where} (noise {self.noise:.2g}, a leak "
+            f"would be {self.leak:.2g})"
         )
-
-
-_SHORT = "short documents"
-
-# Fewer tokens than these say little about attention: the first one sees only itself.
-_MIN_TOKENS = 17
-_SHORT_ROOM = 40
-
-
-class _Probe(NamedTuple):
-    name: str
-    before: list[list[np.ndarray]]  # documents to put before B, of two contents and two lengths
-    document: np.ndarray  # B
-    room: int  # tokens that one document may have: learned positions end somewhere
 
 
 @torch.no_grad()
@@ -96,6 +88,8 @@ def check_isolation(
     attention: str | None = None,
     fused_head: bool = False,
     collator: PackedCollator | None = None,
+    gradients: bool = False,
+    thorough: bool = False,
 ) -> IsolationReport:
     """Return whether packed documents see each other on `model`, and by how much.
 
@@ -106,91 +100,57 @@ def check_isolation(
     the model's; `attention` is named in the report. `fused_head` runs packed rows through TRL's
     fused LM head, as `SFTTrainer` trains, and compares log-probabilities and entropies with those
     of the model's own logits. `collator` makes the packed rows; give the one that the run uses.
+    With `gradients`, the gradients of B's loss are compared too, packed against alone: one forward
+    and backward more of each. `thorough` asks with more documents, for ways that pad rows.
 
     The model, its buffers, its mode and all random number generators are left as they were.
     """
-    inner = _unwrapped(model)
-    with _undisturbed(model, training):
-        reports = [
-            _judge(
-                _run(model, inner, probe, fused_head, collator or PackedCollator()),
-                probe.name,
-                inner,
-                attention,
-                model.training,
-            )
-            for probe in _probes(inner, documents, max_length)
-        ]
+    inner, collate = unwrapped(model), collator or PackedCollator()
     order = ("leaks", "inconclusive", "isolated")
-    return min(reports, key=lambda r: (order.index(r.verdict), -r.difference))
+    with undisturbed(model, training):
+        judged = []
+        for probe in probes(inner, documents, max_length, thorough):
+            measured = _run(model, inner, probe, fused_head, collate)
+            judged.append((_judge(measured, probe.name, inner, attention, model.training), probe))
+        report, probe = min(judged, key=lambda j: (order.index(j[0].verdict), -j[0].difference))
+        if report.verdict == "leaks":
+            report = replace(report, first_layer=_first_leaking_layer(model, inner, probe, collate))
+        if gradients:
+            error = _gradient_difference(model, inner, probe, collate)
+            report = replace(report, gradient_difference=error)
+    return report
 
 
-# --- probes -----------------------------------------------------------------------------------
+@torch.no_grad()
+def check_fused_head(model: nn.Module) -> bool:
+    """Return whether TRL's fused LM head says of an ordinary row what the model's logits say.
 
+    It multiplies hidden states by the output embeddings. A model that does more than that in its
+    head (BERT's transform, RecurrentGemma's soft-cap) would train on other numbers, unpacked too.
+    """
+    inner = unwrapped(model)
+    document = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
+    with undisturbed(model, training=True):
+        batch = _ordinary_batch(inner, torch.from_numpy(document)[None])
 
-def _probes(
-    model: nn.Module, documents: Sequence[Sequence[int] | np.ndarray], max_length: int
-) -> list[_Probe]:
-    rng = np.random.default_rng(0)
-    draw = _random_tokens(model, rng)
-    probes = [_Probe(_SHORT, [[draw(23)], [draw(23)], [draw(11)]], draw(_MIN_TOKENS), _SHORT_ROOM)]
-    given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
-    if given and len(given[-1]) > 1:
-        longest = given[-1]
-        # As short as the data has them: what tells the longest document's row from a short one's
-        # shows beside a document on the other side of a threshold.
-        least = max(_MIN_TOKENS, len(given[0]))
-        other = next((d for d in given if len(d) >= least), longest)[:least]
-    else:
-        reach = [c for c in length_constants(model) if c < max_length]
-        if given or not reach:
-            return probes
-        longest, other = draw(max(reach) + 7), draw(19)
-    size = len(longest)
-    # Contaminated, B continues what is before it, which takes room.
-    room = max(size, _SHORT_ROOM)
-    other, most = other[: room - 13], longest[: room - 13]
-    probes.append(_Probe(f"after {size:,} tokens", [[longest], [draw(size)]], other, room))
-    probes.append(_Probe(f"of {len(most):,} tokens", [[draw(13)]], most, room))
-    return probes
+        def own() -> Tensor:
+            logits = _logits_at(model, inner, batch, np.arange(-len(document), -1))
+            return _log_probs_and_entropy(logits, document[1:])
 
-
-def length_constants(model: nn.Module) -> list[int]:
-    """Return the lengths at which the config makes a model behave differently, ascending."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return []
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = {getattr(text, name, None) for name in _LENGTH_FIELDS}
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    nested = [v for v in rope.values() if isinstance(v, dict)] or [rope]
-    found |= {settings.get("original_max_position_embeddings") for settings in nested}
-    if any("dynamic" in str(settings.get("rope_type")) for settings in nested):
-        # Elsewhere nothing changes there, and learned positions end.
-        found.add(getattr(text, "max_position_embeddings", None))
-    return sorted(int(c) for c in found if isinstance(c, (int, float)) and c > 0)
-
-
-_LENGTH_FIELDS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "original_max_position_embeddings",
-    "floor_scale",
-)
-
-
-def _random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    size = getattr(embeddings, "num_embeddings", None) or next(
-        (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2
-    )
-    # An image token without an image is an error in vision-language models.
-    config = getattr(model, "config", None)
-    named = [v for k, v in vars(config).items() if k.endswith("token_id")] if config else []
-    special = [i for v in named for i in (v if isinstance(v, (list, tuple)) else [v])]
-    usable = np.setdiff1d(np.arange(size), [i for i in special if isinstance(i, int)])
-    usable = usable if len(usable) > 1 else np.arange(size)
-    return lambda length: rng.choice(usable, length).astype(np.int64)
+        expected = own()
+        with rounded_otherwise(inner):
+            noise = _distance(own(), expected)
+        labels = batch["input_ids"].clone()
+        labels[:, 0] = IGNORE_INDEX  # the virtual tokens of prompt tuning would predict it
+        try:
+            output = model(**batch, labels=labels, fused_lm_head=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # no backbone (llama4), no number of experts (dbrx), ...
+            return False
+        fused = torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
+    resolution = torch.finfo(next(inner.parameters()).dtype).eps * float(expected.abs().max())
+    return _distance(fused, expected) <= NOISE_FACTOR * max(noise, resolution)
 
 
 # --- measuring --------------------------------------------------------------------------------
@@ -198,13 +158,12 @@ def _random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.n
 
 class _Measured(NamedTuple):
     alone: list[Tensor]  # as the model runs without packing, in layouts that cannot matter
-    packed_alone: Tensor
     packed: list[Tensor]
     contaminated: list[Tensor]
 
 
 def _run(
-    model: nn.Module, inner: nn.Module, probe: _Probe, fused_head: bool, collate: PackedCollator
+    model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> _Measured:
     """Run every layout of a probe; each result is ``(positions of B, values)`` float32."""
     document = probe.document
@@ -212,13 +171,16 @@ def _run(
     rows = _compared_positions(len(document)) - len(document)
 
     def alone(ids: Tensor, **batch: Any) -> Tensor:
-        batch |= {"input_ids": ids, "use_cache": False}
-        if _requires(inner, "position_ids"):
-            batch["position_ids"] = torch.arange(len(document)).expand(ids.shape)
-        logits = _logits_at(model, inner, _on(inner, batch), rows)
+        # Some ropes remember the longest document that they have seen.
+        with state_restored(inner), own_attention(inner):
+            logits = _logits_at(model, inner, _ordinary_batch(inner, ids, **batch), rows)
         return _log_probs_and_entropy(logits, document[rows + 1]) if fused_head else logits
 
     def packed(*documents: np.ndarray) -> Tensor:
+        with state_restored(inner):
+            return _packed(*documents)
+
+    def _packed(*documents: np.ndarray) -> Tensor:
         batch = _on(inner, collate([{"input_ids": d} for d in documents]))
         labels = batch.pop("labels")
         here = rows - (labels.shape[1] - sum(map(len, documents)))  # before a tail of padding
@@ -235,24 +197,23 @@ def _run(
         rows = rows[rows < -1]  # the last position of B predicts nothing
     ids = torch.from_numpy(document)[None]
     layouts = [alone(ids)]
-    with _rounded_otherwise(inner):
+    with rounded_otherwise(inner):
         layouts.append(alone(ids))
-    if probe.name == _SHORT:
+    if probe.name == SHORT:
         layouts.append(alone(ids.repeat(2, 1)))
         layouts.append(alone(ids, attention_mask=torch.ones_like(ids)))
     return _Measured(
         alone=layouts,
-        packed_alone=packed(document),
         packed=[packed(*before, document) for before in probe.before],
         contaminated=[
             packed(np.concatenate([*before, document])[-probe.room :])
-            for before in probe.before[: 2 if probe.name == _SHORT else 1]
+            for before in probe.before[: 2 if probe.name == SHORT else 1]
         ],
     )
 
 
 @contextmanager
-def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
+def rounded_otherwise(model: nn.Module) -> Iterator[None]:
     """Move every output of a module without children up or down by what summing it may round.
 
     Rounding grows with depth, and where it flips an expert's routing it is as large as a leak: the
@@ -278,10 +239,12 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _requires(model: nn.Module, argument: str) -> bool:
-    """Whether `model.forward` cannot be called without `argument`."""
-    parameter = inspect.signature(model.forward).parameters.get(argument)
-    return parameter is not None and parameter.default is parameter.empty
+def _ordinary_batch(model: nn.Module, ids: Tensor, **others: Any) -> dict[str, Any]:
+    """Return a batch that knows nothing of packing: rows of `ids`, one document each."""
+    batch = {"input_ids": ids, "use_cache": False, **others}
+    if requires(model, "position_ids"):
+        batch["position_ids"] = torch.arange(ids.shape[1]).expand(ids.shape)
+    return _on(model, batch)
 
 
 def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
@@ -334,15 +297,20 @@ def _judge(
     resolution = torch.finfo(next(model.parameters()).dtype).eps * float(alone.abs().max())
     leak = max(_distance(x, alone) for x in measured.contaminated)
     noise = max(resolution, *(_distance(x, alone) for x in measured.alone))
-    difference = max(_distance(x, alone) for x in (measured.packed_alone, *measured.packed))
+    difference = max(_distance(x, alone) for x in measured.packed)
     same_bits = (
         len(measured.contaminated) > 1
         and torch.equal(measured.packed[0], measured.packed[1])
         and not torch.equal(measured.contaminated[0], measured.contaminated[1])
     )
+    rounding = max((x - alone for x in measured.alone), key=lambda d: float(d.norm()))
+    shares_are_small = all(
+        _share(x - alone, c - alone) <= max(LEAK_SHARE, 2 * _chance_share(rounding, c - alone))
+        for x, c in zip(measured.packed, measured.contaminated, strict=False)
+    )
     if not difference <= NOISE_FACTOR * noise:  # also if it is not a number
         verdict = "leaks"
-    elif difference <= LEAK_SHARE * leak or same_bits:
+    elif difference <= LEAK_SHARE * leak or shares_are_small or same_bits:
         verdict = "isolated"
     else:
         verdict = "inconclusive"
@@ -359,94 +327,102 @@ def _judge(
     )
 
 
+def _share(difference: Tensor, leak: Tensor) -> float:
+    """Return the part of `leak` that is in `difference`: its projection, 1 for all of it."""
+    length = float((leak * leak).sum())
+    return abs(float((difference * leak).sum())) / length if length else 1.0
+
+
+def _chance_share(rounding: Tensor, leak: Tensor) -> float:
+    """Return the share that rounding has by chance: it points anywhere, position by position."""
+    length = float(leak.norm()) * len(leak) ** 0.5
+    return float(rounding.norm()) / length if length else 0.0
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-# --- leaving no trace -------------------------------------------------------------------------
+# --- where a leak shows, and what it does to the gradients ------------------------------------
 
 
-def _unwrapped(model: Any) -> nn.Module:
-    """Return the model inside DDP, torch.compile and PEFT."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and not hasattr(model, "config"):
-            inner = getattr(model, "module", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
-        if inner is None:
-            return model
-        model = inner
+def _first_leaking_layer(
+    model: nn.Module, inner: nn.Module, probe: Probe, collate: PackedCollator
+) -> str:
+    """Return the name of the first layer whose output for B differs beyond rounding, or ""."""
+    ids = torch.from_numpy(probe.document)[None]
+    ordinary = _ordinary_batch(inner, ids)
+    with own_attention(inner):
+        alone = _layer_outputs(model, inner, ordinary)
+        with rounded_otherwise(inner):
+            rounded = _layer_outputs(model, inner, ordinary)
+    batch = _on(inner, collate([{"input_ids": d} for d in (*probe.before[0], probe.document)]))
+    size = len(probe.document)
+    end = sum(map(len, probe.before[0])) + size
+    tail = batch.pop("labels").shape[1] - end
+    packed = _layer_outputs(model, inner, batch)
+    for name, expected in alone.items():
+        found = packed.get(name)
+        if found is None or found.shape[1] < end:
+            continue  # not run as one row
+        # From the end: the virtual tokens of prompt tuning stand in front.
+        at = found.shape[1] - tail - size
+        difference = _distance(found[:, at : at + size], expected[:, -size:])
+        if not difference <= NOISE_FACTOR * max(_distance(rounded[name], expected), 1e-6):
+            return name
+    return ""
 
 
-@contextmanager
-def _undisturbed(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Set the mode, turn every random thing off, and put all state back in the end."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
-        # Probes of many lengths would use up a compiled model's recompilations.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_state_restored(model))
-        stack.enter_context(_without_autocast(model))
-        if training is not None:
-            model.train(training)
-        for holder in _state_holders(model):
-            for name, value in vars(holder).items():
-                if type(value) in (int, float) and _sets_chance(holder, name):
-                    vars(holder)[name] = type(value)(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+def _layer_outputs(model: nn.Module, inner: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Return what each of the model's layers puts out, ``(rows, T, hidden)`` float32, by name."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if torch.is_tensor(hidden) and hidden.dim() == 3:
+                outputs[name] = hidden.float()
+
+        return hook
+
+    stacks = [(n, m) for n, m in inner.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    with ExitStack() as stack, state_restored(inner):
+        for name, layers in stacks[:1]:
+            for number, layer in enumerate(layers):
+                handle = layer.register_forward_hook(keep(f"{name}.{number}"))
+                stack.callback(handle.remove)
+        model(**batch)
+    return outputs
 
 
-def _state_holders(model: nn.Module) -> list[Any]:
-    """Return all modules and their configs: some models read their dropout there (gptj, falcon)."""
-    modules = list(model.modules())
-    configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
-    return [*modules, *(c for c in configs.values() if hasattr(c, "__dict__"))]
-
-
-def _sets_chance(holder: Any, attribute: str) -> bool:
-    """Whether a number says how much chance takes part (dropout, jitter, NEFTune)."""
-    if attribute == "p":
-        return "Drop" in type(holder).__name__
-    return any(word in attribute for word in ("drop", "jitter", "neftune_noise_alpha"))
-
-
-@contextmanager
-def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (rope frequencies, statistics), modes and attributes of all modules."""
-    attributes = [(holder, dict(vars(holder))) for holder in _state_holders(model)]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+def _gradient_difference(
+    model: nn.Module, inner: nn.Module, probe: Probe, collate: PackedCollator
+) -> float:
+    """Return how far the gradients of B's loss are apart, packed and alone, relatively."""
+    before = [{"input_ids": d, "labels": np.full_like(d, IGNORE_INDEX)} for d in probe.before[0]]
+    packed = _on(inner, collate([*before, {"input_ids": probe.document}]))
+    alone = _ordinary_batch(inner, torch.from_numpy(probe.document)[None])
+    with own_attention(inner):
+        expected = _loss_gradients(model, inner, alone, alone["input_ids"])
+    found = _loss_gradients(model, inner, packed, packed.pop("labels"))
+    largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
+    apart = [
+        _distance(e, torch.zeros_like(e) if f is None else f)
+        for e, f in zip(expected, found, strict=True)
+        if e is not None
     ]
-    try:
-        yield
-    finally:
-        for holder, values in attributes:
-            vars(holder).update(values)
-        for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer.copy_(value)
+    return max(apart, default=0.0) / (largest or 1.0)
 
 
-@contextmanager
-def _without_autocast(model: nn.Module) -> Iterator[None]:
-    """Run a float32 model in float32: a leak then stands far above the noise.
-
-    accelerate puts autocast into `forward` and keeps the original. FlashAttention needs half
-    precision, so its models are left as they are.
-    """
-    config = getattr(_unwrapped(model), "config", None)
-    implementation = getattr(config, "_attn_implementation", None) or ""
-    if "flash" not in implementation and "varlen" not in implementation:
-        for module in model.modules():  # a PEFT or DDP wrapper may be the one
-            if "_original_forward" in vars(module):
-                vars(module)["forward"] = vars(module)["_original_forward"]
-    yield  # `_state_restored` puts `forward` back
+@torch.enable_grad()
+def _loss_gradients(
+    model: nn.Module, inner: nn.Module, batch: dict[str, Any], labels: Tensor
+) -> list[Tensor | None]:
+    trained = [p for p in inner.parameters() if p.requires_grad]
+    with state_restored(inner):
+        output = model(**batch)
+        logits = output if torch.is_tensor(output) else output.logits
+        mean = nn.functional.cross_entropy(
+            logits[0, :-1].float(), labels[0, 1:], ignore_index=IGNORE_INDEX
+        )
+    return list(torch.autograd.grad(mean, trained, allow_unused=True))

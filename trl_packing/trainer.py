@@ -13,10 +13,8 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
@@ -37,11 +35,11 @@ from trl_packing.arguments import (
     reason_for_trl_path,
 )
 from trl_packing.arrow_documents import ArrowDocuments
-from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
+from trl_packing.attention import AttentionChoice
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
-from trl_packing.isolation import IsolationReport, check_isolation, length_constants
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.prepare import (
     TOKEN_COLUMNS,
@@ -75,8 +73,9 @@ class PackedSFTTrainer(SFTTrainer):
     `packing_report` holds what a run is made of; it is printed when training starts.
     """
 
-    packing_report: PackingReport | None = None
+    packing_report: PackingReport = None  # type: ignore[assignment]
     data_collator: Any
+    router_aux_loss_coef: float
 
     def __init__(
         self,
@@ -100,7 +99,6 @@ class PackedSFTTrainer(SFTTrainer):
         check_arguments(args, train_dataset)
         self._options = PackingOptions.of(args)
         self._preparation: dict[str, PreparationCounts] = {}
-        self._checked: set[tuple[int, ...]] = set()  # the mode, and the lengths of the probes
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         with packing_hidden(args) as (packing, eval_packing):
             self._packing, self._eval_packing = packing, eval_packing
@@ -112,19 +110,25 @@ class PackedSFTTrainer(SFTTrainer):
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
         self.model_accepts_loss_kwargs = True
         self._padded_collator: Any = self.data_collator
-        base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        self.attention = self._resolve_attention(base_model)
-        install_attention(base_model, self.attention)
-        self._trl_path = self._reason_for_padded_rows()
-        if self._trl_path:
+        if self._shards_sequences():
+            self._trl_path = "context or sequence parallelism drops document boundaries"
             logger.warning(f"{self._trl_path}: rows are padded, as in TRL")
             return
+        self._gate = IsolationGate(
+            self.model,
+            self._options,
+            asked=self._packing or self._eval_packing or self.args.padding_free,
+            device=self.args.device,
+            dtype=torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None,
+        )
         self.padding_free = True
         self.data_collator = data_collator or PackedCollator(
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,
         )
-        add_trained_positions_head(base_model)
+        add_trained_positions_head(
+            self.model.get_base_model() if is_peft_model(self.model) else self.model
+        )
         self.packing_report = self._report()
         self.add_callback(_OnTrainBegin(self))
 
@@ -138,6 +142,11 @@ class PackedSFTTrainer(SFTTrainer):
                 "parallelism: sharding a row drops the boundaries between its documents. Set "
                 "`packing=False` and `padding_free=False` for padded rows, or disable it."
             )
+        if self.aux_loss_enabled and args.pad_to_multiple_of:
+            raise ValueError(
+                f"pad_to_multiple_of={args.pad_to_multiple_of} would let padding take part in the "
+                "balance of experts; leave it unset, or set router_aux_loss_coef=0.0"
+            )
         if args.world_size > 1 and not args.average_tokens_across_devices:
             raise ValueError(
                 "average_tokens_across_devices=False weights a token by the rank that it falls on, "
@@ -148,89 +157,26 @@ class PackedSFTTrainer(SFTTrainer):
         parallelism = self.accelerator.parallelism_config
         return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
 
-    def _reason_for_padded_rows(self) -> str | None:
-        """Return why rows stay padded although nobody refused packing, or None.
+    # --- isolation ----------------------------------------------------------------------------
 
-        Existing TRL code that asks for neither packing nor padding_free keeps running on models
-        that cannot keep documents apart. Who asks for one of them gets the isolation gate's error.
-        """
-        if self._shards_sequences():
-            return "context or sequence parallelism drops the boundaries between documents"
-        asked = self._packing or self._eval_packing or self.args.padding_free
-        unchecked = self._options.isolation_check == "off"
-        if asked or unchecked or self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            return None
-        try:
-            report = check_isolation(self.model, training=True, max_length=0, fused_head=True)
-        except (TypeError, ValueError, NotImplementedError) as refusal:
-            return f"{type(self.model).__name__} takes no packed row ({refusal})"
-        return str(report) if report.verdict == "leaks" else None
+    @property
+    def attention(self) -> AttentionChoice:
+        """What keeps the documents of a packed row apart, and why."""
+        return self._gate.attention
 
-    def _resolve_attention(self, model: Any) -> AttentionChoice:
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        return resolve_attention(
-            model, self._options.attention, device=self.args.device, dtype=dtype
+    def _pass_gate(self, model: Any, dataset: Any, *, training: bool) -> None:
+        """Stop, or take a slower way, before anything is computed on documents that leak."""
+        self._gate.check_head(model)
+        if self._evaluates_padded and not training:
+            return
+        self._gate.check(
+            model,
+            dataset,
+            self.data_collator,
+            training=training,
+            max_length=self.args.max_length,
         )
-
-    def check_isolation(
-        self, model: Any, *, training: bool, dataset: Any = None
-    ) -> IsolationReport | None:
-        """Check `model` once per mode, on the longest documents, as `isolation_check` says.
-
-        Raises RuntimeError if documents leak under ``isolation_check="error"``.
-        """
-        if self._trl_path or self._options.isolation_check == "off":
-            return None
-        probes = self._probe_documents(self.train_dataset if dataset is None else dataset)
-        checked = (training, *map(len, probes))
-        if checked in self._checked:
-            return None
-        self._checked.add(checked)
-        try:
-            report = check_isolation(
-                model,
-                probes,
-                training=training,
-                attention=str(self.attention),
-                fused_head=True,
-                collator=self.data_collator,
-            )
-        except (TypeError, ValueError, NotImplementedError) as refusal:
-            raise RuntimeError(
-                f"{type(self.model).__name__} cannot run packed documents ({refusal}). Install "
-                "what it asks for, or train padded rows: packing=False and padding_free=False"
-            ) from refusal
-        if report.verdict == "isolated":
-            logger.info(str(report))
-            return report
-        message = (
-            f"{report}. Set another attention, keep documents on one side of the model's length "
-            "threshold with max_length, or train padded rows (packing=False, padding_free=False); "
-            "isolation_check='warn' trains all the same"
-        )
-        if report.verdict == "leaks" and self._options.isolation_check == "error":
-            raise RuntimeError(message)
-        logger.warning(message)
-        return report
-
-    def _probe_documents(self, dataset: Any) -> list[np.ndarray]:
-        """Return the documents that probe isolation: the shortest, a middling and the longest."""
-        if isinstance(dataset, IterableDataset):
-            found = [np.asarray(d["input_ids"]) for d in islice(dataset, 16)]
-            # What else the stream brings is unknown: it may cross what max_length lets through.
-            beyond = [
-                constant
-                for constant in length_constants(self.model)
-                if max(map(len, found)) <= constant < (self.args.max_length or 0)
-            ]
-            return [*found, np.resize(found[0], beyond[-1] + 1)] if beyond else found
-        documents = ArrowDocuments(dataset, ["input_ids"])
-        rows, starts, lengths = _places(dataset, documents.lengths())
-        order = np.argsort(lengths, kind="stable")
-        chosen = sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
-        return [
-            documents[int(rows[i])]["input_ids"][starts[i] : starts[i] + lengths[i]] for i in chosen
-        ]
+        self.packing_report = replace(self.packing_report, attention=str(self.attention))
 
     # --- data ---------------------------------------------------------------------------------
 
@@ -372,8 +318,7 @@ class PackedSFTTrainer(SFTTrainer):
             return parent(dataset)
         chosen = self.eval_dataset if dataset is None else dataset
         chosen = self.eval_dataset[dataset] if isinstance(dataset, str) else chosen
-        if not self._evaluates_padded:
-            self.check_isolation(self.model, training=False, dataset=chosen)
+        self._pass_gate(self.model, chosen, training=False)
         if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
             return self._stream(chosen, self._eval_packing, self.args.eval_batch_size)
         if not self._evaluates_padded or "seq_lengths" in get_dataset_column_names(chosen):
@@ -463,21 +408,48 @@ class PackedSFTTrainer(SFTTrainer):
             output.metrics[f"{prefix}_loss"] = loss / tokens
         return output
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.aux_loss_enabled and not self._trl_path:
+            tokens = torch.tensor(sum(b["input_ids"].numel() for b in batches), device=device)
+            self._step_tokens = int(self.accelerator.gather(tokens).sum()) // self.get_tp_size()
+        return batches, num_items
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if self._evaluates_padded and not self._trl_path:
             self._mask_repeated_rows(inputs)
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self._auxiliary_loss_weighted(inputs, num_items_in_batch):
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self._trl_path and not self.model.training:
             loss = result[0] if return_outputs else result
             tokens = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
             self._eval_sums += torch.stack([loss.detach().float() * tokens, tokens]).double().cpu()
         return result
 
+    @contextmanager
+    def _auxiliary_loss_weighted(self, inputs: Any, num_items_in_batch: Any) -> Iterator[None]:
+        """Weight a micro-batch's balance of experts by its share of the step's tokens.
+
+        TRL takes the mean over micro-batches, whatever they hold, and DDP that over ranks.
+        """
+        if self._trl_path or not self.aux_loss_enabled or num_items_in_batch is None:
+            yield
+            return
+        share = inputs["input_ids"].numel() / self._step_tokens
+        micro_batches = self.current_gradient_accumulation_steps * self._data_ranks()[0]
+        coefficient = self.router_aux_loss_coef
+        self.router_aux_loss_coef = coefficient * share * micro_batches
+        try:
+            yield
+        finally:
+            self.router_aux_loss_coef = coefficient
+
     def _vocabulary_size(self) -> int:
         embeddings = self.model.get_input_embeddings()
-        return getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+        weight = getattr(embeddings, "weight", None)
+        return self.model.config.get_text_config().vocab_size if weight is None else len(weight)
 
     def _mask_repeated_rows(self, inputs: Any) -> None:
         """Mask the rows by which accelerate fills up the last batch of several ranks."""
@@ -525,19 +497,9 @@ class _OnTrainBegin(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
         if state.is_world_process_zero:
             print(f"\n{trainer.packing_report}", flush=True)  # a progress bar holds the line
-        trainer.check_isolation(trainer.model_wrapped, training=True)
-
-
-def _places(dataset: Dataset, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row, first token and length of every document; packed rows hold several."""
-    if "seq_lengths" not in dataset.column_names:
-        return np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64), lengths
-    packed = [row["seq_lengths"] for row in ArrowDocuments(dataset, ["seq_lengths"])]
-    rows = np.repeat(np.arange(len(packed)), [len(row) for row in packed])
-    starts = np.concatenate([np.cumsum(row) - row for row in packed])
-    return rows, starts, np.concatenate(packed)
 
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:

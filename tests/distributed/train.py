@@ -20,10 +20,15 @@ TESTS = Path(__file__).parent.parent
 
 @dataclass
 class Scenario:
-    """What to train. `lengths` and `eval_lengths` are those of the documents."""
+    """What to train. `lengths` and `eval_lengths` are those of the documents.
+
+    leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
+    """
 
     output_dir: str
     lengths: list[int]
+    model: str = "llama"
+    leaks_on_rank: int | None = None
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
     packing: bool = True
@@ -44,6 +49,7 @@ def run(scenario: Scenario) -> dict:
     """Return batches, losses, parameters and evaluation of a run, or the error that ended it.
 
     batches: the `input_ids` of every micro-batch that was trained on this rank.
+    attention: the way that kept documents apart.
     """
     try:
         return _run(scenario)
@@ -103,8 +109,16 @@ def _run(scenario: Scenario) -> dict:
         "use_cpu": True,
         "isolation_check": "off",
     }
+
+    def leak(module, inputs, output):
+        counts = torch.arange(1, output.shape[1] + 1)[:, None]
+        return output + 0.1 * output.cumsum(1) / counts
+
+    model = tiny_model(scenario.model)
+    if scenario.leaks_on_rank == int(os.environ.get("RANK", 0)):
+        model.model.layers[0].mlp.register_forward_hook(leak)
     trainer = Recorder(
-        tiny_model("llama"),
+        model,
         PackedSFTConfig(**{**settings, **scenario.options}),
         train_dataset=data(scenario.lengths, seed=0),
         eval_dataset=data(scenario.eval_lengths, seed=1) if scenario.eval_lengths else None,
@@ -117,6 +131,7 @@ def _run(scenario: Scenario) -> dict:
     return {
         "batches": batches,
         "steps": trainer.state.global_step,
+        "attention": trainer.attention.backend,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "metrics": metrics,
         "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},

@@ -4,23 +4,44 @@
     torch_varlen.py     PyTorch's varlen FlashAttention          CUDA from sm80, bf16/fp16
     document_sdpa.py    document-wise SDPA                       anywhere, any dtype
     (the model's own)   its mask from position_ids: T×T          models outside the interface
+    explicit_mask.py    a block-diagonal mask given to it: T×T   models that ignore position_ids
+    padded_rows.py      padded forwards of the same documents    any model
 
 `resolve_attention` chooses and changes nothing; `install_attention` sets the choice on the model.
-Neither is trusted: the isolation check runs on the result before the first step.
+Neither is trusted: the isolation check runs on the result (`exact_way`), and before the first step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from trl_packing.attention import document_sdpa, flash_attn, torch_varlen
-from trl_packing.attention.interface import implementation_name, mark_packed_calls
+from trl_packing.attention import (
+    document_sdpa,
+    explicit_mask,
+    flash_attn,
+    padded_rows,
+    torch_varlen,
+)
+from trl_packing.attention.interface import (
+    announce_boundaries,
+    implementation_name,
+    mark_packed_calls,
+    unwrap_packed_calls,
+)
+from trl_packing.length_constants import rope_thresholds, text_config
 
-__all__ = ["AttentionChoice", "install_attention", "resolve_attention"]
+__all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
 
-CHOICES = ("auto", *flash_attn.VERSIONS, "varlen", "documents", "model")
+# Ways that leave the model its own attention, from the fastest to the one that takes any model.
+OWN_ATTENTION = ("model", explicit_mask.NAME, padded_rows.NAME, "equal_lengths")
+
+_OURS = (document_sdpa.NAME, torch_varlen.NAME)
+
+CHOICES = ("auto", *flash_attn.VERSIONS, "varlen", "documents", *OWN_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,9 @@ _TITLES = {
     "varlen": "torch varlen FlashAttention",
     "documents": "document-wise SDPA",
     "model": "the model's own, masked by position_ids",
+    explicit_mask.NAME: "the model's own, under an explicit 4-D mask",
+    padded_rows.NAME: "padded rows",
+    "equal_lengths": "rows of equal length",
 }
 
 
@@ -70,9 +94,10 @@ def resolve_attention(
     """Return the fastest attention that keeps packed documents apart on `model`.
 
     `attention` is ``"auto"`` or a name: ``"flash_attention_2"`` (3, 4), ``"varlen"``,
-    ``"documents"``, ``"model"`` (the model's own implementation, with a mask built from
-    position_ids). `device` and `dtype` are those of the forward pass (under autocast, autocast's
-    dtype); by default the model's.
+    ``"documents"``; or one that leaves the model its own implementation: ``"model"`` (masked by
+    position_ids), ``"mask"`` (under an explicit 4-D mask), ``"padded"`` (the same documents as
+    padded rows), ``"equal_lengths"`` (the same without padding). `device` and `dtype` are those of
+    the forward pass (under autocast, autocast's dtype); by default the model's.
 
     Raises ValueError if `attention` is unknown, or is named and cannot be exact on this model.
     """
@@ -81,7 +106,7 @@ def resolve_attention(
             f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
         )
     needs = _needs(model, device, dtype)
-    current = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    current = _current_implementation(model)
     fallback = "eager" if current is not None and current.endswith("eager") else "sdpa"
     candidates = {
         "flash": (_flash_refusal(needs), flash_attn.installed(), "installed"),
@@ -97,9 +122,9 @@ def resolve_attention(
         ),
     }
     if attention == "auto":
-        return _automatic(current, needs, candidates)
-    if attention == "model":
-        return AttentionChoice("model", None, "attention='model'")
+        return _indexed(model) or _automatic(current, needs, candidates)
+    if attention in OWN_ATTENTION:
+        return AttentionChoice(attention, None, f"attention={attention!r}")
     refusal, implementation, _ = candidates[attention if attention in candidates else "flash"]
     if attention in flash_attn.VERSIONS:
         implementation = attention
@@ -112,17 +137,90 @@ def resolve_attention(
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
-    """Set `choice` on a transformers model. Calls that are not packed stay as they were."""
-    if choice.implementation is None:
-        return
-    composite = getattr(model.config, "sub_configs", None)
-    if composite and "text_config" in composite:
-        model.set_attn_implementation({"text_config": choice.implementation})
+    """Set `choice` on a transformers model, in place of what was installed before.
+
+    `model` may be wrapped by PEFT. Calls that are not packed stay as they were.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    # The backbone builds the masks, and a fused LM head calls it without `base.forward`.
+    backbone = getattr(base, "base_model", base)
+    if type(backbone).__name__.endswith("DecoderWrapper"):  # bart and its kin call past it
+        backbone = backbone.decoder
+    for module in (model, base, backbone):
+        unwrap_packed_calls(module)
+    _set_implementation(base, choice.implementation or _own_implementation(base))
+    if choice.backend == explicit_mask.NAME:
+        explicit_mask.mask_packed_calls(backbone)
+    elif choice.backend in (padded_rows.NAME, "equal_lengths"):
+        whole = _whole_model(model, base)
+        padded_rows.pad_packed_calls(
+            whole or backbone,
+            thresholds=rope_thresholds(base),
+            equal_lengths=choice.backend == "equal_lengths",
+        )
+        if whole:
+            return
+    elif choice.backend in ("documents", "varlen"):
+        mark_packed_calls(backbone)
     else:
-        model.set_attn_implementation(choice.implementation)
-    if not flash_attn.is_flash_attention(choice.implementation):
-        # On the backbone, which builds the masks: a fused LM head calls it without `model.forward`.
-        mark_packed_calls(getattr(model, "base_model", model))
+        return
+    if backbone is not base:
+        announce_boundaries(base)
+
+
+def _whole_model(model: Any, base: Any) -> Any:
+    """Return the model that must see padded rows as a whole, or None if its backbone can."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return model  # puts virtual tokens in front of every row
+    return base if getattr(base.forward, "scores_own_logits", False) else None
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Run `model` with the attention that it had before one of ours was installed.
+
+    Some models ask for its name (``if implementation == "sdpa"``) and compute something else with
+    ours, packed or not.
+    """
+    installed = _current_implementation(model)
+    _set_implementation(model, _own_implementation(model))
+    try:
+        yield
+    finally:
+        _set_implementation(model, installed)
+
+
+def _own_implementation(model: Any) -> str | None:
+    """Return the `attn_implementation` that the model had before one of ours."""
+    current = _current_implementation(model)
+    if current is None or not current.startswith(_OURS):
+        return current
+    return "eager" if current.endswith("eager") else "sdpa"
+
+
+def _set_implementation(model: Any, implementation: str | None) -> None:
+    if implementation in (None, _current_implementation(model)) or model.config is None:
+        return
+    composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
+    model.set_attn_implementation({"text_config": implementation} if composite else implementation)
+
+
+def _current_implementation(model: Any) -> str | None:
+    return getattr(text_config(model), "_attn_implementation", None)
+
+
+def _indexed(model: Any) -> AttentionChoice | None:
+    """Return rows of equal length for sparse attention that chooses its keys by an index.
+
+    The index ranks the keys of the whole row. Other documents, and padding, change the choice for
+    some contents only, which a check on a few documents may miss (transformers 5.23).
+    """
+    text = text_config(model)
+    for name in ("index_topk", "index_topk_blocks", "indexer_budget"):
+        if getattr(text, name, None):
+            reason = f"{name}={getattr(text, name)} ranks the keys of the whole row"
+            return AttentionChoice("equal_lengths", None, reason)
+    return None
 
 
 def _automatic(
@@ -136,8 +234,7 @@ def _automatic(
                 "attention='documents'"
             )
         return AttentionChoice(str(current), None, "the model was loaded with it")
-    ours = (document_sdpa.NAME, torch_varlen.NAME)
-    if current not in (None, "sdpa", "eager") and not str(current).startswith(ours):
+    if current not in (None, "sdpa", "eager") and not str(current).startswith(_OURS):
         return AttentionChoice("model", None, f"the model was loaded with {current!r}")
     for backend, (refusal, implementation, reason) in candidates.items():
         if refusal is None and implementation is not None:
@@ -177,8 +274,7 @@ def _half_precision_refusal(needs: _Needs, max_head_dim: int) -> str | None:
 def _needs(model: nn.Module, device: Any, dtype: torch.dtype | None) -> _Needs:
     parameter = next(model.parameters(), None)
     found = parameter.device if parameter is not None else torch.device("cpu")
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
 
     def field(*names: str) -> Any:
         return next((v for n in names if (v := getattr(text, n, None)) is not None), None)

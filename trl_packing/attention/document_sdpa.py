@@ -20,15 +20,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.attention.interface import host_boundaries, register_packed_kernel
 
 NAME = "packed_documents"
 
 # Queries per tile where a tile must materialize its scores (windows, soft-cap, dropout): bounds the
 # memory at heads × block × keys.
 _BLOCK = 512
+
+# Keys below which the backward in bf16 costs more than in float32, up to 4× at 130 (torch 2.13, a
+# Xeon with AMX; from 256 it costs less).
+_SLOW_IN_HALF_PRECISION = 256
 
 
 def document_attention(
@@ -141,7 +144,12 @@ def _backward_op(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = _Options(scale, window, softcap, dropout)
-    d_query, d_key, d_value = (x.new_zeros(x.shape) for x in (query, key, value))
+    # Fresh pages cost as much as the arithmetic: zeros only where tiles overlap and must add.
+    overlap = bool(window) or _needs_scores(query, options)
+    d_query = query.new_empty(query.shape)
+    d_key, d_value = (
+        x.new_zeros(x.shape) if overlap else x.new_empty(x.shape) for x in (key, value)
+    )
     generator = _generator(seed, query.device)
     backward = _scored_backward if _needs_scores(query, options) else _fused_backward
     for tile in _tiles(cu_seqlens, options, query):
@@ -151,8 +159,10 @@ def _backward_op(
         tile_lse = lse[:, rows].unflatten(0, q.shape[:2])
         dq, dk, dv = backward(g, q, k, v, o, tile_lse, tile, options, generator)
         d_query[rows] = dq.flatten(0, 1).transpose(0, 1)
-        d_key[tile.k0 : tile.q1] += dk.sum(1).transpose(0, 1)
-        d_value[tile.k0 : tile.q1] += dv.sum(1).transpose(0, 1)
+        for total, part in ((d_key, dk), (d_value, dv)):
+            part = (part.sum(1) if part.shape[1] > 1 else part[:, 0]).transpose(0, 1)
+            keys = total[tile.k0 : tile.q1]
+            keys.add_(part) if overlap else keys.copy_(part)
     if sinks is None:
         return d_query, d_key, d_value, query.new_empty(0)
     received = (grad.float() * output.float()).sum(-1).t()  # (heads, T)
@@ -189,6 +199,11 @@ _forward_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 def _tiles(cu_seqlens: Tensor, options: _Options, query: Tensor) -> Iterator[_Tile]:
     boundaries = host_boundaries(cu_seqlens)
+    if boundaries[0] != 0 or boundaries[-1] != len(query):
+        raise ValueError(
+            f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, but the row holds tokens 0 "
+            f"to {len(query)}: every token must belong to a document"
+        )
     scored = _needs_scores(query, options)
     for start, end in pairwise(boundaries):
         within_window = not options.window or end - start <= options.window
@@ -196,18 +211,6 @@ def _tiles(cu_seqlens: Tensor, options: _Options, query: Tensor) -> Iterator[_Ti
         for q0 in range(start, end, max(block, 1)):
             reach = max(start, q0 - options.window + 1) if options.window else start
             yield _Tile(q0, min(q0 + block, end), reach)
-
-
-_hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def host_boundaries(cu_seqlens: Tensor) -> list[int]:
-    """Return the boundaries as Python ints, crossing to the host once a batch, not once a layer."""
-    if cu_seqlens.device.type == "cpu":
-        return cu_seqlens.tolist()
-    if cu_seqlens not in _hosted:
-        _hosted[cu_seqlens] = cu_seqlens.tolist()
-    return _hosted[cu_seqlens]
 
 
 def _by_kv_head(query: Tensor, key: Tensor, value: Tensor, tile: _Tile) -> tuple[Tensor, ...]:
@@ -257,6 +260,8 @@ def _fused_forward(q, k, v, tile, options, generator):
 
 
 def _fused_backward(grad, q, k, v, out, lse, tile, options, generator):
+    if q.dtype != torch.float32 and tile.q1 - tile.k0 < _SLOW_IN_HALF_PRECISION:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
     causal, mask = _causal_or_mask(q, tile, options)
     width = max(q.shape[-1], v.shape[-1])
     grad, qw, kw, vw, out = _padded(width, grad, q, k, v, out)

@@ -12,6 +12,7 @@ tokens, without a message (transformers 5.23).
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,6 +33,16 @@ PackedKernel = Callable[..., Tensor]
 # betray packing, so a mask function cannot tell a packed call by its arguments. The wrapper set by
 # `mark_packed_calls` says so. A plain global, because torch.compile follows it.
 _in_packed_call = False
+
+# Keys of a packed batch that say where its documents lie.
+BOUNDARIES = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "position_ids",
+)
 
 # Arguments of the interface that change the result and that no packed kernel here computes.
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
@@ -54,21 +66,73 @@ def implementation_name(name: str, fallback: str) -> str:
 
 def mark_packed_calls(backbone: nn.Module) -> None:
     """Let `backbone.forward` announce packed calls, so that they build no mask."""
-    if getattr(backbone.forward, "marks_packed_calls", False):
-        return
-    bound = backbone.forward
+
+    def announced(forward: Callable[..., Any], **kwargs: Any) -> Any:
+        with _packed_call():
+            return forward(**kwargs)
+
+    wrap_packed_calls(backbone, announced)
+
+
+def wrap_packed_calls(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Run packed calls of `module` as ``run(forward, **kwargs)``; others are left alone.
+
+    Arguments given by position reach `run` by name. Replaces an earlier `run`;
+    `unwrap_packed_calls` takes it away.
+    """
+    unwrap_packed_calls(module)
+    bound = module.forward
+    own = vars(module).get("forward")
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
     # Unbound, or a copy of the model would run the weights of this one.
     unbound = getattr(bound, "__func__", lambda _self, *args, **kwargs: bound(*args, **kwargs))
 
-    @functools.wraps(type(backbone).forward)
+    @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cu_seq_lens_q") is None:
+            kwargs |= _announced_boundaries
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
             return unbound(self, *args, **kwargs)
-        with _packed_call():
-            return unbound(self, *args, **kwargs)
+        return run(
+            functools.partial(unbound, self), **dict(zip(names, args, strict=False)), **kwargs
+        )
 
-    forward.marks_packed_calls = True  # type: ignore[attr-defined]
-    backbone.forward = MethodType(forward, backbone)
+    forward.before_packed_calls = own  # type: ignore[attr-defined]
+    module.forward = MethodType(forward, module)
+
+
+# What a packed call of a whole model says of its row, for the backbone inside it.
+_announced_boundaries: dict[str, Any] = {}
+
+
+def announce_boundaries(model: nn.Module) -> None:
+    """Let packed calls of `model` reach its backbone: some forwards (falcon, mamba) drop kwargs."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {p.name for p in parameters} | {"fused_lm_head"}
+
+    def announced(forward: Callable[..., Any], **kwargs: Any) -> Any:
+        global _announced_boundaries
+        before = _announced_boundaries
+        _announced_boundaries = {k: v for k, v in kwargs.items() if k in BOUNDARIES}
+        try:
+            return forward(**{k: v for k, v in kwargs.items() if takes_any or k in taken})
+        finally:
+            _announced_boundaries = before
+
+    wrap_packed_calls(model, announced)
+
+
+def unwrap_packed_calls(module: nn.Module) -> None:
+    """Give `module` the forward back that it had before `wrap_packed_calls`."""
+    forward = vars(module).get("forward")
+    if not hasattr(forward, "before_packed_calls"):
+        return
+    before = forward.before_packed_calls  # type: ignore[union-attr]
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
 
 
 @contextmanager
@@ -180,3 +244,21 @@ def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     else:
         dtype = value.dtype  # norms kept in fp32 (peft) leave q and k wider than v
     return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+_hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def host_boundaries(cu_seqlens: Tensor) -> list[int]:
+    """Return the boundaries as Python ints, crossing to the host once a batch, not once a layer."""
+    if cu_seqlens.device.type == "cpu":
+        return cu_seqlens.tolist()
+    if cu_seqlens not in _hosted:
+        _hosted[cu_seqlens] = cu_seqlens.tolist()
+    return _hosted[cu_seqlens]
+
+
+def requires(model: nn.Module, argument: str) -> bool:
+    """Whether `model.forward` cannot be called without `argument`."""
+    parameter = inspect.signature(model.forward).parameters.get(argument)
+    return parameter is not None and parameter.default is parameter.empty

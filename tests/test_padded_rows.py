@@ -1,0 +1,315 @@
+"""Documents of a packed row as rows of padded forwards: which share one, and how they come back."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
+
+from trl_packing import PackedCollator
+from trl_packing.attention import padded_rows
+from trl_packing.attention.interface import unwrap_packed_calls
+from trl_packing.attention.padded_rows import group_documents, pad_packed_calls
+
+MOST_PADDING = 1 / 8
+
+lengths_of_documents = st.lists(st.integers(1, 200), min_size=1, max_size=40)
+few_lengths = st.lists(st.sampled_from([3, 8, 9]), min_size=1, max_size=40)
+some_thresholds = st.lists(st.integers(1, 150), max_size=3)
+
+
+def groups_of(lengths, thresholds=(), equal_lengths=False):
+    """Return the groups as lengths, after a check that they hold every document once."""
+    boundaries = [0, *accumulate(lengths)]
+    groups = list(group_documents(boundaries, thresholds, equal_lengths))
+    assert sorted(d for group in groups for d in group) == list(range(len(lengths)))
+    assert all(groups)
+    return [[lengths[d] for d in group] for group in groups]
+
+
+# --- which documents share a forward ------------------------------------------------------------
+
+
+@given(lengths_of_documents, some_thresholds)
+def test_no_forward_is_larger_than_the_row_or_more_than_an_eighth_of_padding(lengths, thresholds):
+    for group in groups_of(lengths, thresholds):
+        cells = max(group) * len(group)
+        assert group[0] == max(group), "the longest document comes first"
+        assert cells - sum(group) <= MOST_PADDING * cells
+        assert cells <= sum(lengths)
+
+
+@given(lengths_of_documents, some_thresholds)
+def test_no_forward_holds_documents_on_both_sides_of_a_threshold(lengths, thresholds):
+    for group in groups_of(lengths, thresholds):
+        for threshold in thresholds:
+            assert len({length <= threshold for length in group}) == 1
+
+
+@given(st.one_of(lengths_of_documents, few_lengths), some_thresholds)
+def test_equal_lengths_pad_nothing(lengths, thresholds):
+    groups = groups_of(lengths, thresholds, equal_lengths=True)
+    assert all(len(set(group)) == 1 for group in groups)
+    assert len(groups) == len(set(lengths)), "and all of a length share a forward"
+
+
+def test_like_lengths_share_a_forward():
+    assert groups_of([8, 2, 8, 7]) == [[8, 8, 7], [2]]
+    assert groups_of([8, 2, 8, 7], equal_lengths=True) == [[8, 8], [7], [2]]
+    assert groups_of([8, 2, 8, 7], thresholds=[7]) == [[8, 8], [7], [2]]
+    assert groups_of([8, 2, 8, 7], thresholds=[8]) == [[8, 8, 7], [2]], "8 is not above it"
+    assert groups_of([5]) == [[5]]
+
+
+# --- and how they come back ---------------------------------------------------------------------
+
+LENGTHS = [5, 2, 5, 4, 1]
+WIDTH = 3
+
+
+@dataclass
+class PlainOutput:
+    hidden: Tensor
+    loss: Tensor | None = None
+
+
+class Rows(nn.Module):
+    """Returns values that say where they come from: the token id, times 1, 10 and 100.
+
+    `make(values, labels)` builds the output from values ``(rows, T, WIDTH)``.
+    """
+
+    def __init__(self, make):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 10.0, 100.0]))
+        self.make = make
+        self.calls = []
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        self.calls.append(
+            {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels} | kwargs
+        )
+        return self.make(input_ids[..., None] * self.weight, labels)
+
+
+def documents(lengths=LENGTHS):
+    """Documents whose ids are 1, 2, 3, ... over all of the row."""
+    starts = [0, *accumulate(lengths)]
+    return [
+        {"input_ids": list(range(start + 1, start + length + 1))}
+        for start, length in zip(starts, lengths, strict=False)
+    ]
+
+
+def padded(make, *, labels=False, **options):
+    """Return the module after a packed call, and what the call gave."""
+    model = Rows(make)
+    pad_packed_calls(model, **options)
+    batch = PackedCollator()(documents())
+    if not labels:
+        batch.pop("labels")
+    return model, model(**batch)
+
+
+IN_ORDER = torch.arange(1.0, sum(LENGTHS) + 1)[None, :, None] * torch.tensor([1.0, 10.0, 100.0])
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda x, _: x, lambda out: out),
+        (lambda x, _: (x, None, "name"), lambda out: out[0]),
+        (
+            lambda x, _: CausalLMOutputWithPast(logits=x, hidden_states=(x * 2, x)),
+            lambda out: out.hidden_states[1],
+        ),
+        (lambda x, _: PlainOutput(hidden=x), lambda out: out.hidden),
+        # Virtual tokens stand in front of every row.
+        (lambda x, _: torch.cat([x[:, :1] * 0 - 1, x[:, :1] * 0 - 2, x], 1), lambda out: out),
+    ],
+    ids=["tensor", "tuple", "ModelOutput", "dataclass", "behind virtual tokens"],
+)
+@pytest.mark.parametrize("equal_lengths", [False, True])
+def test_values_come_back_in_the_order_of_the_packed_row(make, read, equal_lengths):
+    _, output = padded(make, equal_lengths=equal_lengths)
+    torch.testing.assert_close(read(output), IN_ORDER, rtol=0, atol=0)
+
+
+def test_outputs_keep_their_class_and_what_is_not_of_tokens_is_left_out():
+    _, output = padded(lambda x, _: CausalLMOutputWithPast(logits=x, past_key_values=object()))
+    assert type(output) is CausalLMOutputWithPast
+    assert output.past_key_values is None
+    _, output = padded(lambda x, _: (x, torch.zeros(7, 3), x[:, :1]))
+    torch.testing.assert_close(output[0], IN_ORDER)
+    assert output[1:] == (None, None), "a state, and one value a row"
+
+
+def test_router_logits_come_back_without_padding():
+    """Mixtures of experts give them with rows and tokens as one dimension."""
+    _, output = padded(
+        lambda x, _: MoeModelOutputWithPast(
+            last_hidden_state=x, router_logits=(x.flatten(0, 1), x.flatten(0, 1) * 2)
+        )
+    )
+    first, second = output.router_logits
+    torch.testing.assert_close(first, IN_ORDER[0], rtol=0, atol=0)
+    torch.testing.assert_close(second, IN_ORDER[0] * 2, rtol=0, atol=0)
+
+
+def test_the_balance_of_experts_of_several_forwards_is_refused():
+    @dataclass
+    class Output:
+        logits: Tensor
+        aux_loss: Tensor
+
+    with pytest.raises(NotImplementedError, match=r"router_aux_loss_coef=0\.0"):
+        padded(lambda x, _: Output(x, x.sum()))
+
+
+def test_gradients_are_those_of_the_real_tokens():
+    model, output = padded(lambda x, _: x)
+    output.sum().backward()
+    total = float(sum(range(1, sum(LENGTHS) + 1)))
+    assert model.weight.grad.tolist() == [total] * WIDTH
+
+
+def mean_of_trained(values, labels):
+    """A loss as of transformers: the mean over shifted labels, of each forward for itself."""
+    return values[:, :-1, 0][labels[:, 1:] != -100].mean()
+
+
+def test_losses_are_weighted_by_their_trained_tokens():
+    _, output = padded(
+        lambda x, labels: CausalLMOutputWithPast(loss=mean_of_trained(x, labels), logits=x),
+        labels=True,
+    )
+    # The first tokens of documents are masked: of a document all but its last token predict.
+    predicting = [i for d in documents() for i in d["input_ids"][:-1]]
+    assert output.loss.item() == pytest.approx(sum(predicting) / len(predicting))
+
+
+def test_a_row_without_trained_tokens_gives_a_loss_of_zero():
+    model = Rows(lambda x, _: PlainOutput(hidden=x, loss=x.mean()))
+    pad_packed_calls(model)
+    batch = PackedCollator()([d | {"labels": [-100] * len(d["input_ids"])} for d in documents()])
+    loss = model(**batch).loss
+    assert loss.item() == 0
+    loss.backward()
+    assert model.weight.grad.tolist() == [0] * WIDTH
+
+
+def test_scores_of_a_head_that_shifts_keep_their_sum_and_their_mask():
+    """Per-token scores ``(rows, T - 1)``, zero where the label is masked."""
+
+    def scores(x, labels):
+        mask = labels[:, 1:] != -100
+        return CausalLMOutputWithPast(loss=x.sum() * 0, logits=x[:, :-1, 0] * mask, attentions=mask)
+
+    _, output = padded(scores, labels=True)
+    predicting = [i for d in documents() for i in d["input_ids"][:-1]]
+    assert output.attentions.shape == output.logits.shape
+    assert output.attentions.sum() == len(predicting)
+    assert output.logits.sum() == sum(predicting)
+
+
+# --- what the forwards are given ----------------------------------------------------------------
+
+
+def test_padding_is_masked_and_never_trained():
+    model, _ = padded(lambda x, _: x, labels=True)
+    rows = [
+        (call["input_ids"].tolist(), call["attention_mask"], call["labels"].tolist())
+        for call in model.calls
+    ]
+    ids, mask, labels = rows[0]
+    assert ids == [[1, 2, 3, 4, 5], [8, 9, 10, 11, 12], [13, 14, 15, 16, 16]]
+    assert mask.tolist() == [[1] * 5, [1] * 5, [1] * 4 + [0]]
+    assert labels == [[-100, 2, 3, 4, 5], [-100, 9, 10, 11, 12], [-100, 14, 15, 16, -100]]
+    # Nothing is padded: no mask, which would turn fast kernels off.
+    assert [(ids, mask) for ids, mask, _ in rows[1:]] == [([[6, 7]], None), ([[17]], None)]
+
+
+def test_boundaries_stay_outside_and_everything_else_reaches_every_forward():
+    model = Rows(lambda x, _: x)
+    pad_packed_calls(model)
+    batch = PackedCollator()(documents())
+    per_token = torch.arange(float(sum(LENGTHS)))[None, :, None]
+    model(**batch, flag="kept", per_token=per_token, table=torch.zeros(4, 2))
+    for call in model.calls:
+        assert not {key for key in call if key.startswith(("cu_seq", "max_length", "seq_idx"))}
+        assert "position_ids" not in call, "rows begin at 0, as the model knows by itself"
+        assert call["flag"] == "kept"
+        assert call["table"].shape == (4, 2)
+        assert torch.equal(call["per_token"][..., 0], call["input_ids"] - 1)
+
+
+def test_a_model_that_requires_position_ids_gets_those_of_its_rows():
+    class NeedsPositions(Rows):
+        def forward(self, input_ids, position_ids, **kwargs):
+            return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+    model = NeedsPositions(lambda x, _: x)
+    pad_packed_calls(model)
+    model(**PackedCollator()(documents()))
+    assert model.calls[0]["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2 + [[0, 1, 2, 3, 3]]
+
+
+def test_embeddings_in_place_of_tokens_are_rows_too():
+    class Embedded(Rows):
+        def forward(self, inputs_embeds, attention_mask=None, **kwargs):
+            self.calls.append(kwargs)
+            return inputs_embeds
+
+    model = Embedded(None)
+    pad_packed_calls(model)
+    batch = PackedCollator()(documents())
+    del batch["input_ids"]
+    output = model(inputs_embeds=IN_ORDER, **batch)
+    assert len(model.calls) == 3
+    torch.testing.assert_close(output, IN_ORDER, rtol=0, atol=0)
+
+
+def test_calls_that_are_not_packed_pass_unchanged():
+    model = Rows(lambda x, _: x)
+    pad_packed_calls(model)
+    ids = torch.arange(6).reshape(2, 3)
+    mask = torch.ones_like(ids)
+    model(ids, attention_mask=mask)
+    model(**PackedCollator()(documents()), attention_mask=mask)  # a mask says that it is padded
+    first, second = model.calls
+    assert first["input_ids"] is ids
+    assert first["attention_mask"] is mask
+    assert second["input_ids"].shape == (1, sum(LENGTHS))
+
+
+def test_unwrapped_the_module_has_no_forward_of_its_own():
+    model = Rows(lambda x, _: x)
+    pad_packed_calls(model)
+    unwrap_packed_calls(model)
+    assert "forward" not in vars(model)
+
+
+def test_forwards_that_other_ranks_wait_for_change_nothing(monkeypatch):
+    """Sharded ranks make equally many forwards; the idle ones take part in the backward."""
+    monkeypatch.setattr(padded_rows, "_most_of_all_ranks", lambda count, model: count + 2)
+    passed = []
+
+    def make(x, labels):
+        x.register_hook(lambda gradient: passed.append(gradient.abs().sum().item()))
+        return CausalLMOutputWithPast(loss=mean_of_trained(x, labels), logits=x)
+
+    model = Rows(make)
+    pad_packed_calls(model)
+    output = model(**PackedCollator()(documents((5, 2, 5, 4, 2))))
+    assert len(model.calls) == 4
+    assert all((call["labels"] == -100).all() for call in model.calls[2:])
+    expected = torch.arange(1.0, 19)[None, :, None] * torch.tensor([1.0, 10.0, 100.0])
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=0)
+    assert output.loss.isfinite()
+    output.logits.sum().backward()
+    assert sorted(passed)[:2] == [0, 0]
+    assert len(passed) == 4

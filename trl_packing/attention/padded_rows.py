@@ -1,0 +1,223 @@
+"""The documents of a packed call as rows of a padded batch: exact on any model, slower.
+
+For models that cannot keep documents apart in one row (recurrent ones, ALiBi, prompt tuning). The
+packed batch stays what it is, outside; inside, documents of like length become the rows of a few
+padded forwards, and what comes out is laid back into the packed row:
+
+    flat row   [a a a a a | b b | c c c c]     one batch, one loss, one backward
+    forwards   [a a a a a]  [b b]
+               [c c c c .]
+
+So steps hold the documents that they would hold packed, and nothing downstream knows. No forward
+has more cells than the packed row has tokens, and at most one in eight of them is padding.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.utils import ModelOutput
+
+from trl_packing.attention.interface import BOUNDARIES, host_boundaries, requires, wrap_packed_calls
+from trl_packing.labels import IGNORE_INDEX
+
+NAME = "padded"
+
+_MOST_PADDING = 1 / 8
+
+
+def pad_packed_calls(
+    model: nn.Module, *, thresholds: Sequence[int] = (), equal_lengths: bool = False
+) -> None:
+    """Let packed calls of `model` run as padded rows.
+
+    `model` is the backbone, or a whole model: whatever has the packed row as its input and returns
+    values per token. Documents on both sides of one of `thresholds` (lengths at which a model
+    changes for the whole batch) never share a forward. With `equal_lengths` only documents of the
+    same length do, and nothing is padded.
+    """
+    keeps_position_ids = requires(model, "position_ids")
+
+    def padded(forward: Callable[..., Any], **kwargs: Any) -> Any:
+        boundaries = host_boundaries(kwargs["cu_seq_lens_q"])
+        groups = list(group_documents(boundaries, thresholds, equal_lengths))
+        batch = {k: v for k, v in kwargs.items() if k not in BOUNDARIES}
+        if keeps_position_ids:
+            batch["position_ids"] = kwargs["position_ids"]
+        rows = [_rows_of(group, boundaries, _device(kwargs)) for group in groups]
+        # Sharded models gather their weights in every forward: all ranks must make equally many.
+        idle = rows[-1]._replace(is_real=torch.zeros_like(rows[-1].is_real), is_padded=False)
+        rows += [idle] * (_most_of_all_ranks(len(rows), model) - len(rows))
+        outputs = []
+        for row in rows:
+            _forget_longer_documents(model)
+            outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
+        return _joined(outputs, rows, batch.get("labels"))
+
+    wrap_packed_calls(model, padded)
+
+
+# --- which documents share a forward ----------------------------------------------------------
+
+
+def group_documents(
+    boundaries: Sequence[int], thresholds: Sequence[int] = (), equal_lengths: bool = False
+) -> Iterator[list[int]]:
+    """Yield document indices, each group a padded forward, the longest document first.
+
+    >>> list(group_documents([0, 8, 10, 18, 25]))
+    [[0, 2, 3], [1]]
+    """
+    lengths = [end - start for start, end in pairwise(boundaries)]
+    group: list[int] = []
+    tokens = 0
+    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
+        length = lengths[document]
+        if group:
+            longest = lengths[group[0]]
+            cells = longest * (len(group) + 1)
+            apart = any(length <= t < longest for t in thresholds)
+            padding = cells - tokens - length
+            wasteful = padding > _MOST_PADDING * cells or cells > boundaries[-1]
+            if apart or wasteful or (equal_lengths and padding):
+                yield group
+                group, tokens = [], 0
+        group.append(document)
+        tokens += length
+    yield group
+
+
+def _forget_longer_documents(model: nn.Module) -> None:
+    """Give dynamic NTK its first frequencies back: it keeps those of the longest one so far."""
+    for module in model.modules():
+        if getattr(module, "max_seq_len_cached", 0) <= getattr(module, "original_max_seq_len", 0):
+            continue
+        for name, original in [*vars(module).items(), *module.named_buffers(recurse=False)]:
+            if name.endswith("original_inv_freq") and torch.is_tensor(original):
+                current = name.replace("original_inv_freq", "inv_freq")
+                device = getattr(module, current).device
+                module.register_buffer(current, original.to(device).clone(), persistent=False)
+                cached = name.replace("original_inv_freq", "max_seq_len_cached")
+                setattr(module, cached, module.original_max_seq_len)
+
+
+def _most_of_all_ranks(count: int, model: nn.Module) -> int:
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not _is_sharded(model):
+        return count
+    most = torch.tensor(count, device=next(model.parameters()).device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+    return sharded or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+
+
+# --- the packed row as rows, and back ---------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """Where the cells ``(rows, longest)`` of a padded forward lie in the packed row."""
+
+    token: Tensor  # int64; padding repeats the row's last token, which no earlier token sees
+    is_real: Tensor  # bool
+    is_padded: bool
+
+
+def _device(batch: dict[str, Any]) -> torch.device:
+    given = batch.get("input_ids")
+    return (batch["inputs_embeds"] if given is None else given).device
+
+
+def _rows_of(group: list[int], boundaries: Sequence[int], device: torch.device) -> _Rows:
+    starts = torch.tensor([boundaries[d] for d in group])[:, None]
+    ends = torch.tensor([boundaries[d + 1] for d in group])[:, None]
+    longest = int((ends - starts).max())
+    token = starts + torch.arange(longest)
+    is_real = token < ends
+    return _Rows(
+        torch.minimum(token, ends - 1).to(device), is_real.to(device), not bool(is_real.all())
+    )
+
+
+def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
+    def cells(value: Any) -> Any:
+        is_per_token = torch.is_tensor(value) and value.shape[:2] == (1, num_tokens)
+        return value[0][rows.token] if is_per_token else value
+
+    made = {name: cells(value) for name, value in batch.items()}
+    if made.get("labels") is not None:
+        made["labels"] = made["labels"].masked_fill(~rows.is_real, IGNORE_INDEX)
+    if rows.is_padded:
+        made["attention_mask"] = rows.is_real.long()
+    return made
+
+
+def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any:
+    """Return `outputs` of all forwards as one: values per token in the order of the packed row."""
+    first = outputs[0]
+    if torch.is_tensor(first):
+        return _joined_tensor(outputs, rows, labels)
+    if first is None or isinstance(first, (bool, int, str)):
+        return first
+    if isinstance(first, ModelOutput) or is_dataclass(first):
+        names = list(first) if isinstance(first, ModelOutput) else [f.name for f in fields(first)]
+        if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
+            raise NotImplementedError(
+                "the balance of experts over a step is not the mean of its forwards'; set "
+                "router_aux_loss_coef=0.0"
+            )
+        make: Any = type(first)
+        return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
+    if isinstance(first, tuple):
+        return tuple(_joined(list(parts), rows, labels) for parts in zip(*outputs, strict=True))
+    return None  # caches and states of single forwards
+
+
+def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor | None:
+    if parts[0].dim() == 0:
+        return _weighted_mean(parts, rows, labels)
+    shapes = [row.token.shape for row in rows]
+    # Router logits come with rows and tokens as one dimension.
+    is_flat = any(
+        len(part) == n * longest != n for part, (n, longest) in zip(parts, shapes, strict=True)
+    )
+    if is_flat:
+        parts = [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+    per_row = all(p.dim() > 1 and len(p) == n for p, (n, _) in zip(parts, shapes, strict=True))
+    if not per_row:
+        return None  # not of tokens: a state, a cache
+    if parts[0].dim() == 2 and any(
+        p.shape[1] != longest for p, (_, longest) in zip(parts, shapes, strict=True)
+    ):
+        # Scores of labels that a fused head has shifted: their sum and their mask are what is read.
+        return torch.cat([part.reshape(1, -1) for part in parts], dim=1)
+    if any(p.shape[1] < longest for p, (_, longest) in zip(parts, shapes, strict=True)):
+        return None
+    values = [
+        part[:, part.shape[1] - longest :][row.is_real]  # behind virtual tokens
+        for part, row, (_, longest) in zip(parts, rows, shapes, strict=True)
+    ]
+    order = torch.argsort(torch.cat([row.token[row.is_real] for row in rows]))
+    joined = torch.cat(values)[order]
+    return joined if is_flat else joined[None]
+
+
+def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:
+    """Return the mean of losses, weighted by the tokens that each is the mean of."""
+    counts = [
+        int((row.is_real if labels is None else _is_trained(labels, row)).sum()) for row in rows
+    ]
+    total = sum(counts)
+    weighted = [part * (n / total) for part, n in zip(parts, counts, strict=True) if n]
+    return torch.stack(weighted).sum() if weighted else parts[0] * 0
+
+
+def _is_trained(labels: Tensor, row: _Rows) -> Tensor:
+    return ((labels[0][row.token] != IGNORE_INDEX) & row.is_real)[:, 1:]

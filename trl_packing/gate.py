@@ -1,0 +1,169 @@
+"""The gate before the first step: nothing is computed on documents that see each other.
+
+It holds how the documents of a run are kept apart (`attention`), checks it on the wrapped model
+with the run's own documents, and takes a slower exact way where the check fails.
+"""
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+
+from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
+from trl_packing.collator import PackedCollator
+from trl_packing.config import PackingOptions
+from trl_packing.exact_way import install_first_exact, ways_from
+from trl_packing.head import use_own_head
+from trl_packing.isolation import IsolationReport, check_fused_head
+from trl_packing.length_constants import length_constants
+
+logger = get_logger(__name__)
+
+
+class IsolationGate:
+    """Keep packed documents apart on `model`, or refuse to go on.
+
+    `attention` is the way in use. `asked` says whether anybody asked for packed or padding-free
+    rows: existing TRL code that did not keeps running, on padded rows, where nothing is exact.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: PackingOptions,
+        *,
+        asked: bool,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ):
+        self.model = model
+        self.options = options
+        self.asked = asked
+        self.attention = resolve_attention(
+            self._base_model, options.attention, device=device, dtype=dtype
+        )
+        install_attention(model, self.attention)
+        # The shortest and the longest document, by mode (training or not).
+        self._checked: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._head_is_checked = False
+
+    @property
+    def _base_model(self) -> Any:
+        model = self.model
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def check_head(self, wrapped: Any) -> None:
+        """Score the model's own logits where TRL's fused LM head computes something else."""
+        if self._head_is_checked:
+            return
+        self._head_is_checked = True
+        if not check_fused_head(wrapped):
+            logger.warning(
+                f"TRL's fused LM head computes another loss than {type(self._base_model).__name__},"
+                " whose head is more than a matrix: training on the model's own logits"
+            )
+            use_own_head(self._base_model)
+
+    def check(
+        self,
+        wrapped: Any,
+        dataset: Any,
+        collator: PackedCollator,
+        *,
+        training: bool,
+        max_length: int | None,
+    ) -> None:
+        """Check `wrapped` once per mode, on the longest documents; take a slower way if it fails.
+
+        Raises RuntimeError, under ``isolation_check="error"``, if `attention` was named and leaks,
+        or if no way is exact.
+        """
+        if self.options.isolation_check == "off":
+            return
+        documents = probe_documents(dataset, self.model, max_length)
+        lengths = min(map(len, documents)), max(map(len, documents))
+        if _covered(lengths, self._checked[training]):
+            return
+        if _covered(lengths, self._checked[not training]):
+            documents = []  # what depends on length is known; what depends on the mode is not
+        self._checked[training].append(lengths)
+        is_free = self.options.attention == "auto"
+        way, found = install_first_exact(
+            self.model,
+            ways_from(self.attention) if is_free else [self.attention],
+            documents,
+            wrapped=wrapped,
+            training=training,
+            max_length=0,
+            fused_head=True,
+            collator=collator,
+        )
+        if way.backend != self.attention.backend:
+            logger.warning(f"{type(self._base_model).__name__} runs by {way}")
+            self._checked[not training] = []  # what the other mode was checked with is gone
+        self.attention = way
+        if isinstance(found, IsolationReport) and found:
+            logger.info(str(found))
+        else:
+            self._not_isolated(found)
+
+    def _not_isolated(self, found: IsolationReport | str) -> None:
+        leaks = isinstance(found, str) or found.verdict == "leaks"
+        if leaks and not self.asked and self.options.attention == "auto":
+            self.attention = AttentionChoice("padded", None, "nothing is exact on this model")
+            install_attention(self.model, self.attention)
+            logger.warning(f"{found}: rows are padded, as in TRL")
+            return
+        if isinstance(found, str):
+            raise RuntimeError(
+                f"{type(self._base_model).__name__} cannot run packed documents by "
+                f"{self.attention}: {found}. Install what it asks for, or train padded rows: "
+                "attention='padded'"
+            )
+        message = (
+            f"{found}. Set another attention (attention='padded' takes most models), or keep "
+            "documents on one side of the model's length threshold with max_length; "
+            "isolation_check='warn' trains all the same"
+        )
+        if leaks and self.options.isolation_check == "error":
+            raise RuntimeError(message)
+        logger.warning(message)
+
+
+def _covered(lengths: tuple[int, int], checked: list[tuple[int, int]]) -> bool:
+    """Whether documents as short and as long were checked together."""
+    return any(least <= lengths[0] and lengths[1] <= most for least, most in checked)
+
+
+def probe_documents(dataset: Any, model: Any, max_length: int | None) -> list[np.ndarray]:
+    """Return the documents that probe isolation: the shortest, a middling and the longest."""
+    if isinstance(dataset, IterableDataset):
+        found = [np.asarray(d["input_ids"]) for d in islice(dataset, 16)]
+        # What else the stream brings is unknown: it may cross what max_length lets through.
+        beyond = [
+            constant
+            for constant in length_constants(model)
+            if max(map(len, found)) <= constant < (max_length or 0)
+        ]
+        return [*found, np.resize(found[0], beyond[-1] + 1)] if beyond else found
+    documents = ArrowDocuments(dataset, ["input_ids"])
+    rows, starts, lengths = _places(dataset, documents.lengths())
+    order = np.argsort(lengths, kind="stable")
+    chosen = sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
+    return [
+        documents[int(rows[i])]["input_ids"][starts[i] : starts[i] + lengths[i]] for i in chosen
+    ]
+
+
+def _places(dataset: Dataset, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return row, first token and length of every document; packed rows hold several."""
+    if "seq_lengths" not in dataset.column_names:
+        return np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64), lengths
+    packed = [row["seq_lengths"] for row in ArrowDocuments(dataset, ["seq_lengths"])]
+    rows = np.repeat(np.arange(len(packed)), [len(row) for row in packed])
+    starts = np.concatenate([np.cumsum(row) - row for row in packed])
+    return rows, starts, np.concatenate(packed)
