@@ -36,6 +36,11 @@ SAME_STEPS = {
     "stream with a worker": {"lengths": MANY, "stream": True, "max_steps": 8, "workers": 1},
     # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
     "the end of a stream": {"lengths": [32, 32, 32], "stream": True, "max_steps": 4},
+    "a class that ignores loss kwargs": {
+        "lengths": MANY,
+        "ignores_loss_kwargs": True,
+        "options": SGD,
+    },
     "a recurrent model, on padded rows": {
         "lengths": MANY,
         "model": "falcon_mamba",

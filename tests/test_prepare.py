@@ -21,7 +21,7 @@ from trl_packing.prepare import (
 )
 from trl_packing.report import PreparationCounts
 
-POLICIES = ["truncate", "truncate_start", "drop", "split", "wrapped"]
+POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "wrapped"]
 
 
 def document(first: int, length: int, prompt: int = 0) -> dict:
@@ -51,6 +51,13 @@ def words(rows) -> list[tuple[str, str]]:
     ]
 
 
+@st.composite
+def data_sets(draw):
+    lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=12))
+    rows = [document(100 * i, n, draw(st.integers(0, n))) for i, n in enumerate(lengths, start=1)]
+    return [document(0, 3), *rows]  # always something to train
+
+
 # --- policies, by hand ----------------------------------------------------------------------------
 
 # Trained tokens are 2 + 2 + 3 before: the first token of a document never is one.
@@ -63,6 +70,10 @@ BY_HAND = {
         {"documents_out": 2, "tokens_out": 7, "trained_out": 5, "untrained": 1},
     ),
     "truncate_start": (
+        [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
+        {"documents_out": 3, "tokens_out": 11, "trained_out": 7},
+    ),
+    "truncate_prompt": (
         [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
         {"documents_out": 3, "tokens_out": 11, "trained_out": 7},
     ),
@@ -90,6 +101,38 @@ def test_a_policy_gives_the_documents_and_counts_written_here(policy):
     assert fit(THREE, policy) == (documents, expected)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "length", "kept"),
+    [
+        (2, 4, "0 1 2 3"),
+        (4, 7, "3 4 5 6"),  # the whole completion, behind the last token of the prompt
+        (4, 6, "2 3 4 5"),
+        (2, 9, "1 2 3 4"),  # a completion that does not fit behind it is cut at the end
+        (0, 6, "0 1 2 3"),  # no prompt: as "truncate"
+        (1, 6, "0 1 2 3"),
+    ],
+)
+def test_cutting_the_prompt_keeps_the_completion(prompt, length, kept):
+    documents, _ = fit([document(0, length, prompt)], "truncate_prompt")
+    assert [ids for ids, _ in documents] == [kept]
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=data_sets(), capacity=st.integers(3, 8))
+def test_cutting_the_prompt_loses_no_trained_token_of_completions_that_fit(rows, capacity):
+    fitted, _ = fit_documents(Dataset.from_list(rows), Overflow("truncate_prompt", capacity))
+    kept = {label for row in fitted for label in row["labels"][1:]}
+    for row in rows:
+        completion = [label for label in row["labels"][1:] if label != -100]
+        if len(completion) < capacity:
+            assert kept.issuperset(completion)
+    # The control: cutting at the end does lose them.
+    cut, _ = fit(
+        [document(0, 3), document(50, capacity + 2, prompt=capacity)], "truncate", capacity
+    )
+    assert len(cut) == 1
+
+
 def test_the_error_policy_names_the_first_document_that_is_too_long():
     sentence = (
         "document 1 of the train dataset has 6 tokens but max_length is 4; raise max_length or set "
@@ -100,7 +143,7 @@ def test_the_error_policy_names_the_first_document_that_is_too_long():
     assert len(fit(THREE, "error", capacity=6)[0]) == 3
 
 
-@pytest.mark.parametrize("policy", ["truncate", "truncate_start", "drop", "split", "error"])
+@pytest.mark.parametrize("policy", [p for p in (*POLICIES, "error") if p != "wrapped"])
 def test_documents_that_fit_are_neither_copied_nor_changed(policy):
     dataset = Dataset.from_list(THREE)
     for capacity in (6, None):
@@ -143,13 +186,6 @@ def test_wrapped_runs_on_over_all_rows_and_not_over_chunks_of_a_thousand():
 
 
 # --- nothing lost, by property --------------------------------------------------------------------
-
-
-@st.composite
-def data_sets(draw):
-    lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=12))
-    rows = [document(100 * i, n, draw(st.integers(0, n))) for i, n in enumerate(lengths, start=1)]
-    return [document(0, 3), *rows]  # always something to train
 
 
 def assert_nothing_lost(rows, fitted, counts):
@@ -225,7 +261,7 @@ def test_any_integers_in_any_lists_give_the_same_documents(policy, list_type, in
     assert counts == fit(THREE, policy)[1]
 
 
-@pytest.mark.parametrize("policy", ["truncate", "truncate_start", "split", "wrapped"])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "drop"])
 def test_lists_of_fixed_size_become_pieces_of_any_size(policy):
     rows = [document(10, 6), document(20, 6)]
     fixed = Features(

@@ -76,6 +76,7 @@ def test_nothing_is_said_where_nothing_was_lost():
     [
         ("truncate", "cut at the end"),
         ("truncate_start", "cut at the start"),
+        ("truncate_prompt", "prompt cut at the start"),
         ("drop", "dropped"),
         ("split", "split into pieces"),
         ("wrapped", "cut where rows end"),

@@ -6,7 +6,7 @@ from typing import Any
 from trl import SFTConfig
 
 STRATEGIES = ("bfd", "bfd_split", "next_fit", "greedy", "wrapped")
-OVERFLOWS = ("truncate", "drop", "split", "error")
+OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
 ISOLATION_CHECKS = ("error", "warn", "off")
 
 
@@ -37,7 +37,8 @@ class PackedSFTConfig(SFTConfig):
     )
     overflow: str | None = _choice(
         None,
-        "Documents longer than max_length: 'truncate', 'drop', 'split' or 'error'. Default: what "
+        "Documents longer than max_length: 'truncate', 'truncate_prompt' (cut the prompt from the "
+        "left, keep the completion whole), 'drop', 'split' or 'error'. Default: what "
         "TRL does, which is 'truncate', and 'split' with packing_strategy='bfd_split'.",
         OVERFLOWS,
     )

@@ -200,7 +200,7 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
             f"a document has {lengths[row]} input_ids but {num_labels[row]} labels; "
             "give one label or mask entry per token"
         )
-    rows, starts, stops = _pieces(lengths, overflow)
+    rows, starts, stops = _pieces(lengths, overflow, _prompt_lengths(*tokens["labels"]))
     pieces = {
         name: _gather(*tokens[name], rows, starts, stops).cast(_list_type(table.schema.field(name)))
         for name in TOKEN_COLUMNS
@@ -217,7 +217,16 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
     return pa.table(columns, names=table.column_names)
 
 
-def _pieces(lengths: np.ndarray, overflow: Overflow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _prompt_lengths(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return how many tokens of each document come before its first trained one."""
+    trained = np.append(np.flatnonzero(labels != IGNORE_INDEX), len(labels))
+    first = trained[np.searchsorted(trained, offsets[:-1])]
+    return np.minimum(first, offsets[1:]) - offsets[:-1]
+
+
+def _pieces(
+    lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the surviving pieces as arrays: source row, first token, token after the last."""
     rows, capacity = np.arange(len(lengths)), overflow.capacity
     zeros = np.zeros_like(lengths)
@@ -234,6 +243,11 @@ def _pieces(lengths: np.ndarray, overflow: Overflow) -> tuple[np.ndarray, np.nda
         return rows, zeros, np.minimum(lengths, capacity)
     if overflow.policy == "truncate_start":
         return rows, np.maximum(lengths - capacity, 0), lengths
+    if overflow.policy == "truncate_prompt":
+        # The last token of the prompt stays: a document's first token is never a target.
+        excess = np.maximum(lengths - capacity, 0)
+        starts = np.minimum(excess, np.maximum(prompts - 1, 0))
+        return rows, starts, np.minimum(starts + capacity, lengths)
     # split cuts each document at multiples of capacity, wrapped the documents laid end to end.
     first = (
         np.concatenate([[0], np.cumsum(lengths)[:-1]]) if overflow.policy == "wrapped" else zeros

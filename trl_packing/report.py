@@ -58,6 +58,7 @@ def _documents(number: int) -> str:
 _VERB = {
     "truncate": "cut at the end",
     "truncate_start": "cut at the start",
+    "truncate_prompt": "prompt cut at the start",
     "drop": "dropped",
     "split": "split into pieces",
     "wrapped": "cut where rows end",

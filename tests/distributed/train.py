@@ -23,12 +23,14 @@ class Scenario:
     """What to train. `lengths` and `eval_lengths` are those of the documents.
 
     leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
+    ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
     """
 
     output_dir: str
     lengths: list[int]
     model: str = "llama"
     leaks_on_rank: int | None = None
+    ignores_loss_kwargs: bool = False
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
     packing: bool = True
@@ -115,6 +117,7 @@ def _run(scenario: Scenario) -> dict:
         return output + 0.1 * output.cumsum(1) / counts
 
     model = tiny_model(scenario.model)
+    model.accepts_loss_kwargs = not scenario.ignores_loss_kwargs
     if scenario.leaks_on_rank == int(os.environ.get("RANK", 0)):
         model.model.layers[0].mlp.register_forward_hook(leak)
     trainer = Recorder(
@@ -150,8 +153,19 @@ def run_on_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "scenarios.json"
     plan.write_text(json.dumps({name: asdict(scenario) for name, scenario in scenarios.items()}))
+    launch(
+        "distributed.train", str(plan), str(folder), ranks=ranks, timeout_seconds=timeout_seconds
+    )
+    return {
+        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)]
+        for name in scenarios
+    }
+
+
+def launch(module: str, *arguments: str, ranks: int = 2, timeout_seconds: int = 240) -> None:
+    """Run `module` in a gloo group. One that hangs is killed; the assertion shows its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(ranks), "-m", "distributed.train", str(plan), str(folder)]
+    command += ["--nproc_per_node", str(ranks), "-m", module, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     process = subprocess.Popen(
         command,
@@ -170,10 +184,6 @@ def run_on_ranks(
             f"{ranks} ranks hang; the end of their output:\n{output[-4000:]}"
         ) from None
     assert process.returncode == 0, output[-4000:]
-    return {
-        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)]
-        for name in scenarios
-    }
 
 
 def main() -> None:
