@@ -1,11 +1,12 @@
-"""A packed training step on CPU through the trainer, against TRL's packing=True, side by side.
+"""A packed training step on CPU through the trainer, against TRL's packing=True, step by step.
 
     python benchmarks/step.py --output benchmarks/results/step.md      # about 10 minutes, 2 cores
 
 A Llama of 4 layers × 512 hidden trains on documents of about 256 tokens, a third of each prompt.
-Both trainers take turns in one process on the same documents in rows of T tokens; a step is what
-lies between `on_step_begin` and `on_step_end`, and the first two of each turn are not counted. The
-losses of both must agree first (on Llama, TRL's packed rows are exact too).
+Both trainers run in one process on the same documents in rows of T tokens and take turns: a step of
+one, a step of the other, so that a machine whose speed drifts does not favor either. A step is what
+lies between `on_step_begin` and `on_step_end`; the ratio is the median over pairs of steps, after a
+warm-up. The losses of both must agree first (on Llama, TRL's packed rows are exact too).
 
 glibc returns large freed blocks to the system, and the next step pays for zeroed pages again: up to
 half of a step. `--keep-pages` measures both trainers with an allocator that keeps its pages, as do
@@ -18,6 +19,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -48,15 +50,22 @@ KEEP_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_THRESHOLD_": st
 
 @dataclass
 class StepTimer(TrainerCallback):
-    """Stops the run after `steps` timed steps; holds their seconds a token, and all losses."""
+    """Times the steps of one trainer, which waits for its turn before each.
+
+    `mine` and `yours` are held by whoever may not step: a step takes the first and gives the other.
+    The run ends after `steps` timed steps; holds their seconds a token, and all losses.
+    """
 
     full: int
     steps: int
+    mine: threading.Semaphore
+    yours: threading.Semaphore
     seconds_a_token: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     tokens_before: float = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self.mine.acquire()
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -71,6 +80,11 @@ class StepTimer(TrainerCallback):
             if state.global_step > WARM_UP and is_full:
                 self.seconds_a_token.append(self.seconds / num_tokens)
             control.should_training_stop = len(self.seconds_a_token) >= self.steps
+            self.yours.release()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        for _ in range(self.steps + WARM_UP + 2):  # the other one may finish by itself
+            self.yours.release()
 
 
 def documents(num_tokens: int, vocabulary: int, rows: int) -> Dataset:
@@ -105,58 +119,59 @@ def model(vocabulary: int, dtype: str, max_length: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 
-def run_turn(trainer_class: type, case: tuple, steps: int) -> StepTimer:
-    """Train `steps` timed steps with a fresh trainer and return its timer."""
+def trainer(trainer_class: type, case: tuple, timer: StepTimer, folder: str) -> SFTTrainer:
     num_tokens, vocabulary, dtype, _ = case
-    timer = StepTimer(full=num_tokens, steps=steps)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_class(
-            model(vocabulary, dtype, num_tokens),
-            SFTConfig(
-                output_dir=folder,
-                packing=True,
-                max_length=num_tokens,
-                per_device_train_batch_size=1,
-                max_steps=WARM_UP + steps + 1,
-                gradient_checkpointing=False,
-                use_cpu=True,
-                bf16=False,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                learning_rate=0.0,
-            ),
-            train_dataset=documents(num_tokens, vocabulary, rows=WARM_UP + steps + 2),
-            processing_class=tokenizer(),
-            callbacks=[timer],
-        )
-        trainer.train()
-    del trainer
-    gc.collect()
-    return timer
+    return trainer_class(
+        model(vocabulary, dtype, num_tokens),
+        SFTConfig(
+            output_dir=folder,
+            packing=True,
+            max_length=num_tokens,
+            per_device_train_batch_size=1,
+            max_steps=WARM_UP + timer.steps + 1,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            learning_rate=0.0,
+        ),
+        train_dataset=documents(num_tokens, vocabulary, rows=WARM_UP + timer.steps + 2),
+        processing_class=tokenizer(),
+        callbacks=[timer],
+    )
 
 
-def compare(case: tuple, turns: int, steps: int) -> list[str]:
-    times: dict[str, list[float]] = {"trl": [], "ours": []}
-    losses: dict[str, list[float]] = {"trl": [], "ours": []}
-    for _ in range(turns):
-        for name, trainer_class in (("trl", SFTTrainer), ("ours", PackedSFTTrainer)):
-            timer = run_turn(trainer_class, case, steps)
-            losses[name].append(statistics.mean(timer.losses))
-            times[name] += [1e6 * seconds for seconds in timer.seconds_a_token]
+def compare(case: tuple, steps: int) -> list[str]:
     num_tokens, vocabulary, dtype, promised = case
+    first, second = threading.Semaphore(1), threading.Semaphore(0)
+    trl = StepTimer(num_tokens, steps, mine=first, yours=second)
+    ours = StepTimer(num_tokens, steps, mine=second, yours=first)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            trainer(trainer_class, case, timer, f"{folder}/{trainer_class.__name__}")
+            for trainer_class, timer in ((SFTTrainer, trl), (PackedSFTTrainer, ours))
+        ]
+        threads = [threading.Thread(target=run.train) for run in runs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    del runs
+    gc.collect()
     # Random weights, learning rate 0: steps of other documents differ by their tokens alone.
-    tolerance = 0.01 * losses["trl"][0]
-    assert abs(losses["trl"][0] - losses["ours"][0]) < tolerance, losses
-    theirs, ours = (statistics.median(times[name]) for name in ("trl", "ours"))
-    ratio = theirs / ours
+    losses = [statistics.mean(timer.losses) for timer in (trl, ours)]
+    assert abs(losses[0] - losses[1]) < 0.01 * losses[0], losses
+    pairs = list(zip(trl.seconds_a_token, ours.seconds_a_token, strict=True))
+    ratio = statistics.median(theirs / own for theirs, own in pairs)
+    microseconds = [1e6 * statistics.median(column) for column in zip(*pairs, strict=True)]
     return [
         f"{num_tokens:,}",
         f"{vocabulary:,}",
         dtype,
-        f"{theirs:,.0f}",
-        f"{ours:,.0f}",
+        *(f"{number:,.0f}" for number in microseconds),
         f"{ratio:.1f}×",
         f"≥ {promised}×" + ("" if ratio >= promised else " (missed)"),
     ]
@@ -164,8 +179,7 @@ def compare(case: tuple, turns: int, steps: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=2, help="turns of each trainer")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps a turn")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each trainer")
     parser.add_argument("--cases", type=int, nargs="*", help="indices of cases, default all")
     parser.add_argument("--keep-pages", action="store_true", help="both without page faults")
     parser.add_argument("--output", help="write the table there too")
@@ -175,7 +189,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_PAGES)
     warnings.filterwarnings("ignore")
     chosen = [CASES[i] for i in arguments.cases] if arguments.cases else CASES
-    rows = [compare(case, arguments.turns, arguments.steps) for case in chosen]
+    rows = [compare(case, arguments.steps) for case in chosen]
     header = ["row T", "vocabulary", "dtype", "TRL µs/token", "ours µs/token", "ratio", "promised"]
     text = f"# A packed training step on CPU\n\n{table(header, rows)}\n{provenance()}"
     publish(text, arguments.output)

@@ -23,6 +23,11 @@ TABLE = {
     "sampler": ({"packing"}, {"numpy", "transformers"}),
     "streaming": (set(), {"datasets", "torch"}),
     "collator": ({"documents", "labels"}, {"numpy", "torch"}),
+    "templates": (set(), {"numpy"}),
+    "legacy_collator": (
+        {"collator", "labels", "templates"},
+        {"datasets", "numpy", "torch", "transformers", "trl"},
+    ),
     "length_constants": (set(), set()),
     "architectures": (set(), {"torch", "transformers"}),
     "attention.interface": (set(), {"torch", "transformers"}),
@@ -62,7 +67,7 @@ TABLE = {
     ),
     "exact_way": ({"attention", "isolation"}, {"accelerate", "numpy", "torch"}),
     "config": (set(), {"trl"}),
-    "arguments": ({"collator", "config", "prepare"}, {"datasets", "trl"}),
+    "arguments": ({"collator", "config", "legacy_collator", "prepare"}, {"datasets", "trl"}),
     "gate": (
         {
             "arrow_documents",
@@ -86,6 +91,7 @@ TABLE = {
             "gate",
             "head",
             "labels",
+            "legacy_collator",
             "prepare",
             "report",
             "sampler",

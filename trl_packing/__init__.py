@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         position_ids_from_lengths,
     )
     from trl_packing.isolation import check_isolation
+    from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
     from trl_packing.packing import PackingPlan, pack
     from trl_packing.sampler import PackedBatchSampler
     from trl_packing.trainer import PackedSFTTrainer
@@ -29,6 +30,7 @@ _HOME = {
     "PackedSFTTrainer": "trainer",
     "PackedSFTConfig": "config",
     "PackedCollator": "collator",
+    "DataCollatorForCompletionOnlyLM": "legacy_collator",
     "PackedBatchSampler": "sampler",
     "pack": "packing",
     "PackingPlan": "packing",
@@ -42,6 +44,7 @@ _HOME = {
 }
 
 __all__ = [
+    "DataCollatorForCompletionOnlyLM",
     "PackedBatchSampler",
     "PackedCollator",
     "PackedSFTConfig",

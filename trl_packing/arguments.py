@@ -1,13 +1,16 @@
 """What the arguments of `SFTTrainer` mean to `PackedSFTTrainer`, checked before anything is built.
 
 data_collator of your own, images, with_transform    TRL's path, untouched
+DataCollatorForCompletionOnlyLM                      ours: it says which tokens are trained
+formatting_func                                      for one example, or for a batch as it once was
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
 packing_strategy, overflow, truncation_mode          one overflow policy
 split_batches, dispatch_batches                      refused by name
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -16,12 +19,15 @@ from trl.data_utils import get_dataset_column_names
 
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackingOptions, check_options
+from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.prepare import Overflow
+
+_OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 
 
 def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
     """Return why a run takes TRL's path unchanged, or None if it is ours."""
-    if data_collator is not None and not isinstance(data_collator, PackedCollator):
+    if data_collator is not None and not isinstance(data_collator, _OURS):
         return f"data_collator is your own ({type(data_collator).__name__})"
     if isinstance(train_dataset, (Dataset, IterableDataset)):
         columns = get_dataset_column_names(train_dataset) or []
@@ -68,6 +74,43 @@ def check_not_empty(dataset: Dataset | IterableDataset, name: str) -> None:
     is_map_style = isinstance(dataset, Dataset)
     if (len(dataset) == 0) if is_map_style else (next(iter(dataset), None) is None):
         raise ValueError(f"the {name} dataset is empty: it has no rows; check how it was loaded")
+
+
+def formatting_of_one(
+    formatting_func: Callable[[Any], Any] | None, dataset: Dataset | IterableDataset
+) -> Callable[[Any], Any] | None:
+    """Return `formatting_func` as TRL calls it now: one example in, one text out.
+
+    Once TRL called it with a batch: lists in, a list of texts out. The first example tells which.
+    """
+    if formatting_func is None or isinstance(_tried(formatting_func, next(iter(dataset))), str):
+        return formatting_func
+    texts = _tried(formatting_func, _batch_of_one(next(iter(dataset))))
+    if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+        return partial(_format_one, formatting_func)
+    return formatting_func  # TRL's own call says what is wrong with it
+
+
+def _tried(formatting_func: Callable[[Any], Any], example: Any) -> Any:
+    """Return what the function makes of `example`, or None if it fails: it may take batches."""
+    try:
+        return formatting_func(example)
+    except Exception:
+        return None
+
+
+def _batch_of_one(example: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [value] for name, value in example.items()}
+
+
+def _format_one(formatting_func: Callable[[Any], Any], example: dict[str, Any]) -> str:
+    texts = formatting_func(_batch_of_one(example))
+    if len(texts) != 1:
+        raise ValueError(
+            f"formatting_func made {len(texts)} texts of one example; it must make one of each "
+            "(map the data set before, to make more or fewer)"
+        )
+    return texts[0]
 
 
 def overflow_of(args: SFTConfig, packing: bool) -> Overflow:

@@ -30,6 +30,7 @@ from trl.trainer.utils import global_then_local_main_first
 from trl_packing.arguments import (
     check_arguments,
     check_not_empty,
+    formatting_of_one,
     overflow_of,
     packing_hidden,
     reason_for_trl_path,
@@ -41,6 +42,7 @@ from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import IGNORE_INDEX
+from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_documents
 from trl_packing.prepare import (
     TOKEN_COLUMNS,
     check_columns,
@@ -68,13 +70,15 @@ class PackedSFTTrainer(SFTTrainer):
     padded run. Either way a micro-batch is one flat row of isolated documents.
 
     A data collator of your own, a data set with images, and a data set with `with_transform` take
-    TRL's path unchanged (a warning says so).
+    TRL's path unchanged (a warning says so). A `DataCollatorForCompletionOnlyLM` labels the
+    documents, and then they are packed as others are.
 
     `packing_report` holds what a run is made of; it is printed when training starts.
     """
 
     packing_report: PackingReport = None  # type: ignore[assignment]
     data_collator: Any
+    _completion_only: DataCollatorForCompletionOnlyLM | None = None
     router_aux_loss_coef: float
 
     def __init__(
@@ -97,6 +101,9 @@ class PackedSFTTrainer(SFTTrainer):
             )
             return
         check_arguments(args, train_dataset)
+        if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
+            self._completion_only, data_collator = data_collator, None
+            processing_class = processing_class or self._completion_only.tokenizer
         self._options = PackingOptions.of(args)
         self._preparation: dict[str, PreparationCounts] = {}
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
@@ -124,7 +131,7 @@ class PackedSFTTrainer(SFTTrainer):
         self.padding_free = True
         self.data_collator = data_collator or PackedCollator(
             pad_token_id=self._tokenizer.pad_token_id,
-            pad_to_multiple_of=self.args.pad_to_multiple_of,
+            pad_to_multiple_of=self._pad_to_multiple_of,
         )
         add_trained_positions_head(
             self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -142,9 +149,9 @@ class PackedSFTTrainer(SFTTrainer):
                 "parallelism: sharding a row drops the boundaries between its documents. Set "
                 "`packing=False` and `padding_free=False` for padded rows, or disable it."
             )
-        if self.aux_loss_enabled and args.pad_to_multiple_of:
+        if self.aux_loss_enabled and self._pad_to_multiple_of:
             raise ValueError(
-                f"pad_to_multiple_of={args.pad_to_multiple_of} would let padding take part in the "
+                f"pad_to_multiple_of={self._pad_to_multiple_of} would let padding take part in the "
                 "balance of experts; leave it unset, or set router_aux_loss_coef=0.0"
             )
         if args.world_size > 1 and not args.average_tokens_across_devices:
@@ -152,6 +159,12 @@ class PackedSFTTrainer(SFTTrainer):
                 "average_tokens_across_devices=False weights a token by the rank that it falls on, "
                 "and packed ranks hold unequal numbers of trained tokens; leave it True"
             )
+
+    @property
+    def _pad_to_multiple_of(self) -> int | None:
+        return self.args.pad_to_multiple_of or getattr(
+            self._completion_only, "pad_to_multiple_of", None
+        )
 
     def _shards_sequences(self) -> bool:
         parallelism = self.accelerator.parallelism_config
@@ -196,6 +209,7 @@ class PackedSFTTrainer(SFTTrainer):
         check_not_empty(dataset, dataset_name)
         if formatting_func is None:
             check_columns(dataset, dataset_name, args.dataset_text_field)
+        formatting_func = formatting_of_one(formatting_func, dataset)
         check_eos(dataset, self._tokenizer, dataset_name)
         # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
         unlimited = copy.copy(args)
@@ -203,6 +217,16 @@ class PackedSFTTrainer(SFTTrainer):
         documents = super()._prepare_dataset(
             dataset, processing_class, unlimited, False, formatting_func, dataset_name
         )
+        if self._completion_only is not None:
+            with global_then_local_main_first():
+                documents, unfound = label_documents(
+                    documents,
+                    self._completion_only,
+                    num_proc=args.dataset_num_proc,
+                    name=dataset_name,
+                )
+            if unfound:
+                logger.warning(unfound)
         return self._fit(documents, args, dataset_name)
 
     def _fit(self, documents: Any, args: SFTConfig, name: str) -> Any:
@@ -222,6 +246,11 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
         """Refuse what TRL refuses: its guard knows only its own collator."""
+        if self._skip_prepare_dataset and self._completion_only is not None:
+            raise ValueError(
+                "skip_prepare_dataset=True skips the labels that DataCollatorForCompletionOnlyLM "
+                "finds; leave it out (a tokenized data set is not tokenized again)"
+            )
         if isinstance(data_collator, PackedCollator):
             data_collator = self._padded_collator
         super()._reject_skip_prepare_without_labels(datasets, data_collator)
