@@ -14,10 +14,11 @@ import warnings
 
 from datasets import Dataset
 from machine import provenance, publish, table
-from step import documents, model, tokenizer
+from step import documents, model
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.matrix import tiny_tokenizer
 
 NUM_TOKENS, ROWS = 4096, 1000
 
@@ -36,7 +37,7 @@ def build(trainer_class: type, dataset: Dataset, folder: str, rows: int) -> SFTT
             disable_tqdm=True,
         ),
         train_dataset=dataset,
-        processing_class=tokenizer(),
+        processing_class=tiny_tokenizer(),
     )
 
 

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 import torch
 from datasets import Dataset
 from machine import provenance, publish, table
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.matrix import tiny_tokenizer
 
 # (tokens a row, vocabulary, dtype, ratio that the project promises)
 CASES = [
@@ -100,12 +100,6 @@ def documents(num_tokens: int, vocabulary: int, rows: int) -> Dataset:
     return Dataset.from_list(examples)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-
-
 def model(vocabulary: int, dtype: str, max_length: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -139,7 +133,7 @@ def trainer(trainer_class: type, case: tuple, timer: StepTimer, folder: str) -> 
             learning_rate=0.0,
         ),
         train_dataset=documents(num_tokens, vocabulary, rows=WARM_UP + timer.steps + 2),
-        processing_class=tokenizer(),
+        processing_class=tiny_tokenizer(),
         callbacks=[timer],
     )
 

@@ -44,7 +44,7 @@ class IsolationGate:
         self.options = options
         self.asked = asked
         self.attention = resolve_attention(
-            self._base_model, options.attention, device=device, dtype=dtype
+            self.base_model, options.attention, device=device, dtype=dtype
         )
         install_attention(model, self.attention)
         # The shortest and the longest document, by mode (training or not).
@@ -52,7 +52,8 @@ class IsolationGate:
         self._head_is_checked = False
 
     @property
-    def _base_model(self) -> Any:
+    def base_model(self) -> Any:
+        """The transformers model inside PEFT's."""
         model = self.model
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -63,10 +64,10 @@ class IsolationGate:
         self._head_is_checked = True
         if not check_fused_head(wrapped):
             logger.warning(
-                f"TRL's fused LM head computes another loss than {type(self._base_model).__name__},"
+                f"TRL's fused LM head computes another loss than {type(self.base_model).__name__},"
                 " whose head is more than a matrix: training on the model's own logits"
             )
-            use_own_head(self._base_model)
+            use_own_head(self.base_model)
 
     def check(
         self,
@@ -103,7 +104,7 @@ class IsolationGate:
             collator=collator,
         )
         if way.backend != self.attention.backend:
-            logger.warning(f"{type(self._base_model).__name__} runs by {way}")
+            logger.warning(f"{type(self.base_model).__name__} runs by {way}")
             self._checked[not training] = []  # what the other mode was checked with is gone
         self.attention = way
         if isinstance(found, IsolationReport) and found:
@@ -120,7 +121,7 @@ class IsolationGate:
             return
         if isinstance(found, str):
             raise RuntimeError(
-                f"{type(self._base_model).__name__} cannot run packed documents by "
+                f"{type(self.base_model).__name__} cannot run packed documents by "
                 f"{self.attention}: {found}. Install what it asks for, or train padded rows: "
                 "attention='padded'"
             )

@@ -80,13 +80,9 @@ def use_own_head(model: Any) -> None:
         output.aux_loss = getattr(own, "aux_loss", None)
         return output
 
+    # Scoring then runs the whole model, not its backbone: `install_attention` asks.
     forward.scores_own_logits = True  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
-
-
-def scores_own_logits(model: Any) -> bool:
-    """Whether `use_own_head` has been here: scoring then runs the whole model, not its backbone."""
-    return getattr(model.forward, "scores_own_logits", False)
 
 
 @torch.compiler.disable

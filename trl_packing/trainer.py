@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -133,9 +132,7 @@ class PackedSFTTrainer(SFTTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
-        add_trained_positions_head(
-            self.model.get_base_model() if is_peft_model(self.model) else self.model
-        )
+        add_trained_positions_head(self._gate.base_model)
         self.packing_report = self._report()
         self.add_callback(_OnTrainBegin(self))
 

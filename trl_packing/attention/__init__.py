@@ -8,7 +8,7 @@
     padded_rows.py      padded forwards of the same documents    any model
 
 `resolve_attention` chooses and changes nothing; `install_attention` sets the choice on the model.
-Neither is trusted: the isolation check runs on the result (`exact_way`), and before the first step.
+Neither is trusted: the isolation check runs on the result before the first step (`gate.py`).
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ from trl_packing.length_constants import rope_thresholds, text_config
 __all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
 
 # Ways that leave the model its own attention, from the fastest to the one that takes any model.
-OWN_ATTENTION = ("model", explicit_mask.NAME, padded_rows.NAME, "equal_lengths")
+OWN_ATTENTION = ("model", explicit_mask.NAME, padded_rows.NAME, padded_rows.EQUAL_LENGTHS)
 
 _OURS = (document_sdpa.NAME, torch_varlen.NAME)
 
@@ -66,7 +66,7 @@ _TITLES = {
     "model": "the model's own, masked by position_ids",
     explicit_mask.NAME: "the model's own, under an explicit 4-D mask",
     padded_rows.NAME: "padded rows",
-    "equal_lengths": "rows of equal length",
+    padded_rows.EQUAL_LENGTHS: "rows of equal length",
 }
 
 
@@ -151,12 +151,12 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     _set_implementation(base, choice.implementation or _own_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
-    elif choice.backend in (padded_rows.NAME, "equal_lengths"):
+    elif choice.backend in (padded_rows.NAME, padded_rows.EQUAL_LENGTHS):
         whole = _whole_model(model, base)
         padded_rows.pad_packed_calls(
             whole or backbone,
             thresholds=rope_thresholds(base),
-            equal_lengths=choice.backend == "equal_lengths",
+            equal_lengths=choice.backend == padded_rows.EQUAL_LENGTHS,
         )
         if whole:
             return
@@ -199,7 +199,7 @@ def _own_implementation(model: Any) -> str | None:
 
 
 def _set_implementation(model: Any, implementation: str | None) -> None:
-    if implementation in (None, _current_implementation(model)) or model.config is None:
+    if implementation in (None, _current_implementation(model)):
         return
     composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
     model.set_attn_implementation({"text_config": implementation} if composite else implementation)
@@ -219,7 +219,7 @@ def _indexed(model: Any) -> AttentionChoice | None:
     for name in ("index_topk", "index_topk_blocks", "indexer_budget"):
         if getattr(text, name, None):
             reason = f"{name}={getattr(text, name)} ranks the keys of the whole row"
-            return AttentionChoice("equal_lengths", None, reason)
+            return AttentionChoice(padded_rows.EQUAL_LENGTHS, None, reason)
     return None
 
 

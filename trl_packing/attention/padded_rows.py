@@ -27,6 +27,7 @@ from trl_packing.attention.interface import BOUNDARIES, host_boundaries, require
 from trl_packing.labels import IGNORE_INDEX
 
 NAME = "padded"
+EQUAL_LENGTHS = "equal_lengths"  # the same without padding
 
 _MOST_PADDING = 1 / 8
 
