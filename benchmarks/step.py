@@ -3,10 +3,11 @@
     python benchmarks/step.py --output benchmarks/results/step.md      # about 10 minutes, 2 cores
 
 A Llama of 4 layers × 512 hidden trains on documents of about 256 tokens, a third of each prompt.
-Both trainers run in one process on the same documents in rows of T tokens and take turns: a step of
-one, a step of the other, so that a machine whose speed drifts does not favor either. A step is what
-lies between `on_step_begin` and `on_step_end`; the ratio is the median over pairs of steps, after a
-warm-up. The losses of both must agree first (on Llama, TRL's packed rows are exact too).
+Each trainer runs in a process of its own, as it would for a user, on the same documents in rows of
+T tokens. They take turns: a step of one, a step of the other, so that a machine whose speed drifts
+does not favor either (two threads of one process share an allocator, which slows both). A step is
+what lies between `on_step_begin` and `on_step_end`; the ratio is the median over pairs of steps,
+after a warm-up. The losses of both must agree first (on Llama, TRL's packed rows are exact too).
 
 glibc returns large freed blocks to the system, and the next step pays for zeroed pages again: up to
 half of a step. `--keep-pages` measures both trainers with an allocator that keeps its pages, as do
@@ -14,15 +15,15 @@ jemalloc and tcmalloc, which PyTorch recommends for training on CPU.
 """
 
 import argparse
-import gc
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -58,8 +59,8 @@ class StepTimer(TrainerCallback):
 
     full: int
     steps: int
-    mine: threading.Semaphore
-    yours: threading.Semaphore
+    mine: Any  # a semaphore
+    yours: Any
     seconds_a_token: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     tokens_before: float = 0.0
@@ -138,27 +139,34 @@ def trainer(trainer_class: type, case: tuple, timer: StepTimer, folder: str) -> 
     )
 
 
+def measure(
+    trainer_class: type, case: tuple, steps: int, mine: Any, yours: Any, result: Any
+) -> None:
+    """Train in this process; send the seconds a token of each timed step, and the mean loss."""
+    warnings.filterwarnings("ignore")
+    timer = StepTimer(case[0], steps, mine, yours)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer(trainer_class, case, timer, folder).train()
+    result.send((timer.seconds_a_token, statistics.mean(timer.losses)))
+
+
 def compare(case: tuple, steps: int) -> list[str]:
     num_tokens, vocabulary, dtype, promised = case
-    first, second = threading.Semaphore(1), threading.Semaphore(0)
-    trl = StepTimer(num_tokens, steps, mine=first, yours=second)
-    ours = StepTimer(num_tokens, steps, mine=second, yours=first)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [
-            trainer(trainer_class, case, timer, f"{folder}/{trainer_class.__name__}")
-            for trainer_class, timer in ((SFTTrainer, trl), (PackedSFTTrainer, ours))
-        ]
-        threads = [threading.Thread(target=run.train) for run in runs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    del runs
-    gc.collect()
+    spawn = multiprocessing.get_context("spawn")
+    turns = [spawn.Semaphore(1), spawn.Semaphore(0)]
+    results = []
+    for trainer_class, (mine, yours) in zip(
+        (SFTTrainer, PackedSFTTrainer), (turns, turns[::-1]), strict=True
+    ):
+        received, result = spawn.Pipe(duplex=False)
+        run = (trainer_class, case, steps, mine, yours, result)
+        spawn.Process(target=measure, args=run, daemon=True).start()
+        result.close()  # or a process that fails would be waited for
+        results.append(received)
+    (trl, trl_loss), (ours, our_loss) = (received.recv() for received in results)
     # Random weights, learning rate 0: steps of other documents differ by their tokens alone.
-    losses = [statistics.mean(timer.losses) for timer in (trl, ours)]
-    assert abs(losses[0] - losses[1]) < 0.01 * losses[0], losses
-    pairs = list(zip(trl.seconds_a_token, ours.seconds_a_token, strict=True))
+    assert abs(trl_loss - our_loss) < 0.01 * trl_loss, (trl_loss, our_loss)
+    pairs = list(zip(trl, ours, strict=True))
     ratio = statistics.median(theirs / own for theirs, own in pairs)
     microseconds = [1e6 * statistics.median(column) for column in zip(*pairs, strict=True)]
     return [

@@ -16,16 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from string import Formatter
 from typing import Any, NamedTuple, TypeAlias
 
 from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
 from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.prompt_templates import PromptTemplate
+
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 KEPT_COLUMNS = ("tools", "chat_template_kwargs")  # TRL reads these beside a conversation
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 Row = dict[str, Any]
 AnyDataset: TypeAlias = Dataset | IterableDataset
@@ -57,13 +57,6 @@ class DataArguments(ScriptArguments):
     completion_column: str | None = field(
         default=None, metadata={"help": "Column that holds the completion. Default: completion."}
     )
-    prompt_template: str | None = field(
-        default=None,
-        metadata={
-            "help": "The prompt, with columns in braces: 'Question: {question}\\nAnswer:'. "
-            "\\n is a line break, {{ a brace. Instead of prompt_column."
-        },
-    )
     messages_column: str | None = field(
         default=None,
         metadata={"help": "Column that holds conversations (role/content or from/value)."},
@@ -84,12 +77,16 @@ class DataArguments(ScriptArguments):
 def load_documents(
     args: DataArguments,
     *,
+    prompt_template: str | None = None,
+    query_field: str = "query",
     needs_test: bool = False,
     has_chat_template: bool = False,
     text_field: str = "text",
     seed: int = 42,
 ) -> LoadedData:
     """Return the training and, if asked for, held-out documents that `args` describe.
+
+    ``prompt_template`` (and the ``query_field`` in it) makes prompts of raw columns.
 
     There is a test set if `needs_test` or ``test_split_size`` is given: the split named
     ``dataset_test_split``, or a share of the training split where there is no such split.
@@ -103,10 +100,16 @@ def load_documents(
     elif needs_test or args.test_split_size is not None:
         test = _pick(splits, args.dataset_test_split, args.dataset_name)
 
-    chat = has_chat_template and not args.prompt_template if args.chat is None else args.chat
+    try:
+        template = PromptTemplate.of(prompt_template, query_field) if prompt_template else None
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    chat = has_chat_template and not template if args.chat is None else args.chat
     if chat and not has_chat_template:
         raise InputError("--chat needs a chat template: set one with --chat_template_path")
-    convert = partial(_to_trl_columns, args=args, text_field=text_field, chat=chat)
+    convert = partial(
+        _to_trl_columns, args=args, template=template, text_field=text_field, chat=chat
+    )
     documents = convert(train)
     notes += _notes(next(iter(train)), next(iter(documents)), args)
     return LoadedData(documents, None if test is None else convert(test), notes)
@@ -200,11 +203,16 @@ def _hold_out(train: AnyDataset, share: float, seed: int) -> tuple[Dataset, Data
 
 
 def _to_trl_columns(
-    dataset: AnyDataset, *, args: DataArguments, text_field: str, chat: bool
+    dataset: AnyDataset,
+    *,
+    args: DataArguments,
+    template: PromptTemplate | None,
+    text_field: str,
+    chat: bool,
 ) -> AnyDataset:
     """Return `dataset` with the columns of one of TRL's forms; see the top of this file."""
     columns = get_dataset_column_names(dataset)
-    named = args.prompt_column or args.prompt_template or args.completion_column
+    named = args.prompt_column or template or args.completion_column
     kept = [column for column in KEPT_COLUMNS if column in columns]
     rewrite: Callable[..., Row]
     if args.messages_column:
@@ -213,7 +221,7 @@ def _to_trl_columns(
         _require(columns, args.messages_column, "--messages_column")
         rewrite = partial(_conversation, column=args.messages_column)
     elif named or ("prompt" in columns and "input_ids" not in columns):
-        rewrite = _prompt_completion(columns, args, chat)
+        rewrite = _prompt_completion(columns, args, template, chat)
     elif "input_ids" in columns:
         return dataset
     else:
@@ -231,20 +239,15 @@ def _to_trl_columns(
 
 
 def _prompt_completion(
-    columns: list[str], args: DataArguments, chat: bool
+    columns: list[str], args: DataArguments, template: PromptTemplate | None, chat: bool
 ) -> Callable[[Row, int], Row]:
     """Return the function that makes a prompt and a completion of a row."""
-    if args.prompt_column and args.prompt_template:
+    if args.prompt_column and template:
         raise InputError("give --prompt_column or --prompt_template, not both")
     completion = args.completion_column or "completion"
-    if args.prompt_template:
-        template = args.prompt_template.replace("\\n", "\n")
-        sources = _fields(template)
-        for column in sources:
-            _require(columns, column, "--prompt_template")
-    else:
-        template, sources = None, [args.prompt_column or "prompt"]
-        _require(columns, sources[0], "--prompt_column")
+    sources = template.fields if template else [args.prompt_column or "prompt"]
+    for column in sources:
+        _require(columns, column, "--prompt_template" if template else "--prompt_column")
     _require(columns, completion, "--completion_column")
 
     def rewrite(row: Row, index: int) -> Row:
@@ -252,7 +255,7 @@ def _prompt_completion(
             if row[column] is None:
                 raise InputError(f"row {index} has no value in the column {column!r}")
         document = {
-            "prompt": template.format_map(row) if template else row[sources[0]],
+            "prompt": template.prompt(row) if template else row[sources[0]],
             "completion": row[completion],
         }
         if chat and not isinstance(document["prompt"], list):
@@ -264,31 +267,10 @@ def _prompt_completion(
 
 
 def _conversation(row: Row, index: int, *, column: str) -> Row:
-    """Return the row's messages, with the roles and keys of ShareGPT replaced by TRL's."""
+    """Return the row's messages, with role and content or, as in ShareGPT, from and value."""
     if not row[column]:
         raise InputError(f"row {index} has no message in the column {column!r}")
-    messages = [
-        {"role": SHAREGPT_ROLES.get(m["from"], m["from"]), "content": m["value"]}
-        if "from" in m
-        else m
-        for m in row[column]
-    ]
-    return {"messages": messages}
-
-
-def _fields(template: str) -> list[str]:
-    """Return the columns in braces.
-
-    >>> _fields("Question: {question}\\nHint: {hint}")
-    ['question', 'hint']
-    """
-    try:
-        found = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise InputError(f"--prompt_template {template!r} cannot be read: {error}") from error
-    if not found:
-        raise InputError(f"--prompt_template {template!r} names no column, as {{question}} would")
-    return found
+    return {"messages": row[column]}
 
 
 def _require(columns: list[str], column: str, flag: str) -> None:

@@ -99,8 +99,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         say("The demo: a small Llama learns to turn orders into packing lists, in a few minutes.")
         disable_progress_bars()  # of the preparation, which takes seconds
     model, tokenizer = load_model(training_args, model_args)
+    template, training_args.prompt_template = training_args.prompt_template, None  # used here
     data = load_documents(
         data_args,
+        prompt_template=template,
+        query_field=training_args.query_field,
         needs_test=training_args.eval_strategy != "no" or data_args.num_samples > 0,
         has_chat_template=bool(tokenizer.chat_template or training_args.chat_template_path),
         text_field=training_args.dataset_text_field,

@@ -24,6 +24,18 @@ TABLE = {
     "streaming": (set(), {"datasets", "torch"}),
     "collator": ({"documents", "labels"}, {"numpy", "torch"}),
     "templates": (set(), {"numpy"}),
+    "conversations": (set(), set()),
+    "prompt_templates": (set(), set()),
+    "turns": ({"conversations"}, {"jinja2", "transformers", "trl"}),
+    "tokenization": ({"templates"}, {"numpy", "trl"}),
+    "supervision": (
+        {"conversations", "prompt_templates", "templates", "tokenization", "turns"},
+        set(),
+    ),
+    "prepare_documents": (
+        {"labels", "supervision", "tokenization"},
+        {"accelerate", "datasets", "jinja2", "numpy", "transformers", "trl"},
+    ),
     "legacy_collator": (
         {"collator", "labels", "templates"},
         {"datasets", "numpy", "torch", "transformers", "trl"},
@@ -67,7 +79,19 @@ TABLE = {
     ),
     "exact_way": ({"attention", "isolation"}, {"accelerate", "numpy", "torch"}),
     "config": (set(), {"trl"}),
-    "arguments": ({"collator", "config", "legacy_collator", "prepare"}, {"datasets", "trl"}),
+    "arguments": (
+        {
+            "collator",
+            "config",
+            "legacy_collator",
+            "prepare",
+            "prompt_templates",
+            "supervision",
+            "templates",
+            "turns",
+        },
+        {"datasets", "trl"},
+    ),
     "gate": (
         {
             "arrow_documents",
@@ -93,6 +117,7 @@ TABLE = {
             "labels",
             "legacy_collator",
             "prepare",
+            "prepare_documents",
             "report",
             "sampler",
             "streaming",

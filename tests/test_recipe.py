@@ -36,9 +36,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def load(name: str, *, has_chat_template: bool = False, **arguments: Any) -> Any:
+def load(
+    name: str, *, has_chat_template: bool = False, prompt_template: str | None = None, **named: Any
+) -> Any:
     return load_documents(
-        DataArguments(dataset_name=name, **arguments), has_chat_template=has_chat_template
+        DataArguments(dataset_name=name, **named),
+        prompt_template=prompt_template,
+        has_chat_template=has_chat_template,
     )
 
 
@@ -122,12 +126,10 @@ def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row):
     assert notes == []
 
 
-def test_share_gpt_conversations_get_the_keys_and_roles_of_trl(tmp_path):
+def test_a_named_column_holds_the_messages(tmp_path):
     rows = [{"chat": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "id": 1}]
     train = load(write(tmp_path / "data.jsonl", rows), messages_column="chat").train
-    assert train[0] == {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    }
+    assert train[0] == {"messages": rows[0]["chat"]}  # the trainer knows these keys and roles
 
 
 def test_a_stream_gives_the_same_documents(tmp_path):
@@ -147,7 +149,7 @@ def test_a_stream_gives_the_same_documents(tmp_path):
         ("data.jsonl", {"prompt_column": "question"}, "'completion' among .*--completion_column"),
         ("data.jsonl", {"prompt_template": "{query}"}, "'query' among .*--prompt_template"),
         ("data.jsonl", {"prompt_template": "{query"}, "cannot be read"),
-        ("data.jsonl", {"prompt_template": "question"}, "names no column"),
+        ("data.jsonl", {"prompt_template": "question"}, "no field in braces"),
         ("data.jsonl", {"messages_column": "chat"}, "'chat' among .*--messages_column"),
         ("data.jsonl", {"prompt_template": "{n}", **NAMED}, "not both"),
         ("data.jsonl", {"messages_column": "chat", **NAMED}, "name no prompt"),

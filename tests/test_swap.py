@@ -212,11 +212,29 @@ def test_a_stream_may_not_know_its_columns(tmp_path, packing):
     train_moves_all(trainer_for(tmp_path, dataset, packing=packing))
 
 
+CONVERSATIONS_AS_MESSAGES = Dataset.from_list(
+    [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in (
+            (turn["value"] for turn in row["conversations"]) for row in tiny_rows("conversations")
+        )
+    ]
+)
+
+
 @pytest.mark.parametrize("max_length", [128, 30])
 @pytest.mark.parametrize("form", TEXT_FORMS)
 def test_documents_are_the_rows_that_trl_prepares(tmp_path, form, max_length):
     ours = trainer_for(tmp_path, form, max_length=max_length)
-    theirs = trainer_for(tmp_path, form, max_length=max_length, cls=SFTTrainer)
+    # On purpose different: TRL leaves "human" and "gpt" as they are, which few templates know.
+    same = CONVERSATIONS_AS_MESSAGES if form == "conversations" else form
+    theirs = trainer_for(
+        tmp_path,
+        same,
+        processing_class=tokenizer_for(form),
+        max_length=max_length,
+        cls=SFTTrainer,
+    )
     assert documents(ours.train_dataset) == documents(theirs.train_dataset)
 
 

@@ -15,12 +15,17 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig
+from trl.chat_template_utils import supports_tool_calling
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.collator import PackedCollator
-from trl_packing.config import PackingOptions, check_options
+from trl_packing.config import PackedSFTConfig, PackingOptions, check_options
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.prepare import Overflow
+from trl_packing.prompt_templates import PromptTemplate
+from trl_packing.supervision import Supervision, says_what_is_trained
+from trl_packing.templates import Templates
+from trl_packing.turns import ChatTemplate
 
 _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 
@@ -131,3 +136,42 @@ def overflow_of(args: SFTConfig, packing: bool) -> Overflow:
     if policy == "truncate" and args.truncation_mode == "keep_end":
         policy = "truncate_start"
     return Overflow(policy, args.max_length)
+
+
+def supervision_of(
+    args: SFTConfig,
+    tokenizer: Any,
+    first: dict[str, Any],
+    *,
+    chat_template: str | None,
+    completion_only: bool,
+    formatting_func: Callable[[Any], str] | None = None,
+) -> Supervision:
+    """Return what `args` say about which tokens of rows like `first` are trained.
+
+    chat_template, completion_only: what TRL has made of `args` and the training set.
+    Raises ValueError for templates that are empty or cannot be read.
+    """
+    options = PackingOptions.of(args)
+    answers = prompt_template = None
+    if options.response_template is not None:
+        answers = Templates.of(tokenizer, options.response_template, options.instruction_template)
+    if options.prompt_template is not None:
+        prompt_template = PromptTemplate.of(options.prompt_template, options.query_field)
+        completion_only = args.completion_only_loss is not False
+    train_on = options.train_on
+    if train_on is None and isinstance(args, PackedSFTConfig) and says_what_is_trained(first):
+        train_on = "assistant"
+    return Supervision(
+        ChatTemplate(tokenizer, chat_template),
+        tokenizer.eos_token,
+        text_field=args.dataset_text_field,
+        completion_only=completion_only,
+        assistant_only=args.assistant_only_loss,
+        train_on=train_on,
+        answers=answers,
+        prompt_template=prompt_template,
+        response_field=options.response_field,
+        formatting_func=formatting_func,
+        calls_tools=bool(tokenizer.chat_template) and supports_tool_calling(tokenizer),
+    )

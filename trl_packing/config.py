@@ -8,6 +8,7 @@ from trl import SFTConfig
 STRATEGIES = ("bfd", "bfd_split", "next_fit", "greedy", "wrapped")
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
 ISOLATION_CHECKS = ("error", "warn", "off")
+TRAIN_ON = ("assistant", "last_assistant", "all")
 
 
 def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
@@ -42,6 +43,41 @@ class PackedSFTConfig(SFTConfig):
         "TRL does, which is 'truncate', and 'split' with packing_strategy='bfd_split'.",
         OVERFLOWS,
     )
+    train_on: str | None = _choice(
+        None,
+        "Which messages of a conversation are trained: 'assistant' (all of its turns), "
+        "'last_assistant' or 'all'; a message's own 'train' (true, false) and 'weight' come first. "
+        "Works with any chat template. Default: what TRL does, by completion_only_loss and "
+        "assistant_only_loss; 'assistant' where messages have 'train' or 'weight'.",
+        TRAIN_ON,
+    )
+    response_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train what follows this text, e.g. '### Answer:', in plain text or in a "
+            "rendered conversation; for a tokenized data set it may be a list of token ids."
+        },
+    )
+    instruction_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "With response_template: train every answer, up to the next instruction, "
+            "instead of what follows the last response_template."
+        },
+    )
+    prompt_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Make prompts of raw fields: 'alpaca', 'qa', 'vicuna', a file, or text with "
+            "columns in braces, 'Question: {question}\\nAnswer: '. {query} is query_field's."
+        },
+    )
+    query_field: str = field(
+        default="query", metadata={"help": "With prompt_template: the column of the question."}
+    )
+    response_field: str = field(
+        default="response", metadata={"help": "With prompt_template: the column of the answer."}
+    )
     attention: str = field(
         default="auto",
         metadata={
@@ -66,6 +102,12 @@ class PackingOptions:
     """What `PackedSFTTrainer` reads beyond `SFTConfig`; defaults where a plain one is given."""
 
     overflow: str | None = None
+    train_on: str | None = None
+    response_template: Any = None
+    instruction_template: Any = None
+    prompt_template: str | None = None
+    query_field: str = "query"
+    response_field: str = "response"
     attention: str = "auto"
     isolation_check: str = "error"
 
@@ -85,10 +127,12 @@ def check_options(args: Any) -> None:
         "packing_strategy": (args.packing_strategy, STRATEGIES),
         "overflow": (options.overflow, (None, *OVERFLOWS)),
         "isolation_check": (options.isolation_check, ISOLATION_CHECKS),
+        "train_on": (options.train_on, (None, *TRAIN_ON)),
     }
     for name, (value, known) in choices.items():
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
+    _check_supervision(args, options)
     if args.max_length is not None and args.max_length <= 0:
         raise ValueError(f"max_length={args.max_length} must be positive, or None without packing")
     if (args.packing or args.eval_packing) and args.max_length is None:
@@ -96,3 +140,16 @@ def check_options(args: Any) -> None:
             "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. "
             "Set max_length, or packing=False and eval_packing=False."
         )
+
+
+def _check_supervision(args: Any, options: PackingOptions) -> None:
+    if options.train_on and args.assistant_only_loss:
+        raise ValueError(
+            f"train_on={options.train_on!r} and assistant_only_loss=True both say what is trained; "
+            "leave assistant_only_loss out"
+        )
+    if options.instruction_template is not None and options.response_template is None:
+        raise ValueError("instruction_template needs response_template: set both, or neither")
+    if options.response_template is not None and (options.train_on or args.assistant_only_loss):
+        other = f"train_on={options.train_on!r}" if options.train_on else "assistant_only_loss=True"
+        raise ValueError(f"response_template and {other} both say what is trained; set one of them")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-Span = tuple[int, int]  # [start, stop) in tokens
+Span = tuple[int, int]  # [start, stop), in tokens or in characters
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,18 @@ class Template:
             starts = _occurrences(document.input_ids, self.token_ids)
             if starts:
                 return [(start, start + len(self.token_ids)) for start in starts]
-        for text in self.texts:
-            at = document.text.rfind(text) if last else document.text.find(text)
-            spans = []
+        return [document.tokens_of(*place) for place in self.places(document.text, last=last)]
+
+    def places(self, text: str, *, last: bool) -> list[Span]:
+        """Return the characters of every occurrence in `text` (or the last one), in order."""
+        for wanted in self.texts:
+            at = text.rfind(wanted) if last else text.find(wanted)
+            places = []
             while at >= 0:
-                spans.append(document.tokens_of(at, at + len(text)))
-                at = -1 if last else document.text.find(text, at + len(text))
-            if spans:
-                return spans
+                places.append((at, at + len(wanted)))
+                at = -1 if last else text.find(wanted, at + len(wanted))
+            if places:
+                return places
         return []
 
 
@@ -88,20 +92,22 @@ class Templates:
         """Return ``(T,)`` bool, True on trained tokens; None if a template is not there."""
         document = DecodedDocument(self.tokenizer, input_ids.tolist())
         responses = self.response.spans(document, last=self.instruction is None)
-        if not responses:
+        instruction = self.instruction
+        instructions = None if instruction is None else instruction.spans(document, last=False)
+        answers = _answers(responses, instructions, len(input_ids))
+        if answers is None:
             return None
         mask = np.zeros(len(input_ids), bool)
-        if self.instruction is None:
-            mask[responses[-1][1] :] = True
-            return mask
-        instructions = self.instruction.spans(document, last=False)
-        if not instructions:
-            return None
-        for _, stop in responses:
-            # By its end: an instruction template may be the beginning of the response template.
-            later = (start for start, end in instructions if end > stop)
-            mask[stop : next(later, len(mask))] = True
+        for start, stop in answers:
+            mask[start:stop] = True
         return mask
+
+    def answers(self, text: str) -> list[Span] | None:
+        """Return the characters of `text` that answer a template; None if one is not there."""
+        responses = self.response.places(text, last=self.instruction is None)
+        instruction = self.instruction
+        instructions = None if instruction is None else instruction.places(text, last=False)
+        return _answers(responses, instructions, len(text))
 
     def unfound(self, number: int, of: int, input_ids: np.ndarray) -> str:
         """Return the sentence on `number` of `of` documents, `input_ids` being one of them."""
@@ -113,6 +119,24 @@ class Templates:
             f"{number:,} of {of:,} documents ({number / of:.1%}) have no {names}, so nothing in "
             f"them is trained; one of them starts {start!r}"
         )
+
+
+def _answers(
+    responses: list[Span], instructions: list[Span] | None, length: int
+) -> list[Span] | None:
+    """Return what follows each response template, up to the next instruction template.
+
+    Without instructions it is what follows the last one, to the end.
+    """
+    if not responses or instructions == []:
+        return None
+    responses = responses[-1:] if instructions is None else responses
+    answers = []
+    for _, stop in responses:
+        # By its end: an instruction template may be the beginning of the response template.
+        later = (start for start, end in instructions or () if end > stop)
+        answers.append((stop, next(later, length)))
+    return answers
 
 
 def _occurrences(input_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:

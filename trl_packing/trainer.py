@@ -33,6 +33,7 @@ from trl_packing.arguments import (
     overflow_of,
     packing_hidden,
     reason_for_trl_path,
+    supervision_of,
 )
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.attention import AttentionChoice
@@ -51,6 +52,7 @@ from trl_packing.prepare import (
     fit_documents,
     fit_stream,
 )
+from trl_packing.prepare_documents import can_prepare, label_tokenized, prepare_documents
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
 from trl_packing.streaming import PackedStream
@@ -206,14 +208,10 @@ class PackedSFTTrainer(SFTTrainer):
         check_not_empty(dataset, dataset_name)
         if formatting_func is None:
             check_columns(dataset, dataset_name, args.dataset_text_field)
-        formatting_func = formatting_of_one(formatting_func, dataset)
-        check_eos(dataset, self._tokenizer, dataset_name)
-        # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
-        unlimited = copy.copy(args)
-        unlimited.max_length = None
-        documents = super()._prepare_dataset(
-            dataset, processing_class, unlimited, False, formatting_func, dataset_name
-        )
+        with global_then_local_main_first():
+            documents = self._tokenized(
+                dataset, processing_class, args, formatting_func, dataset_name
+            )
         if self._completion_only is not None:
             with global_then_local_main_first():
                 documents, unfound = label_documents(
@@ -225,6 +223,49 @@ class PackedSFTTrainer(SFTTrainer):
             if unfound:
                 logger.warning(unfound)
         return self._fit(documents, args, dataset_name)
+
+    def _tokenized(
+        self, dataset: Any, processing_class: Any, args: SFTConfig, formatting_func: Any, name: str
+    ) -> Any:
+        """Return documents with `input_ids` and `labels`, of any length."""
+        num_proc = args.dataset_num_proc
+        if "input_ids" in get_dataset_column_names(dataset):
+            if formatting_func is not None:
+                logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
+            documents = label_tokenized(
+                dataset, completion_only=self.completion_only_loss, num_proc=num_proc, name=name
+            )
+        elif can_prepare(processing_class):
+            supervision = supervision_of(
+                args,
+                processing_class,
+                next(iter(dataset)),
+                chat_template=self.chat_template,
+                completion_only=self.completion_only_loss,
+                formatting_func=formatting_of_one(formatting_func, dataset),
+            )
+            documents = prepare_documents(
+                dataset,
+                supervision,
+                keeps_columns=not self._packing,
+                num_proc=num_proc,
+                name=name,
+            )
+        else:
+            return self._tokenized_by_trl(dataset, processing_class, args, formatting_func, name)
+        return documents.shuffle(seed=args.seed) if args.shuffle_dataset else documents
+
+    def _tokenized_by_trl(
+        self, dataset: Any, processing_class: Any, args: SFTConfig, formatting_func: Any, name: str
+    ) -> Any:
+        formatting_func = formatting_of_one(formatting_func, dataset)
+        check_eos(dataset, self._tokenizer, name)
+        # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
+        unlimited = copy.copy(args)
+        unlimited.max_length = None
+        return super()._prepare_dataset(
+            dataset, processing_class, unlimited, False, formatting_func, name
+        )
 
     def _fit(self, documents: Any, args: SFTConfig, name: str) -> Any:
         overflow = overflow_of(args, self._packing)

@@ -1,0 +1,175 @@
+"""A user's data set → tokenized documents, in batches, Arrow in and Arrow out.
+
+    rows           text | prompt, completion | messages | fields        (supervision)
+        │  render      text, and which characters are trained
+        │  tokenize    a batch in one call of the tokenizer
+        ▼
+    documents      input_ids, labels (and loss_weights, if messages have a weight)
+
+One `map`, cached by `datasets` under the tokenizer, the settings and the version of this package.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from datasets import Dataset, Features, IterableDataset, List, Value
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from trl.data_utils import get_dataset_column_names
+
+from trl_packing.labels import IGNORE_INDEX, MASK_COLUMNS, document_labels
+from trl_packing.supervision import Supervision, says_what_is_trained
+from trl_packing.tokenization import Tokenized, tokenize
+
+logger = get_logger(__name__)
+
+_DTYPES = {"input_ids": "int64", "labels": "int64", "loss_weights": "float32"}
+
+
+def can_prepare(processing_class: Any) -> bool:
+    """Return whether a tokenizer renders and tokenizes as transformers' own do.
+
+    Processors, and classes that do either in a way of their own, take TRL's code.
+    """
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        return False
+    own = type(processing_class)
+    return (
+        own.apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        and own.__call__ is PreTrainedTokenizerBase.__call__
+    )
+
+
+def prepare_documents(
+    dataset: Dataset | IterableDataset,
+    supervision: Supervision,
+    *,
+    keeps_columns: bool = False,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> Dataset | IterableDataset:
+    """Return `dataset` with `input_ids` and `labels`, every document whole.
+
+    keeps_columns: other columns stay (never those of a stream).
+
+    Raises ValueError, naming the row, for what cannot be rendered or tokenized.
+    """
+    first = next(iter(dataset.with_format(None)))
+    flagged = says_what_is_trained(first)
+    try:
+        supervision.check(first)
+    except ValueError as error:
+        raise ValueError(f"the {name} dataset cannot be prepared: {error}") from error
+    columns = ["input_ids", "labels"]
+    if flagged and supervision.train_on in ("assistant", "last_assistant"):
+        columns.append("loss_weights")
+    options: dict[str, Any] = {
+        "batched": True,
+        "with_indices": True,
+        "fn_kwargs": {
+            "supervision": supervision,
+            "form": supervision.form(first),
+            "columns": columns,
+            "name": name,
+            "version": version("trl_packing"),  # another one may render otherwise: not its cache
+        },
+    }
+    present = get_dataset_column_names(dataset)
+    if isinstance(dataset, IterableDataset):
+        options["features"] = Features({c: List(Value(_DTYPES[c])) for c in columns})
+    else:
+        options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
+    if not keeps_columns or isinstance(dataset, IterableDataset):
+        options["remove_columns"] = present
+    return dataset.with_format(None).map(_prepare_batch, **options)
+
+
+def _prepare_batch(
+    batch: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    supervision: Supervision,
+    form: str,
+    columns: Sequence[str],
+    name: str,
+    version: str,
+) -> dict[str, list[np.ndarray]]:
+    rendered = []
+    for number, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+        row = dict(zip(batch, values, strict=True))
+        try:
+            rendered.append(supervision.render(row, form))
+        except (ValueError, TypeError, RuntimeError, TemplateError) as error:
+            kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
+            raise kind(f"row {number} of the {name} dataset: {_words(error)}") from error
+    documents = tokenize(supervision.chat.tokenizer, rendered)
+    _warn_of_lost_prompts(supervision.chat.tokenizer, documents)
+    made = {
+        "input_ids": [document.input_ids for document in documents],
+        "labels": [
+            np.where(document.weights > 0, document.input_ids, IGNORE_INDEX)
+            for document in documents
+        ],
+        "loss_weights": [document.weights for document in documents],
+    }
+    return {column: made[column] for column in columns}
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, TemplateError | TypeError):
+        return f"the chat template cannot render it: {error}"
+    return str(error)
+
+
+def _warn_of_lost_prompts(tokenizer: Any, documents: Sequence[Tokenized]) -> None:
+    for document in documents:
+        if document.lost_prompt:
+            logger.warning_once(
+                "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
+                f"{tokenizer.decode(document.lost_prompt)!r} is left out, because tokens merge "
+                "where prompt and completion meet, or because the chat template renders the prompt "
+                "alone otherwise. The model is trained on a context that differs from the one it "
+                "sees at inference. End the prompt on a token boundary, or use a chat template "
+                "that renders it the same way. Shown once; it likely applies to every row."
+            )
+            return
+
+
+# --- tokenized before -----------------------------------------------------------------------------
+
+
+def label_tokenized(
+    dataset: Dataset | IterableDataset,
+    *,
+    completion_only: bool,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> Dataset | IterableDataset:
+    """Return `dataset` with `labels` made of its masks, as TRL does; labels that it has stay.
+
+    completion_only: `completion_mask` counts; `assistant_masks` always do.
+    """
+    present = get_dataset_column_names(dataset)
+    if "labels" in present:
+        return dataset
+    options: dict[str, Any] = {"fn_kwargs": {"completion_only": completion_only}, "batched": True}
+    if isinstance(dataset, Dataset):
+        options |= {"num_proc": num_proc, "desc": f"Building labels for {name} dataset"}
+    masks = [column for column in MASK_COLUMNS if column in present]
+    return dataset.with_format(None).map(_label_batch, remove_columns=masks, **options)
+
+
+def _label_batch(
+    batch: Mapping[str, Sequence[Any]], completion_only: bool
+) -> dict[str, list[np.ndarray]]:
+    ignored = () if completion_only else ("completion_mask",)
+    masks = [name for name in MASK_COLUMNS if name in batch and name not in ignored]
+    rows = zip(batch["input_ids"], *(batch[name] for name in masks), strict=True)
+    return {
+        "labels": [
+            document_labels(dict(zip(masks, values, strict=True)), np.asarray(ids, np.int64))
+            for ids, *values in rows
+        ]
+    }

@@ -1,0 +1,104 @@
+"""Prompts made of the fields of a row: a named template, a text with fields in braces, or a file.
+
+    {"query": "2 + 3?", "response": "5"}     "alpaca"      Below is an instruction … ### Response:
+    {"q": "2 + 3?", "a": "5"}                "Q: {q}\\nA:"   Q: 2 + 3?\\nA:
+
+{query} is the column that `query_field` names, in a named template and in one of your own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+_ALPACA = (
+    "Below is an instruction that describes a task{paired}. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{{query}}\n\n{input}### Response:\n"
+)
+
+# name -> template, and another one for rows with a non-empty "input" (tatsu-lab/stanford_alpaca,
+# lm-sys/FastChat's vicuna_v1.1)
+NAMED: dict[str, tuple[str, str | None]] = {
+    "alpaca": (
+        _ALPACA.format(paired="", input=""),
+        _ALPACA.format(
+            paired=", paired with an input that provides further context",
+            input="### Input:\n{input}\n\n",
+        ),
+    ),
+    "qa": ("Question: {query}\nAnswer: ", None),
+    "vicuna": (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions. "
+        "USER: {query} ASSISTANT: ",
+        None,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt with the fields of a row in braces; another where the row has an "input"."""
+
+    template: str
+    with_input: str | None = None
+    query_field: str = "query"
+
+    @classmethod
+    def of(cls, given: str, query_field: str = "query") -> "PromptTemplate":
+        """Return the template: of a name, of a file, or the text itself.
+
+        Raises ValueError for text without a field, and for braces that cannot be read.
+        """
+        if given in NAMED:
+            return cls(*NAMED[given], query_field)
+        is_name = "{" not in given
+        if is_name and not Path(given).is_file():
+            raise ValueError(
+                f"prompt_template={given!r} is no file, names no template ({', '.join(NAMED)}) and "
+                "has no field in braces, as 'Question: {question}\\nAnswer: ' would"
+            )
+        # A shell hands over a line break as two characters.
+        text = Path(given).read_text() if is_name else given.replace("\\n", "\n")
+        template = cls(text, None, query_field)
+        if not template.fields:
+            raise ValueError(f"prompt_template={given!r} has no field in braces")
+        return template
+
+    @property
+    def fields(self) -> list[str]:
+        """The columns that the template needs, the prompt's under its own name."""
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"prompt_template cannot be read: {error}") from error
+        return [self.column(name) for name in names]
+
+    def prompt(self, row: Mapping[str, Any]) -> str:
+        """Return the prompt of a row. Raises ValueError for a column that it lacks."""
+        template = self.with_input if self.with_input and row.get("input") else self.template
+        return template.format_map(_Fields(row, self))
+
+    def column(self, name: str) -> str:
+        return self.query_field if name == "query" else name
+
+
+class _Fields(dict[str, str]):
+    """The fields of a row as a template asks for them."""
+
+    def __init__(self, row: Mapping[str, Any], template: PromptTemplate):
+        super().__init__()
+        self.row, self.template = row, template
+
+    def __missing__(self, name: str) -> str:
+        return field_of(self.row, self.template.column(name))
+
+
+def field_of(row: Mapping[str, Any], column: str) -> str:
+    """Return a field as text. Raises ValueError if it is missing or null."""
+    if row.get(column) is None:
+        has = f"it has {sorted(row)}" if column not in row else "it is null"
+        raise ValueError(f"no value in the column {column!r} ({has})")
+    return str(row[column])

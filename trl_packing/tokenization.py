@@ -1,0 +1,181 @@
+"""Rendered texts → token ids and which of them are trained, in one call of the tokenizer.
+
+    text        Question: Why?\\nAnswer: Because.<eos>
+    spans                              [Because.<eos>]             characters, with a weight
+    input_ids   Question  :  Why  ?  \\n  Answer  :  Because .  <eos>
+    trained     0         0  0    0  0   0       0  1       1  1
+
+A token that holds some characters of a span and some before it is trained: masked, the first word
+of an answer would never be learned. After a template found in plain text it is the other way round
+(see `templates`), and a prompt ends where TRL ends it: where the tokens of the prompt alone and
+those of prompt and completion part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from trl.data_utils import common_prefix_length
+
+from trl_packing.templates import DecodedDocument
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One document as text, and what of it is trained.
+
+    spans: (start, stop, weight) in characters; None if every token is trained.
+    prompt: what TRL tokenizes alone to find where the completion begins; None if nothing is prompt.
+    only_whole: tokens that reach out of a span are masked.
+    adds_special_tokens: the tokenizer adds its own, as to any text; a chat template wrote them.
+    """
+
+    text: str
+    spans: Sequence[tuple[int, int, float]] | None = None
+    prompt: str | None = None
+    only_whole: bool = False
+    adds_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """`input_ids` ``(T,)`` int64 and `weights` ``(T,)`` float32, 0 on what is not trained."""
+
+    input_ids: np.ndarray
+    weights: np.ndarray
+    lost_prompt: list[int]  # the end of the prompt that prompt and completion together do not have
+
+
+def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
+    """Return the tokens of `documents`; all must agree in `adds_special_tokens`.
+
+    Raises ValueError for spans where a tokenizer without offsets does not give the text back.
+    """
+    special = documents[0].adds_special_tokens
+    encoded = _encode(tokenizer, [document.text for document in documents], special)
+    views = [
+        _view(tokenizer, encoded, number, document) for number, document in enumerate(documents)
+    ]
+    ends = [
+        None if document.prompt is None else _prompt_end(view, document)
+        for view, document in zip(views, documents, strict=True)
+    ]
+    alone = [n for n, end in enumerate(ends) if end is None and documents[n].prompt is not None]
+    prompts: dict[int, list[int]] = {}
+    if alone:
+        texts = [documents[n].prompt or "" for n in alone]
+        ids = _encode(tokenizer, texts, special)["input_ids"]
+        prompts = dict(zip(alone, ids, strict=True))
+    return [
+        _tokenized(ids, view, document, end, prompts.get(number))
+        for number, (ids, view, document, end) in enumerate(
+            zip(encoded["input_ids"], views, documents, ends, strict=True)
+        )
+    ]
+
+
+def _encode(tokenizer: Any, texts: list[str], special: bool) -> Any:
+    return tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
+
+
+def _tokenized(
+    ids: list[int], view: Any, document: Rendered, end: int | None, prompt: list[int] | None
+) -> Tokenized:
+    if document.spans is None:
+        weights = np.ones(len(ids), np.float32)
+    else:
+        weights = np.zeros(len(ids), np.float32)
+        for start, stop, weight in document.spans:
+            first, last = view.tokens_of(start, stop, document.only_whole)
+            weights[first:last] = weight
+    lost: list[int] = []
+    if prompt is not None:
+        end = common_prefix_length(prompt, ids)
+        lost = prompt[end:]
+    weights[: end or 0] = 0
+    return Tokenized(np.asarray(ids, np.int64), weights, lost)
+
+
+def _prompt_end(view: Any, document: Rendered) -> int | None:
+    """Return where the completion begins, if a token does at that character; else None."""
+    # Then no merge crossed the boundary, so the prompt alone has the same tokens.
+    prompt = document.prompt or ""
+    if not document.text.startswith(prompt) or len(prompt) >= len(document.text):
+        return None
+    return view.token_starting_at(len(prompt))
+
+
+def _view(tokenizer: Any, encoded: Any, number: int, document: Rendered) -> Any:
+    if tokenizer.is_fast:
+        return _Offsets(encoded.encodings[number], len(document.text))
+    return _Decoded(tokenizer, encoded["input_ids"][number], document)
+
+
+class _Offsets:
+    """From characters to tokens by the offsets of a fast tokenizer."""
+
+    def __init__(self, encoding: Any, num_chars: int):
+        self.encoding, self.num_chars = encoding, num_chars
+
+    def token_starting_at(self, char: int) -> int | None:
+        token = self.encoding.char_to_token(char)
+        if token is None or self.encoding.token_to_chars(token)[0] != char:
+            return None
+        return token
+
+    def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
+        """Return the tokens of the characters [start, stop), space that no token holds left out."""
+        first = self._first(start, stop)
+        if first is None:
+            return 0, 0
+        if only_whole:
+            while first < len(self.encoding) and self._begins(first) < start:
+                first += 1
+            after = self._first(stop, self.num_chars)
+            # The end of a text takes in what the tokenizer adds after it.
+            return first, len(self.encoding) if after is None else max(after, first)
+        last = next(
+            token
+            for char in range(stop - 1, start - 1, -1)
+            if (token := self.encoding.char_to_token(char)) is not None
+        )
+        # One character can be many tokens, and `char_to_token` returns the first of them.
+        while last + 1 < len(self.encoding) and start <= self._begins(last + 1) < stop:
+            last += 1
+        return first, last + 1
+
+    def _first(self, start: int, stop: int) -> int | None:
+        tokens = (self.encoding.char_to_token(char) for char in range(start, stop))
+        return next((token for token in tokens if token is not None), None)
+
+    def _begins(self, token: int) -> int:
+        chars = self.encoding.token_to_chars(token)
+        return self.num_chars if chars is None else chars[0]
+
+
+class _Decoded:
+    """From characters to tokens by decoding, for tokenizers without offsets."""
+
+    def __init__(self, tokenizer: Any, ids: list[int], document: Rendered):
+        self.tokenizer, self.text = tokenizer, document.text
+        self.document = DecodedDocument(tokenizer, ids)
+
+    def token_starting_at(self, char: int) -> int | None:
+        return None
+
+    def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
+        before = self.document.text.find(self.text)
+        if before < 0:
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} has no offsets and does not give back the text "
+                "that it read, so trained characters cannot be found among its tokens; load the "
+                "fast tokenizer (AutoTokenizer.from_pretrained(..., use_fast=True))"
+            )
+        first, last = self.document.tokens_of(before + start, before + stop)
+        if only_whole:
+            inside = self.document.tokens_of(before, before + start)[1]
+            after = self.document.tokens_of(before + stop, len(self.document.text))[0]
+            last = len(self.document.input_ids) if stop == len(self.text) else after
+            return inside, max(last, inside)
+        return first, last

@@ -1,0 +1,307 @@
+"""Which characters of a rendered conversation the assistant writes.
+
+    messages      user "Hi"               assistant "Hello"
+    text          <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    turn                                                                  [Hello<|im_end|>]
+
+A turn starts where the generation prompt ends: what a template puts between it and the content (an
+empty <think> block, say) the model has to write itself. It ends with its stop token.
+
+A template with ``{% generation %}`` says so itself, and is taken at its word. Any other is asked:
+
+    skeleton      the contents of all wanted turns replaced by a mark, rendered once more
+                  text = piece  content  piece  content  piece           exact, or it is not equal
+    one by one    where the template changes contents, or what is around them, one turn after the
+                  other is replaced; what follows the mark follows the turn in the text too
+
+A template that leaves out what a turn says (the reasoning of earlier turns, most often) would train
+something else than the data: refused, unless ``{% generation %}`` says what to do.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+from trl.chat_template_utils import has_generation_markers
+
+from trl_packing.conversations import Message
+
+Span = tuple[int, int]  # [start, stop) in characters
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a row gives its chat template beside the messages."""
+
+    tools: Sequence[Any] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template and the tokenizer that it is for.
+
+    `override` takes the place of the tokenizer's own template.
+    """
+
+    tokenizer: Any
+    override: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer, "override": self.override}
+
+    @cached_property
+    def source(self) -> str:
+        """The text of the template. Raises ValueError if there is none."""
+        return self.tokenizer.get_chat_template(self.override)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a template."""
+        return bool(self.override or self.tokenizer.chat_template)
+
+    @cached_property
+    def marks_generations(self) -> bool:
+        """Whether the template says which characters the assistant writes."""
+        return has_generation_markers(self.source)
+
+    def render(
+        self, messages: Sequence[Message], context: Context, *, generation_prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation. Raises what the template raises."""
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=context.tools,
+            chat_template=self.override,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **context.kwargs,
+        )
+
+    def render_marked(self, messages: list[Message], context: Context) -> tuple[str, list[Span]]:
+        """Return the text and the characters that the template marks with ``{% generation %}``."""
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=context.tools,
+            chat_template=self.tokenizer.get_chat_template(self.override, context.tools),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **context.kwargs},
+        )
+        return texts[0], spans[0]
+
+    def turns(
+        self, messages: list[Message], context: Context, wanted: Sequence[int]
+    ) -> tuple[str, dict[int, list[Span]]]:
+        """Return the text, and the characters of each wanted message that a model is to write.
+
+        Raises ValueError, naming the message, where the template leaves out what it says.
+        """
+        if self.marks_generations:
+            return self._marked_turns(messages, context, wanted)
+        text = self.render(messages, context)
+        return text, {n: [span] for n, span in self._found(text, messages, context, wanted).items()}
+
+    # --- with {% generation %} --------------------------------------------------------------------
+
+    def _marked_turns(
+        self, messages: list[Message], context: Context, wanted: Sequence[int]
+    ) -> tuple[str, dict[int, list[Span]]]:
+        text, spans = self.render_marked(messages, context)
+        assistants = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        marked: dict[int, list[Span]] = {number: [] for number in wanted}
+        if len(spans) == len(assistants):
+            owners = assistants
+        elif set(wanted) >= set(assistants):
+            owners = [assistants[-1]] * len(spans)  # all are wanted, whosever they are
+        else:
+            owners = self._owners(text, messages, context, spans)
+        for owner, span in zip(owners, spans, strict=True):
+            if owner in marked:
+                marked[owner].append(span)
+        others = [n for n in wanted if n not in assistants]
+        found = self._found(text, messages, context, others)
+        return text, marked | {number: [span] for number, span in found.items()}
+
+    def _owners(
+        self, text: str, messages: list[Message], context: Context, spans: list[Span]
+    ) -> list[int]:
+        """Return whose each span is: the last assistant message that starts before its end."""
+        starts = {
+            number: self._one_by_one(text, messages, context, number)[0]
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        }
+        return [
+            max((n for n, start in starts.items() if start < stop), default=min(starts))
+            for _, stop in spans
+        ]
+
+    # --- without ----------------------------------------------------------------------------------
+
+    def _found(
+        self, text: str, messages: list[Message], context: Context, wanted: Sequence[int]
+    ) -> dict[int, Span]:
+        found = self._by_skeleton(text, messages, context, wanted)
+        for number in wanted:
+            if number not in found:
+                found[number] = self._one_by_one(text, messages, context, number)
+        return found
+
+    def _by_skeleton(
+        self, text: str, messages: list[Message], context: Context, wanted: Sequence[int]
+    ) -> dict[int, Span]:
+        """Return the turns of plain messages, if only their contents lie between the pieces."""
+        mark = _absent_from(text)
+        plain = [number for number in wanted if _is_plain(messages[number])]
+        try:
+            pieces = self.render(_replaced(messages, plain, mark), context).split(mark)
+        except TemplateError:
+            return {}
+        if len(pieces) != len(plain) + 1 or not text.startswith(pieces[0]):
+            return {}
+        spans, at = {}, len(pieces[0])
+        for number, before, after in zip(plain, pieces, pieces[1:], strict=False):
+            content = messages[number]["content"]
+            forms = (content, content.strip(), content.rstrip(), content.lstrip())
+            size = next((len(f) for f in forms if text.startswith(f + after, at)), None)
+            if size is None:
+                return {}
+            if before.endswith(self._header(messages[number]["role"])):
+                spans[number] = (at, at + size + self._stop_size(after))
+            at += size + len(after)
+        return spans if at == len(text) else {}
+
+    def _one_by_one(
+        self, text: str, messages: list[Message], context: Context, number: int
+    ) -> Span:
+        mark = _absent_from(text)
+        message = messages[number]
+        plain = {"role": message["role"], "content": mark}
+        try:
+            pieces = self.render([*messages[:number], plain, *messages[number + 1 :]], context)
+            before, _, after = pieces.partition(mark)
+        except TemplateError:  # a tool's message must follow a tool call, ...
+            before = after = mark
+        start = self._start(text, before, messages[:number], context, message["role"])
+        if start is None:
+            raise ValueError(
+                f"the chat template renders other text before message {number} than its generation "
+                "prompt, so where the model begins to write cannot be told; use a template with "
+                "{% generation %}, or train_on='all'"
+            )
+        limit = self._next_content(text, messages, context, number)
+        ends = (
+            len(text) - len(after) + self._stop_size(after) if text.endswith(after) else None,
+            self._end(text, messages[: number + 1], context),
+        )
+        stop = next((end for end in ends if end is not None and start < end <= limit), None)
+        if stop is None:
+            raise ValueError(
+                f"the chat template renders message {number} otherwise once more messages follow, "
+                "so where the model has to stop cannot be told; use a template with "
+                "{% generation %}, or train_on='last_assistant' or 'all'"
+            )
+        _check_complete(number, message, text[start:stop])
+        return start, stop
+
+    def _next_content(
+        self, text: str, messages: list[Message], context: Context, number: int
+    ) -> int:
+        """Return where the content of the next message begins; some render it in the same turn."""
+        if number + 1 == len(messages) or not _is_plain(messages[number + 1]):
+            return len(text)
+        mark = _absent_from(text)
+        before = self.render(_replaced(messages, [number + 1], mark), context).partition(mark)[0]
+        return len(before) if text.startswith(before) else len(text)
+
+    def _start(
+        self, text: str, before: str, earlier: list[Message], context: Context, role: str
+    ) -> int | None:
+        """Return where the generation prompt of a turn ends in `text`."""
+        if role == "assistant" and earlier:
+            prompt = self.render(earlier, context, generation_prompt=True)
+            if text.startswith(prompt):
+                return len(prompt)
+        if text.startswith(before):
+            header = self._header(role)
+            return before.rindex(header) + len(header) if header in before else len(before)
+        return None
+
+    def _end(self, text: str, messages: list[Message], context: Context) -> int | None:
+        """Return where the last of `messages` ends in `text`, if what follows leaves it alone."""
+        rendered = self.render(messages, context)
+        if not text.startswith(rendered):
+            return None
+        stripped = rendered.rstrip()
+        return len(stripped if stripped.endswith(self._special_tokens) else rendered)
+
+    def _header(self, role: str) -> str:
+        """Return what a generation prompt adds; "" for other roles, which need none."""
+        return self._generation_prompt if role == "assistant" else ""
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        user = [{"role": "user", "content": "a"}]
+        try:
+            without = self.render(user, Context())
+            prompt = self.render(user, Context(), generation_prompt=True)
+        except TemplateError:
+            return ""
+        return prompt.removeprefix(without) if prompt.startswith(without) else ""
+
+    @cached_property
+    def _special_tokens(self) -> tuple[str, ...]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special}
+        return tuple(
+            sorted(special | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
+        )
+
+    def _stop_size(self, after: str) -> int:
+        """Return the length of the stop token at the start of `after`, and of space before it."""
+        space = len(after) - len(after.lstrip())
+        for token in self._special_tokens:
+            if after.startswith(token, space):
+                return space + len(token)
+        return 0
+
+
+def _is_plain(message: Message) -> bool:
+    content = message.get("content")
+    if not isinstance(content, str) or not content or "</think>" in content:
+        return False
+    return not any(message.get(key) for key in ("tool_calls", *_REASONING))
+
+
+def _replaced(messages: list[Message], numbers: Sequence[int], mark: str) -> list[Message]:
+    return [{**m, "content": mark} if n in numbers else m for n, m in enumerate(messages)]
+
+
+def _absent_from(text: str) -> str:
+    """Return a character of the private use area that `text` does not have."""
+    return next(mark for mark in map(chr, range(0xF8FF, 0xE000, -1)) if mark not in text)
+
+
+def _check_complete(number: int, message: Message, turn: str) -> None:
+    """Raise ValueError if `turn` leaves out what `message` says."""
+    content = message.get("content")
+    said = {name: message[name] for name in _REASONING if isinstance(message.get(name), str)}
+    for call in message.get("tool_calls") or ():
+        said["tool call"] = str((call.get("function") or call).get("name"))
+    if isinstance(content, str):
+        parts = re.split(r"</?think>", content)
+        said |= {"content": parts[-1]} | ({"reasoning": parts[-2]} if len(parts) > 1 else {})
+    for name, words in said.items():
+        if words.strip() not in turn:
+            raise ValueError(
+                f"the chat template leaves out the {name} of message {number} "
+                f"({words.strip()[:40]!r}), so the model would be trained to leave it out. Use a "
+                "template that keeps it or has {% generation %}, train_on='last_assistant' if it "
+                "is kept there, or remove it from the data"
+            )
