@@ -62,14 +62,14 @@ class Supervision:
             return "text"
         if self.prompt_template is not None:
             return "fields"
-        if "prompt" in row:
+        if row.get("prompt") is not None:  # a stream of mixed rows fills them up with nulls
             return "prompt messages" if isinstance(row["prompt"], list) else "prompt"
         for name in ("messages", "conversations"):
             if isinstance(row.get(name), list):
                 return "messages"
-        if self.text_field in row:
+        if row.get(self.text_field) is not None:
             return "text"
-        raise ValueError(f"it has nothing to train on among {sorted(row)}")
+        raise ValueError(f"it has nothing to train on: {_contents(row)}")
 
     def check(self, row: Row) -> None:
         """Raise ValueError if a setting does not go with this kind of row."""
@@ -174,7 +174,9 @@ class Supervision:
 
     def _messages(self, row: Row) -> tuple[list[Any], list[Any], Context]:
         """Return the messages of the prompt, those after it, and what the template gets beside."""
-        names = ("prompt", "completion") if "prompt" in row else _messages_column(row)
+        names: tuple[str, ...] = ("prompt", "completion")
+        if row.get("prompt") is None:
+            names = ("messages" if isinstance(row.get("messages"), list) else "conversations",)
         lists, sharegpt = [], False
         for name in names:
             messages = row.get(name)
@@ -199,8 +201,11 @@ _WORDS = {
 }
 
 
-def _messages_column(row: Row) -> tuple[str]:
-    return ("messages",) if isinstance(row.get("messages"), list) else ("conversations",)
+def _contents(row: Row) -> str:
+    return ", ".join(
+        f"{name!r} is {'null' if row[name] is None else type(row[name]).__name__}"
+        for name in sorted(row)
+    )
 
 
 def says_what_is_trained(row: Row) -> bool:
