@@ -42,6 +42,13 @@ class PackedSFTConfig(SFTConfig):
         "TRL does, which is 'truncate', and 'split' with packing_strategy='bfd_split'.",
         OVERFLOWS,
     )
+    append_eos: bool = field(
+        default=False,
+        metadata={
+            "help": "Append the tokenizer's EOS token, trained, to documents that are trained to "
+            "their end and do not end in a stop token (tokenized data, templates without one)."
+        },
+    )
     attention: str = field(
         default="auto",
         metadata={
@@ -66,6 +73,7 @@ class PackingOptions:
     """What `PackedSFTTrainer` reads beyond `SFTConfig`; defaults where a plain one is given."""
 
     overflow: str | None = None
+    append_eos: bool = False
     attention: str = "auto"
     isolation_check: str = "error"
 

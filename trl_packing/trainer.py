@@ -30,6 +30,7 @@ from trl_packing.arguments import (
     check_arguments,
     check_not_empty,
     formatting_of_one,
+    generation_config_of,
     overflow_of,
     packing_hidden,
     reason_for_trl_path,
@@ -38,22 +39,22 @@ from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.attention import AttentionChoice
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.gate import IsolationGate
-from trl_packing.head import add_trained_positions_head
-from trl_packing.labels import IGNORE_INDEX
-from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_documents
-from trl_packing.prepare import (
-    TOKEN_COLUMNS,
+from trl_packing.dataset_checks import (
     check_columns,
     check_eos,
     check_rows,
     check_token_ids,
-    fit_documents,
-    fit_stream,
 )
+from trl_packing.gate import IsolationGate
+from trl_packing.head import add_trained_positions_head
+from trl_packing.labels import IGNORE_INDEX
+from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_documents
+from trl_packing.overflow import fit_documents, fit_stream
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
+from trl_packing.stop_tokens import append_eos, eos_appender, stop_token_ids, unended
 from trl_packing.streaming import PackedStream
+from trl_packing.token_columns import TOKEN_COLUMNS, token_columns_of
 
 logger = get_logger(__name__)
 
@@ -104,6 +105,7 @@ class PackedSFTTrainer(SFTTrainer):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
         self._options = PackingOptions.of(args)
+        self._generation_config = generation_config_of(model, args)  # data come before self.model
         self._preparation: dict[str, PreparationCounts] = {}
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         with packing_hidden(args) as (packing, eval_packing):
@@ -224,21 +226,38 @@ class PackedSFTTrainer(SFTTrainer):
                 )
             if unfound:
                 logger.warning(unfound)
-        return self._fit(documents, args, dataset_name)
+        own = processing_class is self._tokenizer  # a processor has a template of its own
+        stops = stop_token_ids(
+            self._tokenizer,
+            self._generation_config,
+            None if own else getattr(processing_class, "chat_template", None),
+        )
+        return self._fit(documents, args, dataset_name, stops)
 
-    def _fit(self, documents: Any, args: SFTConfig, name: str) -> Any:
-        overflow = overflow_of(args, self._packing)
+    def _fit(self, documents: Any, args: SFTConfig, name: str, stops: frozenset[int]) -> Any:
+        overflow, appends = overflow_of(args, self._packing), self._options.append_eos
         if "seq_lengths" in get_dataset_column_names(documents):
-            check_rows(documents, args.max_length, name)
+            check_rows(documents, args.max_length, name, append_eos=appends)
             return documents
         if isinstance(documents, IterableDataset):
-            return fit_stream(documents, overflow)
+            before = eos_appender(self._tokenizer, stops) if appends else None
+            return fit_stream(documents, overflow, before=before)
         if self._packing:
-            documents = documents.select_columns(list(TOKEN_COLUMNS))
+            documents = documents.select_columns(token_columns_of(documents.column_names))
+        num_proc = args.dataset_num_proc
         with global_then_local_main_first():  # one rank writes the cache, the others read it
-            fitted, self._preparation[name] = fit_documents(
-                documents, overflow, num_proc=args.dataset_num_proc, name=name
+            if appends:
+                documents = append_eos(
+                    documents, self._tokenizer, stops, num_proc=num_proc, name=name
+                )
+            fitted, counts = fit_documents(
+                documents, overflow, stop_ids=stops, num_proc=num_proc, name=name
             )
+        without_stop = unended(documents, self._tokenizer, stops)
+        if without_stop is not None:
+            logger.warning(f"{name} dataset: {without_stop.warning(appends)}")
+            counts = counts.with_note(without_stop.note(appends))
+        self._preparation[name] = counts
         return fitted
 
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
@@ -247,6 +266,11 @@ class PackedSFTTrainer(SFTTrainer):
             raise ValueError(
                 "skip_prepare_dataset=True skips the labels that DataCollatorForCompletionOnlyLM "
                 "finds; leave it out (a tokenized data set is not tokenized again)"
+            )
+        if self._skip_prepare_dataset and self._options.append_eos:
+            raise ValueError(
+                "skip_prepare_dataset=True skips append_eos=True; leave one of them out (a "
+                "tokenized data set is not tokenized again)"
             )
         if isinstance(data_collator, PackedCollator):
             data_collator = self._padded_collator
