@@ -413,6 +413,12 @@ def test_packed_rows_and_skipped_preparation_are_refused(tmp_path):
         )
 
 
+def test_where_trl_prepares_the_data_appending_is_refused(tmp_path):
+    dataset = Dataset.from_list([document([A, A], "xx")]).with_transform(lambda batch: batch)
+    with pytest.raises(ValueError, match=r"append_eos=True, but .* transform .* TRL's path"):
+        trainer_of(tmp_path, dataset, append_eos=True)
+
+
 def test_the_generation_config_of_a_named_model_is_read(tmp_path, caplog):
     model = tiny_model("llama")
     model.generation_config.eos_token_id = [7, 8]

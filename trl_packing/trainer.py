@@ -92,7 +92,13 @@ class PackedSFTTrainer(SFTTrainer):
         **kwargs: Any,
     ):
         self._trl_path = reason_for_trl_path(train_dataset, data_collator)
+        self._options = PackingOptions.of(args)
         if self._trl_path:
+            if self._options.append_eos:
+                raise ValueError(
+                    f"append_eos=True, but {self._trl_path}, which takes TRL's path, where nothing "
+                    "is appended; end the documents in EOS, or leave append_eos=False"
+                )
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
             if isinstance(args, PackedSFTConfig):
                 args.packing = False  # its default, where nobody asked for packing
@@ -104,7 +110,6 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
-        self._options = PackingOptions.of(args)
         self._generation_config = generation_config_of(model, args)  # data come before self.model
         self._preparation: dict[str, PreparationCounts] = {}
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
