@@ -47,10 +47,9 @@ def token_lists(table: pa.Table) -> dict[str, FlatLists]:
 
 
 def _flat(name: str, column: pa.ChunkedArray) -> FlatLists:
-    chunk = column.combine_chunks()
+    chunk = column.combine_chunks()  # a copy, also of one chunk: the offsets of a slice begin at 0
     values, offsets = (weight_lists if name == WEIGHT_COLUMN else integer_lists)(name, chunk)
-    # A slice of a table holds the values of all of it.
-    return values[offsets[0] : offsets[-1]], (offsets - offsets[0]).astype(np.int64)
+    return values, offsets.astype(np.int64)
 
 
 def weight_lists(name: str, chunk: pa.Array) -> FlatLists:
