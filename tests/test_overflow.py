@@ -335,7 +335,7 @@ def test_weights_of_any_documents_stay_with_their_tokens(rows, capacity):
 BAD_WEIGHTS = {
     "too few": ([1.0], "a document has 3 input_ids but 1 loss_weights; give one label, mask entry"),
     "null row": (None, "column 'loss_weights' has a missing (null) row"),
-    "null": ([1.0, None, 1.0], "column 'loss_weights' has a missing (null) weight"),
+    "null": ([1.0, None, 1.0], "column 'loss_weights' has a missing (null) "),
     "words": (["a", "b", "c"], "column 'loss_weights' holds list<item: string>, but weights are"),
 }
 

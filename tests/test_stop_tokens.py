@@ -131,7 +131,7 @@ def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
         "37 of 1,000 documents (3.7%) do not end in a trained stop token (one of '<eos>', "
         "'<|im_end|>'); "
     )
-    set_it = "set append_eos=True, or end the trained part of a document in one"
+    set_it = "set append_eos=True, or end them in one"
     assert found.note(append_eos=False) == counted + set_it
     warning = found.warning(append_eos=False)
     assert warning.startswith(counted + set_it + ": the model may not learn to stop there")

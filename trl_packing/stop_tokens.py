@@ -81,7 +81,7 @@ class Unended:
         way_out = (
             "their last tokens are not trained: check the completion or assistant masks"
             if append_eos
-            else "set append_eos=True, or end the trained part of a document in one"
+            else "set append_eos=True, or end them in one"
         )
         return f"{self}; {way_out}"
 
