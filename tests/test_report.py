@@ -1,24 +1,27 @@
 """The report says in numbers, and in words to read, what a run keeps, loses and is made of."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from trl_packing.report import PackingReport, PreparationCounts
+from trl_packing.report import Amount, PackingReport, PreparationCounts, Step
 
-KEPT_ALL = PreparationCounts(documents_in=3, documents_out=3, tokens_in=9, tokens_out=9)
+KEPT_ALL = PreparationCounts(Amount(3, 9, 6, 3), Amount(3, 9, 6, 3))
 CUT = PreparationCounts(
-    documents_in=1_200,
-    documents_out=1_150,
-    tokens_in=600_000,
-    tokens_out=560_000,
-    trained_in=400_000,
-    trained_out=380_000,
-    overlong=30,
-    empty=2,
-    untrained=50,
-    policy="truncate",
-    capacity=1024,
+    before=Amount(1_200, 600_000, 400_000, 1_200),
+    after=Amount(1_150, 560_000, 380_000, 1_170),
+    steps=(
+        Step(
+            30,
+            "longer than max_length=1024: cut at the end",
+            Amount(0, 38_000, 20_000, 30),
+            lost_a_stop=30,
+            way_out="raise max_length or set overflow='split'",
+        ),
+        Step(50, "without a trained token: dropped (2 of them empty)", Amount(50, 2_000)),
+    ),
+    notes=("3 of 1,150 documents (0.3%) end in no stop token",),
 )
 REPORT = PackingReport(
     documents=1_150,
@@ -48,11 +51,14 @@ def test_the_report_in_words():
         "an epoch     138 micro-batches · 18 optimizer steps · 63.9 documents a step"
         " (2 ranks × 4 accumulated × 4 bins)",
         "attention    documents: torch SDPA, a call for each document (no CUDA device)",
-        "             30 documents longer than max_length=1024: cut at the end",
-        "             50 documents without a trained token: dropped (2 of them empty)",
-        "             tokens lost: 40,000; trained tokens lost: 20,000",
-        "             warning: 5.0% of the trained tokens are lost; raise max_length or set "
-        "overflow='split'",
+        "             30 documents longer than max_length=1024: cut at the end; lost 38,000 "
+        "tokens, 20,000 trained, 30 stop tokens",
+        "             50 documents without a trained token: dropped (2 of them empty); lost 2,000 "
+        "tokens",
+        "             lost in all: 40,000 tokens, 20,000 trained, 30 stop tokens",
+        "             warning: 5.0% of the trained tokens are lost and 2.5% of the documents lost "
+        "a stop token; raise max_length or set overflow='split'",
+        "             3 of 1,150 documents (0.3%) end in no stop token",
     ]
 
 
@@ -61,8 +67,12 @@ def test_the_report_as_json_holds_every_number():
     assert "\n" not in REPORT.to_json()
     assert read["bins"] == 548
     assert read.pop("utilization") == pytest.approx(0.99795, abs=1e-5)
-    assert read["preparation"]["untrained"] == 50
-    assert PreparationCounts(**read.pop("preparation")) == CUT
+    preparation = read.pop("preparation")
+    assert Amount(**preparation["before"]) == CUT.before
+    assert Amount(**preparation["after"]) == CUT.after
+    steps = [Step(**step | {"lost": Amount(**step["lost"])}) for step in preparation["steps"]]
+    assert tuple(steps) == CUT.steps
+    assert tuple(preparation["notes"]) == CUT.notes
     assert PackingReport(**read, preparation=CUT) == REPORT
 
 
@@ -71,40 +81,65 @@ def test_nothing_is_said_where_nothing_was_lost():
     assert str(PreparationCounts()) == ""
 
 
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        ("truncate", "cut at the end"),
-        ("truncate_start", "cut at the start"),
-        ("truncate_prompt", "prompt cut at the start"),
-        ("drop", "dropped"),
-        ("split", "split into pieces"),
-        ("wrapped", "cut where rows end"),
-    ],
-)
-def test_every_policy_has_its_words(policy, words):
-    counts = PreparationCounts(overlong=1, policy=policy, capacity=8)
-    assert str(counts) == f"1 document longer than max_length=8: {words}"
-
-
-def test_tokens_lost_are_named_where_no_document_was_too_long():
-    """Wrapping cuts short documents too, and the first token of a piece is not trained."""
-    counts = PreparationCounts(
-        tokens_in=1_000,
-        tokens_out=999,
-        trained_in=900,
-        trained_out=895,
-        policy="wrapped",
-        capacity=99,
+def test_a_step_says_what_it_lost():
+    assert str(Step(1, "dropped", Amount(1, 1, 0, 1))) == (
+        "1 document dropped; lost 1 token, 1 stop token"
     )
-    assert str(counts) == "tokens lost: 1; trained tokens lost: 5"
+    assert str(Step(2, "cut in two", Amount(-2, 0, 5), unit="piece")) == (
+        "2 pieces cut in two; lost 0 tokens, 5 trained"
+    )
+    assert str(Step(2, "split into pieces", Amount(-2))) == "2 documents split into pieces"
 
 
-def test_the_warning_begins_above_one_percent():
-    one_percent = PreparationCounts(trained_in=1_000, trained_out=990)
-    more = PreparationCounts(trained_in=1_000, trained_out=989)
-    assert "warning" not in str(one_percent)
-    assert "warning: 1.1% of the trained tokens are lost" in str(more)
+def test_the_sum_is_said_where_several_steps_lost_something():
+    lossy = Step(1, "cut", Amount(0, 3))
+    assert str(PreparationCounts(steps=(lossy,))) == "1 document cut; lost 3 tokens"
+    both = PreparationCounts(Amount(2, 10), Amount(1, 4), (lossy, Step(1, "gone", Amount(1, 3))))
+    assert str(both).splitlines()[-1] == "lost in all: 6 tokens"
+    assert both.adds_up()
+
+
+def test_steps_add_up_or_not():
+    assert CUT.adds_up()
+    assert not replace(CUT, steps=CUT.steps[1:]).adds_up()
+
+
+def test_a_step_before_is_part_of_what_came_in():
+    unfound = Step(4, "without the response template", Amount(0, 0, 900), way_out="check it")
+    counts = KEPT_ALL.with_step_before(unfound)
+    assert counts.before == Amount(3, 9, 906, 3)
+    assert counts.after == KEPT_ALL.after
+    assert counts.adds_up()
+    assert str(counts).splitlines() == [
+        "4 documents without the response template; lost 0 tokens, 900 trained",
+        "warning: 99.3% of the trained tokens are lost; check it",
+    ]
+    assert counts.with_step_before(Step(1, "first")).steps[0].why == "first"
+
+
+@pytest.mark.parametrize(("lost", "warns"), [(10, False), (11, True)])
+def test_the_warning_begins_above_one_percent(lost, warns):
+    cut = Step(lost, "cut", Amount(0, lost, lost), way_out="raise max_length")
+    counts = PreparationCounts(Amount(10, 1_000, 1_000), Amount(10, 989, 1_000 - lost), (cut,))
+    sentence = "warning: 1.1% of the trained tokens are lost; raise max_length"
+    assert (sentence in str(counts)) == warns == ("warning" in str(counts))
+
+
+@pytest.mark.parametrize(("documents", "warns"), [(10, False), (11, True)])
+def test_stop_tokens_lost_in_one_percent_of_the_documents_are_warned_about(documents, warns):
+    cut = Step(documents, "cut", Amount(0, 11, 11, 11), documents, way_out="raise max_length")
+    before = Amount(1_000, 90_000, 90_000, 1_000)
+    counts = PreparationCounts(before, before - cut.lost, (cut,))
+    sentence = "warning: 1.1% of the documents lost a stop token; raise max_length"
+    assert (sentence in str(counts)) == warns == ("warning" in str(counts))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_way_out_is_that_of_the_step_that_lost_most(order):
+    small = Step(1, "cut", Amount(0, 9, 9), way_out="raise max_length")
+    big = Step(1, "without the template", Amount(0, 0, 90), way_out="check the template")
+    counts = PreparationCounts(Amount(9, 999, 999), Amount(9, 990, 900), (big, small)[::order])
+    assert str(counts).endswith("lost; check the template")
 
 
 def test_a_stream_is_reported_without_numbers():

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from transformers import GenerationConfig
 from trl import SFTConfig
 from trl.chat_template_utils import supports_tool_calling
 from trl.data_utils import get_dataset_column_names
@@ -21,7 +22,7 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions, check_options
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.prepare import Overflow
+from trl_packing.pieces import Overflow
 from trl_packing.prompt_templates import PromptTemplate
 from trl_packing.supervision import Supervision, says_what_is_trained
 from trl_packing.templates import Templates
@@ -72,6 +73,17 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
                 )
     if isinstance(train_dataset, (Dataset, IterableDataset)):
         check_not_empty(train_dataset, "train")
+
+
+def generation_config_of(model: Any, args: Any) -> Any:
+    """Return the generation config of `model`, an object or the name of one; None without one."""
+    if not isinstance(model, str):
+        return getattr(model, "generation_config", None)
+    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision") or "main"
+    try:
+        return GenerationConfig.from_pretrained(model, revision=revision)
+    except (OSError, ValueError):  # it has none, or TRL will say what is wrong with the name
+        return None
 
 
 def check_not_empty(dataset: Dataset | IterableDataset, name: str) -> None:

@@ -78,6 +78,13 @@ class PackedSFTConfig(SFTConfig):
     response_field: str = field(
         default="response", metadata={"help": "With prompt_template: the column of the answer."}
     )
+    append_eos: bool = field(
+        default=False,
+        metadata={
+            "help": "Append the tokenizer's EOS token, trained, to documents that are trained to "
+            "their end and do not end in a stop token (tokenized data, templates without one)."
+        },
+    )
     attention: str = field(
         default="auto",
         metadata={
@@ -108,6 +115,7 @@ class PackingOptions:
     prompt_template: str | None = None
     query_field: str = "query"
     response_field: str = "response"
+    append_eos: bool = False
     attention: str = "auto"
     isolation_check: str = "error"
 

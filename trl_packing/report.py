@@ -1,69 +1,110 @@
 """What preparation kept and lost, and what a training step is made of: numbers, then words.
 
-Everything here is a value object. `prepare` and the trainer fill it in; `str()` is what a user
+Everything here is a value object. `overflow` and the trainer fill it in; `str()` is what a user
 reads.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 
-# Above this share of lost training tokens the report warns.
+# Above this share of lost trained tokens, or of documents that lost a stop token, it warns.
 WARN_LOST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class PreparationCounts:
-    """What happened to the documents of one data set on their way through the overflow policy.
+class Amount:
+    """Documents, their tokens, the trained ones of these, and the stop tokens of the trained."""
 
-    Tokens and trained tokens are counted before (`*_in`) and after (`*_out`).
-    """
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0
+    stops: int = 0
 
-    documents_in: int = 0
-    documents_out: int = 0
-    tokens_in: int = 0
-    tokens_out: int = 0
-    trained_in: int = 0
-    trained_out: int = 0
-    overlong: int = 0
-    empty: int = 0
-    untrained: int = 0
-    policy: str = "truncate"
-    capacity: int | None = None
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "Amount") -> "Amount":
+        return Amount(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
-        lines = []
-        if self.overlong:
-            lines.append(
-                f"{_documents(self.overlong)} longer than max_length={self.capacity}: "
-                f"{_VERB[self.policy]}"
-            )
-        if self.untrained:
-            empty = f" ({self.empty:,} of them empty)" if self.empty else ""
-            lines.append(f"{_documents(self.untrained)} without a trained token: dropped{empty}")
-        tokens, trained = self.tokens_in - self.tokens_out, self.trained_in - self.trained_out
-        if tokens or trained:
-            lines.append(f"tokens lost: {tokens:,}; trained tokens lost: {trained:,}")
-        if self.trained_in and trained / self.trained_in > WARN_LOST_SHARE:
-            lines.append(
-                f"warning: {trained / self.trained_in:.1%} of the trained tokens are lost; "
-                "raise max_length or set overflow='split'"
-            )
-        return "\n".join(lines)
+        trained = f", {self.trained:,} trained" * bool(self.trained)
+        stops = f", {_number(self.stops, 'stop token')}" * bool(self.stops)
+        return _number(self.tokens, "token") + trained + stops
 
 
-def _documents(number: int) -> str:
-    return f"{number:,} document{'s' * (number != 1)}"
+@dataclass(frozen=True)
+class Step:
+    """What one step of preparation lost: `concerned` documents (or pieces) are `why`.
+
+    `lost` is what there was before the step less what there was after it. Pieces are documents from
+    then on, so a step that splits documents loses a negative number of them.
+    `lost_a_stop` counts the documents that have fewer trained stop tokens than before.
+    """
+
+    concerned: int
+    why: str
+    lost: Amount = field(default_factory=Amount)
+    lost_a_stop: int = 0
+    way_out: str = ""
+    unit: str = "document"
+
+    def __str__(self) -> str:
+        lost = f"; lost {self.lost}" * (self.lost.tokens > 0 or self.lost.trained > 0)
+        return f"{_number(self.concerned, self.unit)} {self.why}{lost}"
 
 
-_VERB = {
-    "truncate": "cut at the end",
-    "truncate_start": "cut at the start",
-    "truncate_prompt": "prompt cut at the start",
-    "drop": "dropped",
-    "split": "split into pieces",
-    "wrapped": "cut where rows end",
-    "error": "refused",
-}
+@dataclass(frozen=True)
+class PreparationCounts:
+    """What came into the preparation of one data set, what came out, and each step between them.
+
+    `notes` are sentences on the documents that are no loss.
+    """
+
+    before: Amount = field(default_factory=Amount)
+    after: Amount = field(default_factory=Amount)
+    steps: tuple[Step, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def adds_up(self) -> bool:
+        """Whether the steps lost exactly what came in and did not come out."""
+        return self.before - sum((step.lost for step in self.steps), Amount()) == self.after
+
+    def with_step_before(self, step: Step) -> "PreparationCounts":
+        """Return the counts of a preparation that began with `step`."""
+        return replace(self, before=self.before + step.lost, steps=(step, *self.steps))
+
+    def with_note(self, note: str) -> "PreparationCounts":
+        return replace(self, notes=(*self.notes, note))
+
+    def __str__(self) -> str:
+        lines = [str(step) for step in self.steps]
+        if sum(step.lost.tokens > 0 or step.lost.trained > 0 for step in self.steps) > 1:
+            lines.append(f"lost in all: {self.before - self.after}")
+        return "\n".join(filter(None, [*lines, self._warning(), *self.notes]))
+
+    def _warning(self) -> str:
+        """Return a sentence if more than `WARN_LOST_SHARE` is lost, with the way out of most."""
+        shares = {
+            "{:.1%} of the trained tokens are lost": _share(
+                self.before.trained - self.after.trained, self.before.trained
+            ),
+            "{:.1%} of the documents lost a stop token": _share(
+                sum(step.lost_a_stop for step in self.steps), self.before.documents
+            ),
+        }
+        words = [text.format(n) for text, n in shares.items() if n > WARN_LOST_SHARE]
+        if not words:
+            return ""
+        most = max(self.steps, key=lambda step: (step.lost.trained, step.lost_a_stop))
+        return f"warning: {' and '.join(words)}{'; ' * bool(most.way_out)}{most.way_out}"
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _number(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class Supervision:
             names = ("messages" if isinstance(row.get("messages"), list) else "conversations",)
         lists, sharegpt = [], False
         for name in names:
-            messages = row.get(name)
+            messages: Any = row.get(name)
             if is_sharegpt(messages):
                 sharegpt = True
                 messages = messages_from_sharegpt(messages, tool_calls=self.calls_tools)

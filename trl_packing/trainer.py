@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,34 +29,26 @@ from trl.trainer.utils import global_then_local_main_first
 
 from trl_packing.arguments import (
     check_arguments,
-    check_not_empty,
-    formatting_of_one,
-    overflow_of,
+    generation_config_of,
     packing_hidden,
     reason_for_trl_path,
-    supervision_of,
 )
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.attention import AttentionChoice
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.dataset_checks import (
+    check_token_ids,
+)
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import IGNORE_INDEX
-from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_documents
-from trl_packing.prepare import (
-    TOKEN_COLUMNS,
-    check_columns,
-    check_eos,
-    check_rows,
-    check_token_ids,
-    fit_documents,
-    fit_stream,
-)
-from trl_packing.prepare_documents import can_prepare, label_tokenized, prepare_documents
+from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
 from trl_packing.streaming import PackedStream
+from trl_packing.token_columns import TOKEN_COLUMNS
 
 logger = get_logger(__name__)
 
@@ -93,7 +86,13 @@ class PackedSFTTrainer(SFTTrainer):
         **kwargs: Any,
     ):
         self._trl_path = reason_for_trl_path(train_dataset, data_collator)
+        self._options = PackingOptions.of(args)
         if self._trl_path:
+            if self._options.append_eos:
+                raise ValueError(
+                    f"append_eos=True, but {self._trl_path}, which takes TRL's path, where nothing "
+                    "is appended; end the documents in EOS, or leave append_eos=False"
+                )
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
             if isinstance(args, PackedSFTConfig):
                 args.packing = False  # its default, where nobody asked for packing
@@ -105,7 +104,7 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
-        self._options = PackingOptions.of(args)
+        self._generation_config = generation_config_of(model, args)  # data come before self.model
         self._preparation: dict[str, PreparationCounts] = {}
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         with packing_hidden(args) as (packing, eval_packing):
@@ -205,61 +204,26 @@ class PackedSFTTrainer(SFTTrainer):
             return super()._prepare_dataset(
                 dataset, processing_class, args, packing, formatting_func, dataset_name
             )
-        check_not_empty(dataset, dataset_name)
-        if formatting_func is None:
-            check_columns(dataset, dataset_name, args.dataset_text_field)
-        with global_then_local_main_first():
-            documents = self._tokenized(
-                dataset, processing_class, args, formatting_func, dataset_name
-            )
-        if self._completion_only is not None:
-            with global_then_local_main_first():
-                documents, unfound = label_documents(
-                    documents,
-                    self._completion_only,
-                    num_proc=args.dataset_num_proc,
-                    name=dataset_name,
-                )
-            if unfound:
-                logger.warning(unfound)
-        return self._fit(documents, args, dataset_name)
-
-    def _tokenized(
-        self, dataset: Any, processing_class: Any, args: SFTConfig, formatting_func: Any, name: str
-    ) -> Any:
-        """Return documents with `input_ids` and `labels`, of any length."""
-        num_proc = args.dataset_num_proc
-        if "input_ids" in get_dataset_column_names(dataset):
-            if formatting_func is not None:
-                logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
-            documents = label_tokenized(
-                dataset, completion_only=self.completion_only_loss, num_proc=num_proc, name=name
-            )
-        elif can_prepare(processing_class):
-            supervision = supervision_of(
-                args,
-                processing_class,
-                next(iter(dataset)),
-                chat_template=self.chat_template,
-                completion_only=self.completion_only_loss,
-                formatting_func=formatting_of_one(formatting_func, dataset),
-            )
-            documents = prepare_documents(
-                dataset,
-                supervision,
-                keeps_columns=not self._packing,
-                num_proc=num_proc,
-                name=name,
-            )
-        else:
-            return self._tokenized_by_trl(dataset, processing_class, args, formatting_func, name)
-        return documents.shuffle(seed=args.seed) if args.shuffle_dataset else documents
+        preparation = Preparation(
+            args,
+            processing_class,
+            self._tokenizer,
+            packing=self._packing,
+            chat_template=self.chat_template,
+            completion_only=self.completion_only_loss,
+            generation_config=self._generation_config,
+            by_trl=partial(self._tokenized_by_trl, processing_class, args),
+            completion_only_lm=self._completion_only,
+        )
+        with global_then_local_main_first():  # one rank writes the cache, the others read it
+            documents, counts = preparation.documents(dataset, formatting_func, dataset_name)
+        if counts is not None:
+            self._preparation[dataset_name] = counts
+        return documents
 
     def _tokenized_by_trl(
-        self, dataset: Any, processing_class: Any, args: SFTConfig, formatting_func: Any, name: str
+        self, processing_class: Any, args: SFTConfig, dataset: Any, formatting_func: Any, name: str
     ) -> Any:
-        formatting_func = formatting_of_one(formatting_func, dataset)
-        check_eos(dataset, self._tokenizer, name)
         # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
         unlimited = copy.copy(args)
         unlimited.max_length = None
@@ -267,27 +231,17 @@ class PackedSFTTrainer(SFTTrainer):
             dataset, processing_class, unlimited, False, formatting_func, name
         )
 
-    def _fit(self, documents: Any, args: SFTConfig, name: str) -> Any:
-        overflow = overflow_of(args, self._packing)
-        if "seq_lengths" in get_dataset_column_names(documents):
-            check_rows(documents, args.max_length, name)
-            return documents
-        if isinstance(documents, IterableDataset):
-            return fit_stream(documents, overflow)
-        if self._packing:
-            documents = documents.select_columns(list(TOKEN_COLUMNS))
-        with global_then_local_main_first():  # one rank writes the cache, the others read it
-            fitted, self._preparation[name] = fit_documents(
-                documents, overflow, num_proc=args.dataset_num_proc, name=name
-            )
-        return fitted
-
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
         """Refuse what TRL refuses: its guard knows only its own collator."""
         if self._skip_prepare_dataset and self._completion_only is not None:
             raise ValueError(
                 "skip_prepare_dataset=True skips the labels that DataCollatorForCompletionOnlyLM "
                 "finds; leave it out (a tokenized data set is not tokenized again)"
+            )
+        if self._skip_prepare_dataset and self._options.append_eos:
+            raise ValueError(
+                "skip_prepare_dataset=True skips append_eos=True; leave one of them out (a "
+                "tokenized data set is not tokenized again)"
             )
         if isinstance(data_collator, PackedCollator):
             data_collator = self._padded_collator

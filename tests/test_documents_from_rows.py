@@ -18,7 +18,12 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig
 from trl_packing.arguments import supervision_of
-from trl_packing.prepare_documents import can_prepare, label_tokenized, logger, prepare_documents
+from trl_packing.documents_from_rows import (
+    can_prepare,
+    documents_from_rows,
+    label_tokenized,
+    logger,
+)
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -186,7 +191,7 @@ def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> l
         completion_only="completion" in first if completion_only is None else completion_only,
         formatting_func=formatting_func,
     )
-    prepared = prepare_documents(dataset, supervision, keeps_columns=keeps_columns)
+    prepared = documents_from_rows(dataset, supervision, keeps_columns=keeps_columns)
     return documents(prepared)
 
 
@@ -350,7 +355,7 @@ def test_weights_of_messages_become_weights_of_tokens():
         chat_template=None,
         completion_only=False,
     )
-    (row,) = prepare_documents(rows, supervision)
+    (row,) = documents_from_rows(rows, supervision)
     by_weight: dict[float, list[int]] = {}
     for token, weight in zip(row["input_ids"], row["loss_weights"], strict=True):
         by_weight.setdefault(weight, []).append(token)
@@ -364,7 +369,7 @@ def test_plain_sft_config_leaves_the_flags_of_messages_to_trl(tmp_path):
     rows = Dataset.from_list([{"messages": [user("Hi"), assistant("Ho") | {"train": False}]}])
     args = config(SFTConfig, tmp_path)
     supervision = supervision_of(args, chat, rows[0], chat_template=None, completion_only=False)
-    assert documents(prepare_documents(rows, supervision)) == by_trl(rows, chat, tmp_path)
+    assert documents(documents_from_rows(rows, supervision)) == by_trl(rows, chat, tmp_path)
 
 
 @pytest.mark.parametrize("turns", [1, 3])
@@ -545,7 +550,7 @@ def test_a_second_run_reads_the_cache(tmp_path):
         )
         for settings in ({}, {}, {"response_template": "a"})
     ]
-    first, second, other = (prepare_documents(dataset, s).cache_files for s in supervisions)
+    first, second, other = (documents_from_rows(dataset, s).cache_files for s in supervisions)
     assert first == second != other
 
 
@@ -559,9 +564,9 @@ def test_other_columns_stay_where_they_are_kept():
         chat_template=None,
         completion_only=False,
     )
-    kept = prepare_documents(rows, supervision, keeps_columns=True)
+    kept = documents_from_rows(rows, supervision, keeps_columns=True)
     assert kept.column_names == ["text", "source", "input_ids", "labels"]
-    assert prepare_documents(rows, supervision).column_names == ["input_ids", "labels"]
+    assert documents_from_rows(rows, supervision).column_names == ["input_ids", "labels"]
 
 
 def test_several_processes_make_the_same_documents():
@@ -573,7 +578,7 @@ def test_several_processes_make_the_same_documents():
         chat_template=None,
         completion_only=False,
     )
-    assert documents(prepare_documents(rows, supervision, num_proc=2)) == by_us(rows, chat)
+    assert documents(documents_from_rows(rows, supervision, num_proc=2)) == by_us(rows, chat)
 
 
 def test_processors_and_tokenizers_of_their_own_take_the_code_of_trl():

@@ -43,7 +43,7 @@ def can_prepare(processing_class: Any) -> bool:
     )
 
 
-def prepare_documents(
+def documents_from_rows(
     dataset: Dataset | IterableDataset,
     supervision: Supervision,
     *,

@@ -1,25 +1,17 @@
 """Documents that are too long follow the overflow policy, and whatever is lost is counted."""
 
+from dataclasses import astuple, replace
+
 import datasets
-import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
 
-from trl_packing.arrow_documents import ArrowDocuments
-from trl_packing.prepare import (
-    Overflow,
-    check_columns,
-    check_eos,
-    check_rows,
-    check_token_ids,
-    fit_documents,
-    fit_stream,
-)
-from trl_packing.report import PreparationCounts
+from trl_packing.overflow import fit_documents, fit_stream
+from trl_packing.pieces import Overflow
+from trl_packing.report import Amount, PreparationCounts, Step
 
 POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "wrapped"]
 
@@ -34,10 +26,10 @@ def document(first: int, length: int, prompt: int = 0) -> dict:
 THREE = [document(10, 3), document(20, 6, prompt=4), document(30, 4)]
 
 
-def fit(rows, policy: str, capacity: int | None = 4):
+def fit(rows, policy: str, capacity: int | None = 4, stop_ids=()):
     """Return the documents that come out as (ids, labels with . for untrained), and the counts."""
     dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
-    fitted, counts = fit_documents(dataset, Overflow(policy, capacity))
+    fitted, counts = fit_documents(dataset, Overflow(policy, capacity), stop_ids=stop_ids)
     return words(fitted), counts
 
 
@@ -60,45 +52,63 @@ def data_sets(draw):
 
 # --- policies, by hand ----------------------------------------------------------------------------
 
-# Trained tokens are 2 + 2 + 3 before: the first token of a document never is one.
-COUNTED_BEFORE = {"documents_in": 3, "tokens_in": 13, "trained_in": 7, "overlong": 1, "capacity": 4}
+# Trained tokens are 2 + 2 + 3 before: the first token of a document never is one. 12 and 25 are
+# stop tokens, and 20 would be one if it were trained. Amounts: documents, tokens, trained, stops.
+STOPS = {12, 25, 20}
+BEFORE = Amount(3, 13, 7, 2)
+OR_SPLIT = "raise max_length or set overflow='split'"
 
 BY_HAND = {
     # The second document keeps its prompt only, so it goes.
     "truncate": (
         [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
-        {"documents_out": 2, "tokens_out": 7, "trained_out": 5, "untrained": 1},
+        Amount(2, 7, 5, 1),
+        Step(1, "longer than max_length=4: cut at the end", Amount(0, 2, 2, 1), 1, OR_SPLIT),
+        Step(1, "with no trained token left: dropped", Amount(1, 4, 0, 0)),
     ),
     "truncate_start": (
         [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
-        {"documents_out": 3, "tokens_out": 11, "trained_out": 7},
+        Amount(3, 11, 7, 2),
+        Step(1, "longer than max_length=4: cut at the start", Amount(0, 2), 0, OR_SPLIT),
     ),
     "truncate_prompt": (
         [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
-        {"documents_out": 3, "tokens_out": 11, "trained_out": 7},
+        Amount(3, 11, 7, 2),
+        Step(1, "longer than max_length=4: prompt cut at the start", Amount(0, 2), 0, OR_SPLIT),
     ),
     "drop": (
         [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
-        {"documents_out": 2, "tokens_out": 7, "trained_out": 5},
+        Amount(2, 7, 5, 1),
+        Step(1, "longer than max_length=4: dropped", Amount(1, 6, 2, 1), 1, OR_SPLIT),
     ),
     # 20 21 22 23 | 24 25: the first piece has nothing to train; 24 begins a piece: no target.
     "split": (
         [("10 11 12", "10 11 12"), ("24 25", "24 25"), ("30 31 32 33", "30 31 32 33")],
-        {"documents_out": 3, "tokens_out": 9, "trained_out": 6},
+        Amount(3, 9, 6, 2),
+        Step(
+            1,
+            "longer than max_length=4: split into pieces",
+            Amount(-1, 0, 1, 0),
+            0,
+            "raise max_length",
+        ),
+        Step(1, "with no trained token left: dropped", Amount(1, 4), unit="piece"),
     ),
     # 10 11 12 20 | 21 22 23 24 | 25 30 31 32 | 33: 20, 25 and 33 stand alone in their pieces.
     "wrapped": (
         [("10 11 12", "10 11 12"), ("21 22 23 24", ". . . 24"), ("30 31 32", "30 31 32")],
-        {"documents_out": 3, "tokens_out": 10, "trained_out": 5},
+        Amount(3, 10, 5, 1),
+        Step(2, "cut where rows of max_length=4 end", Amount(-3, 0, 2, 1), 1, "raise max_length"),
+        Step(3, "with no trained token left: dropped", Amount(3, 3), unit="piece"),
     ),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_gives_the_documents_and_counts_written_here(policy):
-    documents, counts = BY_HAND[policy]
-    expected = PreparationCounts(policy=policy, **COUNTED_BEFORE, **counts)
-    assert fit(THREE, policy) == (documents, expected)
+def test_a_policy_gives_the_documents_and_the_losses_written_here(policy):
+    documents, after, *steps = BY_HAND[policy]
+    expected = PreparationCounts(BEFORE, after, tuple(steps))
+    assert fit(THREE, policy, stop_ids=STOPS) == (documents, expected)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,7 @@ def test_documents_that_fit_are_neither_copied_nor_changed(policy):
     for capacity in (6, None):
         fitted, counts = fit_documents(dataset, Overflow(policy, capacity))
         assert fitted is dataset
-        assert (counts.tokens_out, counts.trained_out, counts.overlong) == (13, 7, 0)
+        assert counts == PreparationCounts(Amount(3, 13, 7), Amount(3, 13, 7))
 
 
 def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted():
@@ -162,8 +172,12 @@ def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted()
     ]
     documents, counts = fit(rows, "truncate")
     assert documents == [("10 11 12", "10 11 12")]
-    assert (counts.untrained, counts.empty, counts.overlong) == (4, 1, 1)
-    assert (counts.tokens_in, counts.tokens_out) == (15, 3)
+    assert counts.before - counts.after == Amount(4, 12, 2)
+    assert [(step.concerned, step.why, step.lost) for step in counts.steps] == [
+        (1, "longer than max_length=4: cut at the end", Amount(0, 4, 2)),
+        (3, "without a trained token: dropped (1 of them empty)", Amount(3, 4)),
+        (1, "with no trained token left: dropped", Amount(1, 4)),
+    ]
     assert fit(rows, "split")[0] == [("10 11 12", "10 11 12"), ("54 55 56 57", ". . 56 57")]
 
 
@@ -181,14 +195,16 @@ def test_wrapped_runs_on_over_all_rows_and_not_over_chunks_of_a_thousand():
     fitted, counts = fit_documents(Dataset.from_list(rows), Overflow("wrapped", 4))
     # Of every 4 documents, laid over 3 rows: 3 | 1 2 | 2 1 | 3, of which single tokens go.
     assert len(fitted) == 2500
-    assert counts.tokens_in - counts.tokens_out == 2 * 625
-    assert counts.trained_in - counts.trained_out == 2 * 625
+    assert counts.before - counts.after == Amount(0, 2 * 625, 2 * 625)
 
 
 # --- nothing lost, by property --------------------------------------------------------------------
 
+# Every third token is a stop token.
+STOP_EVERY = range(0, 1_400, 3)
 
-def assert_nothing_lost(rows, fitted, counts):
+
+def assert_nothing_lost(rows, fitted, counts, capacity):
     """Put together again, the pieces are the original tokens, less what the counts say.
 
     What is missing has no trained token left; a token loses its training only at the start of a
@@ -198,14 +214,16 @@ def assert_nothing_lost(rows, fitted, counts):
     after = [token for row in fitted for token in row["input_ids"]]
     assert len(set(after)) == len(after)
     assert after == [token for token in before if token in set(after)]
-    assert len(before) - len(after) == counts.tokens_in - counts.tokens_out
+    lost = counts.before - counts.after
+    assert len(before) - len(after) == lost.tokens
     targets = {label for row in rows for label in row["labels"][1:]} - {-100}
     kept = {label for row in fitted for label in row["labels"][1:]} - {-100}
-    assert len(targets - kept) == counts.trained_in - counts.trained_out
+    assert len(targets - kept) == lost.trained
+    assert len(set(STOP_EVERY) & (targets - kept)) == lost.stops
     starts = {row["input_ids"][0] for row in fitted}
     for token in targets - kept:
         assert token in starts or token not in after
-    assert all(len(row["input_ids"]) <= counts.capacity for row in fitted)
+    assert all(len(row["input_ids"]) <= capacity for row in fitted)
     assert all(set(row["labels"][1:]) - {-100} for row in fitted)
 
 
@@ -213,16 +231,20 @@ def assert_nothing_lost(rows, fitted, counts):
 @settings(max_examples=25, deadline=None)
 @given(rows=data_sets(), capacity=st.integers(3, 8))
 def test_splitting_and_wrapping_lose_nothing_that_is_not_counted(policy, rows, capacity):
-    fitted, counts = fit_documents(Dataset.from_list(rows), Overflow(policy, capacity))
-    assert_nothing_lost(rows, list(fitted), counts)
+    fitted, counts = fit_documents(
+        Dataset.from_list(rows), Overflow(policy, capacity), stop_ids=STOP_EVERY
+    )
+    assert_nothing_lost(rows, list(fitted), counts, capacity)
 
 
 @pytest.mark.parametrize("damage", ["dropped", "repeated", "moved"])
 def test_the_check_for_losses_notices_damage(damage):
     rows = [document(0, 9), document(100, 7)]
-    fitted, counts = fit_documents(Dataset.from_list(rows), Overflow("split", 4))
+    fitted, counts = fit_documents(
+        Dataset.from_list(rows), Overflow("split", 4), stop_ids=STOP_EVERY
+    )
     pieces = list(fitted)
-    assert_nothing_lost(rows, pieces, counts)
+    assert_nothing_lost(rows, pieces, counts, 4)
     if damage == "dropped":
         del pieces[1]
     elif damage == "repeated":
@@ -230,19 +252,100 @@ def test_the_check_for_losses_notices_damage(damage):
     else:
         pieces.reverse()
     with pytest.raises(AssertionError):
-        assert_nothing_lost(rows, pieces, counts)
+        assert_nothing_lost(rows, pieces, counts, 4)
+
+
+def slow_amount(rows) -> Amount:
+    """Documents, tokens, trained tokens and stop tokens, counted one by one."""
+    targets = [label for row in rows for label in row["labels"][1:] if label != -100]
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    return Amount(len(rows), tokens, len(targets), sum(t in STOP_EVERY for t in targets))
+
+
+def slow_documents_with_fewer_stops(rows, fitted) -> int:
+    kept = {label for row in fitted for label in row["labels"][1:]}
+    return sum(bool(set(row["labels"][1:]) & set(STOP_EVERY) - kept) for row in rows)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(rows=data_sets(), capacity=st.integers(3, 8))
-def test_counts_are_those_of_the_documents_that_come_out(policy, rows, capacity):
-    documents, counts = fit(rows, policy, capacity)
-    assert counts.documents_out == len(documents)
-    assert counts.tokens_out == sum(len(ids.split()) for ids, _ in documents)
-    trained = [label.split()[1:] for _, label in documents]
-    assert counts.trained_out == sum(len(row) - row.count(".") for row in trained)
-    assert counts.overlong == sum(len(row["input_ids"]) > capacity for row in rows)
+def test_the_report_adds_up_to_what_came_out(policy, rows, capacity):
+    fitted, counts = fit_documents(
+        Dataset.from_list(rows), Overflow(policy, capacity), stop_ids=STOP_EVERY
+    )
+    fitted = list(fitted)
+    assert (counts.before, counts.after) == (slow_amount(rows), slow_amount(fitted))
+    assert sum((step.lost for step in counts.steps), counts.after) == counts.before
+    assert sum(s.lost_a_stop for s in counts.steps) == slow_documents_with_fewer_stops(rows, fitted)
+    cut = sum(s.concerned for s in counts.steps if "max_length" in s.why)
+    assert policy == "wrapped" or cut == sum(len(row["input_ids"]) > capacity for row in rows)
+
+
+def test_counts_that_do_not_add_up_are_noticed():
+    _, counts = fit(THREE, "split", stop_ids=STOPS)
+    assert counts.adds_up()
+    assert not replace(counts, steps=counts.steps[1:]).adds_up()
+    assert not replace(counts, after=counts.after + Amount(stops=1)).adds_up()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_run_reads_the_cache_and_reports_the_same(tmp_path, policy):
+    Dataset.from_list(THREE * 700).save_to_disk(tmp_path)
+    overflow = Overflow(policy, 4)
+    first, counts = fit_documents(Dataset.load_from_disk(tmp_path), overflow, stop_ids=STOPS)
+    again, same = fit_documents(Dataset.load_from_disk(tmp_path), overflow, stop_ids=STOPS)
+    assert again.cache_files == first.cache_files
+    assert same == counts
+    assert counts.before == Amount(*(700 * n for n in astuple(BEFORE)))
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def weighted(rows, kind=None) -> Dataset:
+    """`rows` with the weight id / 2 at each token."""
+    rows = [{**row, "loss_weights": [token / 2 for token in row["input_ids"]]} for row in rows]
+    dataset = Dataset.from_list(rows)
+    return dataset.cast_column("loss_weights", kind or List(Value("float32")))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "kind", [List(Value("float32")), LargeList(Value("float64")), List(Value("float16"))]
+)
+def test_weights_stay_with_their_tokens(policy, kind):
+    dataset = weighted(THREE, kind)
+    fitted, counts = fit_documents(dataset, Overflow(policy, 4))
+    assert words(fitted) == BY_HAND[policy][0]
+    assert [[2 * w for w in row["loss_weights"]] for row in fitted] == fitted["input_ids"][:]
+    assert fitted.features == dataset.features
+    assert counts == fit(THREE, policy)[1]
+    rows = list(fit_stream(dataset.to_iterable_dataset(), Overflow(policy, 4)))
+    assert rows == list(fitted)
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=data_sets(), capacity=st.integers(3, 8))
+def test_weights_of_any_documents_stay_with_their_tokens(rows, capacity):
+    fitted, _ = fit_documents(weighted(rows), Overflow("split", capacity))
+    assert [[2 * w for w in row["loss_weights"]] for row in fitted] == fitted["input_ids"][:]
+
+
+BAD_WEIGHTS = {
+    "too few": ([1.0], "a document has 3 input_ids but 1 loss_weights; give one label, mask entry"),
+    "null row": (None, "column 'loss_weights' has a missing (null) row"),
+    "null": ([1.0, None, 1.0], "column 'loss_weights' has a missing (null) "),
+    "words": (["a", "b", "c"], "column 'loss_weights' holds list<item: string>, but weights are"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_WEIGHTS)
+def test_a_stream_with_bad_weights_is_one_clear_sentence(bad):
+    weights, sentence = BAD_WEIGHTS[bad]
+    with pytest.raises(ValueError) as error:
+        list(fit_stream(stream([{**GOOD, "loss_weights": weights}]), Overflow("truncate", 4)))
+    assert sentence in str(error.value)
 
 
 # --- as data sets come ----------------------------------------------------------------------------
@@ -351,7 +454,7 @@ BAD_ROWS = {
     ),
     "too few labels": (
         {"input_ids": [1, 2, 3], "labels": [1, 2]},
-        "a document has 3 input_ids but 2 labels; give one label or mask entry per token",
+        "a document has 3 input_ids but 2 labels; give one label, mask entry or weight per token",
     ),
 }
 
@@ -377,117 +480,6 @@ def test_a_data_set_without_a_trained_token_left_is_an_error():
         fit([document(10, 9, prompt=5), document(20, 2, prompt=2)], "truncate")
     with pytest.raises(ValueError, match="overflow='drop'"):
         fit([document(10, 9)], "drop")
-
-
-BAD_DATA = {
-    "no column": (
-        {"question": ["why"]},
-        "the train dataset has no column to train on: it has ['question']; expected 'text', "
-        "'messages', 'prompt' and 'completion', or 'input_ids' (or pass formatting_func)",
-    ),
-    "no completion": (
-        {"prompt": ["why"], "answer": ["so"]},
-        "the train dataset has a 'prompt' column but no 'completion' column: it has "
-        "['prompt', 'answer']; rename the column that holds the answers to 'completion'",
-    ),
-    "short mask": (
-        {"input_ids": [[1, 2], [1, 2, 3]], "completion_mask": [[0, 1], [0, 1]]},
-        "document 1 of the train dataset has 3 input_ids but 2 entries in 'completion_mask'; "
-        "give one per token",
-    ),
-    "long labels": (
-        {"input_ids": [[1, 2]], "labels": [[1, 2, 3]]},
-        "document 0 of the train dataset has 2 input_ids but 3 entries in 'labels'",
-    ),
-    "numbers with a fraction": (
-        {"input_ids": [[1.0, 2.0]]},
-        "column 'input_ids' holds list<item: double>, but tokens are lists of integers; convert it",
-    ),
-    "words": ({"input_ids": [["a", "b"]]}, "column 'input_ids' holds list<item: string>"),
-    "no lists": ({"input_ids": [1, 2]}, "column 'input_ids' holds int"),
-    "missing row": (
-        {"input_ids": [[1, 2], None]},
-        "row 1 of the train dataset has no 'input_ids' (it is null); remove such rows",
-    ),
-    "missing token": (
-        {"input_ids": [[1, None]]},
-        "column 'input_ids' has a missing (null) token; remove such rows",
-    ),
-}
-
-
-@pytest.mark.parametrize("bad", BAD_DATA)
-def test_bad_columns_are_one_clear_sentence(bad):
-    columns, sentence = BAD_DATA[bad]
-    with pytest.raises(ValueError) as error:
-        check_columns(Dataset.from_dict(columns), "train", "text")
-    assert sentence in str(error.value)
-
-
-def test_a_stream_without_a_completion_column_is_refused_before_it_is_read():
-    rows = Dataset.from_dict({"prompt": ["why"]}).to_iterable_dataset()
-    with pytest.raises(ValueError, match="no 'completion' column"):
-        check_columns(rows, "train", "text")
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"text": ["a"]},
-        {"messages": [[{"role": "user", "content": "a"}]]},
-        {"conversations": [[{"from": "human", "value": "a"}]]},
-        {"prompt": ["a"], "completion": ["b"]},
-        {"input_ids": [[1, 2]], "assistant_masks": [[0, 1]]},
-        {"input_ids": np.array([[1, 2]], dtype=np.int32)},
-    ],
-)
-def test_good_columns_pass(columns):
-    check_columns(Dataset.from_dict(columns), "train", "text")
-
-
-@pytest.mark.parametrize("column", ["text", "prompt", "completion", "messages"])
-def test_a_missing_value_is_named_by_its_row(column):
-    value = [{"role": "user", "content": "a"}] if column == "messages" else "a"
-    columns = {"prompt": ["p"] * 4, "completion": ["c"] * 4, column: [value, value, None, value]}
-    dataset = Dataset.from_dict(columns).select([1, 2, 3])
-    with pytest.raises(ValueError, match=f"row 1 of the train dataset has no '{column}'"):
-        check_columns(dataset, "train", "text")
-    check_columns(dataset.select([0, 2]), "train", "text")
-
-
-ROWS = [
-    {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]},
-    {"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [5]},
-]
-
-
-def test_rows_packed_before_must_fit_and_tell_their_lengths():
-    rows = Dataset.from_list(ROWS)
-    check_rows(rows, 5, "train")
-    check_rows(rows, None, "train")
-    with pytest.raises(ValueError, match=r"row 1 of the train .* is packed .* 5 tokens, but "):
-        check_rows(rows, 4, "train")
-    wrong = Dataset.from_list([*ROWS, {"input_ids": [1, 2], "seq_lengths": [3]}])
-    with pytest.raises(
-        ValueError, match=r"row 2 .* holds 2 input_ids but its seq_lengths sum to 3"
-    ):
-        check_rows(wrong, 5, "train")
-
-
-@pytest.mark.parametrize(("ids", "named"), [([5, 8], 8), ([-1, 5], -1)])
-def test_a_token_that_the_model_does_not_embed_is_named(ids, named):
-    documents = ArrowDocuments(Dataset.from_dict({"input_ids": [[0, 7], ids]}), ["input_ids"])
-    with pytest.raises(ValueError, match=f"has token id {named}, but .* 8 ids"):
-        check_token_ids(documents, 8, "train")
-
-
-def test_plain_text_needs_an_eos_token():
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="the tokenizer has no eos_token, so documents of the"):
-        check_eos(Dataset.from_dict({"text": ["a"]}), tokenizer, "train")
-    check_eos(Dataset.from_dict({"input_ids": [[1]]}), tokenizer, "train")
-    check_eos(Dataset.from_dict({"text": ["a"]}), tiny_tokenizer(), "train")
 
 
 def test_tables_with_rows_left_out_at_the_front_are_read_at_the_right_offset():

@@ -1,0 +1,137 @@
+"""What is wrong with a data set, said in one sentence before anything is computed on it.
+
+A wrong data set names the row, the column and the way out here; a model would fail deep inside, or
+train on something else.
+"""
+
+from typing import Any
+
+import datasets
+import numpy as np
+from trl.data_utils import is_conversational, maybe_convert_to_chatml
+
+from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.labels import MASK_COLUMNS
+from trl_packing.token_columns import TOKEN_COLUMNS, WEIGHT_COLUMN, weight_lists
+
+
+def check_columns(
+    dataset: datasets.Dataset | datasets.IterableDataset, name: str, text_field: str
+) -> None:
+    """Raise ValueError if `dataset` has no column to train on, or token columns do not match."""
+    columns = dataset.column_names
+    if columns is None:  # a stream whose columns are known only by reading it
+        return
+    known = {"input_ids", "messages", "conversations", "prompt", text_field}
+    if not known & set(columns):
+        raise ValueError(
+            f"the {name} dataset has no column to train on: it has {columns}; expected "
+            f"{text_field!r}, 'messages', 'prompt' and 'completion', or 'input_ids' (or pass "
+            "formatting_func)"
+        )
+    if "prompt" in columns and not {"completion", "input_ids", "messages"} & set(columns):
+        raise ValueError(
+            f"the {name} dataset has a 'prompt' column but no 'completion' column: it has "
+            f"{columns}; rename the column that holds the answers to 'completion'"
+        )
+    if isinstance(dataset, datasets.Dataset):
+        _check_no_missing(dataset, name, [c for c in (*known, "completion") if c in columns])
+        if "input_ids" in columns:
+            _check_token_columns(dataset, name)
+
+
+def check_eos(
+    dataset: datasets.Dataset | datasets.IterableDataset, tokenizer: Any, name: str
+) -> None:
+    """Raise ValueError if plain text is to end in an EOS token that `tokenizer` does not have."""
+    if tokenizer.eos_token is not None:
+        return
+    example = next(iter(dataset))
+    if "input_ids" not in example and not is_conversational(maybe_convert_to_chatml(example)):
+        raise ValueError(
+            f"the tokenizer has no eos_token, so documents of the {name} dataset would not end; "
+            "set eos_token='...' in the config, or tokenizer.eos_token"
+        )
+
+
+def check_rows(
+    rows: datasets.Dataset | datasets.IterableDataset,
+    capacity: int | None,
+    name: str,
+    *,
+    append_eos: bool = False,
+) -> None:
+    """Raise ValueError if packed rows are longer than `capacity` or misstate their lengths.
+
+    Nor can their documents grow: `append_eos` is refused.
+    """
+    if append_eos:
+        raise ValueError(
+            f"append_eos=True, but the rows of the {name} dataset are packed already (they have "
+            "seq_lengths), and their documents cannot grow; end the documents in EOS before they "
+            "are packed, or leave append_eos=False"
+        )
+    if isinstance(rows, datasets.IterableDataset):
+        return
+    documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])
+    lengths, stated = documents.lengths(), documents.sums("seq_lengths")
+    if (lengths != stated).any():
+        row = int(np.argmax(lengths != stated))
+        raise ValueError(
+            f"row {row} of the {name} dataset holds {lengths[row]} input_ids but its seq_lengths "
+            f"sum to {stated[row]}; they must name every token"
+        )
+    if capacity is not None and lengths.max() > capacity:
+        row = int(lengths.argmax())
+        raise ValueError(
+            f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds "
+            f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length to that length"
+        )
+
+
+def check_token_ids(documents: ArrowDocuments, vocabulary: int, name: str) -> None:
+    """Raise ValueError for an id outside ``[0, vocabulary)``; a model would fail deep inside."""
+    low, high = documents.bounds("input_ids")
+    if low >= 0 and high < vocabulary:
+        return
+    for row, document in enumerate(documents):  # the table may hold rows that were left out
+        outside = (document["input_ids"] < 0) | (document["input_ids"] >= vocabulary)
+        if outside.any():
+            raise ValueError(
+                f"document {row} of the {name} dataset has token id "
+                f"{document['input_ids'][outside][0]}, but the model's vocabulary has {vocabulary} "
+                "ids; was it tokenized with another tokenizer?"
+            )
+
+
+def _check_no_missing(dataset: datasets.Dataset, name: str, columns: list[str]) -> None:
+    stored = ArrowDocuments(dataset, columns).stored_rows(np.arange(len(dataset)))
+    for column in columns:
+        values = dataset.data.column(column)
+        if values.null_count:
+            missing = values.is_null().to_numpy()[stored]
+            if missing.any():
+                raise ValueError(
+                    f"row {int(np.argmax(missing))} of the {name} dataset has no {column!r} (it is "
+                    "null); remove such rows"
+                )
+
+
+def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:
+    present = [c for c in (*TOKEN_COLUMNS, *MASK_COLUMNS) if c in dataset.column_names]
+    documents = ArrowDocuments(dataset, present)
+    entries = {column: documents.lengths(column) for column in present}
+    if WEIGHT_COLUMN in dataset.column_names:
+        chunks = dataset.data.column(WEIGHT_COLUMN).chunks
+        stored = [np.diff(weight_lists(WEIGHT_COLUMN, chunk)[1]) for chunk in chunks]
+        rows = documents.stored_rows(np.arange(len(documents)))
+        entries[WEIGHT_COLUMN] = np.concatenate([*stored, np.zeros(0, np.int64)])[rows]
+    expected = entries["input_ids"]
+    for column, number in entries.items():
+        wrong = np.flatnonzero(number != expected)
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"document {row} of the {name} dataset has {expected[row]} input_ids but "
+                f"{number[row]} entries in {column!r}; give one per token"
+            )
