@@ -52,6 +52,7 @@ TABLE = {
         {"torch"},
     ),
     "head": ({"labels"}, {"torch", "trl"}),
+    "loss": ({"labels"}, {"torch", "transformers", "trl"}),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
     "undisturbed": (set(), {"numpy", "torch"}),
     "isolation": (
@@ -92,6 +93,7 @@ TABLE = {
             "head",
             "labels",
             "legacy_collator",
+            "loss",
             "prepare",
             "report",
             "sampler",
