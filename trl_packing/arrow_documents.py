@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trl_packing.labels import IGNORE_INDEX, WEIGHTS_COLUMN, document_weights
+from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN, document_weights
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
@@ -106,8 +106,8 @@ class ArrowDocuments(torch.utils.data.Dataset):
 
 def check_loss_weights(documents: ArrowDocuments) -> None:
     """Raise ValueError naming the first document without one weight, finite and ≥ 0, per token."""
-    chunks = [values for values, _ in documents.readers[WEIGHTS_COLUMN].chunks if len(values)]
-    one_each = np.array_equal(documents.lengths(WEIGHTS_COLUMN), documents.lengths())
+    chunks = [values for values, _ in documents.readers[WEIGHT_COLUMN].chunks if len(values)]
+    one_each = np.array_equal(documents.lengths(WEIGHT_COLUMN), documents.lengths())
     most = np.finfo(np.float32).max
     if one_each and all(values.min() >= 0 and values.max() <= most for values in chunks):
         return  # NaN compares false
@@ -130,7 +130,7 @@ class _ListColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray):
         self.name = name
-        read = number_lists if name == WEIGHTS_COLUMN else integer_lists
+        read = weight_lists if name == WEIGHT_COLUMN else integer_lists
         self.chunks = [read(name, chunk) for chunk in column.chunks if len(chunk)]
         sizes = [len(offsets) - 1 for _, offsets in self.chunks]
         self.first_row = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -144,7 +144,7 @@ class _ListColumn:
         values, offsets = self.chunks[chunk]
         found = values[offsets[row] : offsets[row + 1]]
         # By document: the whole column cast would be a copy of it in memory.
-        return found.astype(np.float32, copy=False) if self.name == WEIGHTS_COLUMN else found
+        return found.astype(np.float32, copy=False) if self.name == WEIGHT_COLUMN else found
 
     def sums(self) -> np.ndarray:
         """Return the sum of each row."""
@@ -181,7 +181,7 @@ def integer_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def number_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def weight_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return values and offsets as `integer_lists` does, of lists of integers or floats."""
     return _lists(
         name,

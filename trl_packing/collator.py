@@ -30,7 +30,7 @@ from trl_packing.documents import (
 )
 from trl_packing.labels import (
     IGNORE_INDEX,
-    WEIGHTS_COLUMN,
+    WEIGHT_COLUMN,
     document_labels,
     document_weights,
 )
@@ -84,13 +84,13 @@ class PackedCollator:
             input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
             labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
         batch = _batch(np.concatenate(input_ids), np.concatenate(labels), lengths)
-        if any(document.get(WEIGHTS_COLUMN) is not None for document in documents):
+        if any(document.get(WEIGHT_COLUMN) is not None for document in documents):
             weights = [
                 document_weights(document, len(ids))
                 for document, ids in zip(documents, input_ids, strict=False)  # no document: a tail
             ]
             flat = np.concatenate([*weights, np.zeros(tail, dtype=np.float32)])
-            batch[WEIGHTS_COLUMN] = _of_trained(torch.from_numpy(flat)[None], batch["labels"])
+            batch[WEIGHT_COLUMN] = _of_trained(torch.from_numpy(flat)[None], batch["labels"])
         return batch
 
     def _tail(self, num_tokens: int) -> int:
@@ -108,13 +108,13 @@ class WeightedPaddedCollator:
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return its batch; `loss_weights` ``(rows, T)`` float32 as in the packed batch."""
         batch = self.collator(documents)
-        if any(document.get(WEIGHTS_COLUMN) is not None for document in documents):
+        if any(document.get(WEIGHT_COLUMN) is not None for document in documents):
             weights = torch.zeros(batch["labels"].shape)
             for row, document in zip(weights, documents, strict=True):
                 length = len(document["input_ids"])
                 row[:length] = torch.from_numpy(document_weights(document, length))
             weights[:, 0] = 0  # never a target
-            batch[WEIGHTS_COLUMN] = _of_trained(weights, batch["labels"])
+            batch[WEIGHT_COLUMN] = _of_trained(weights, batch["labels"])
         return batch
 
 

@@ -18,7 +18,7 @@ import numpy as np
 IGNORE_INDEX = -100
 
 # A float for every token: what its loss counts if it is trained (`labels` say whether it is).
-WEIGHTS_COLUMN = "loss_weights"
+WEIGHT_COLUMN = "loss_weights"
 
 # Columns that mark trained tokens with 1, as TRL names them.
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
@@ -66,19 +66,19 @@ def document_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray
     >>> document_weights({"loss_weights": [0, 0.5]}, 2).tolist(), document_weights({}, 2).tolist()
     ([0.0, 0.5], [1.0, 1.0])
     """
-    given = document.get(WEIGHTS_COLUMN)
+    given = document.get(WEIGHT_COLUMN)
     if given is None:
         return np.ones(num_tokens, dtype=np.float32)
     weights = np.asarray(given, dtype=np.float32)
     if len(weights) != num_tokens:
         raise ValueError(
-            f"{WEIGHTS_COLUMN} has {len(weights)} entries but input_ids has {num_tokens}; "
+            f"{WEIGHT_COLUMN} has {len(weights)} entries but input_ids has {num_tokens}; "
             "give one weight per token"
         )
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         raise ValueError(
-            f"{WEIGHTS_COLUMN} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
+            f"{WEIGHT_COLUMN} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
             "give finite numbers that are not negative (0 leaves a token out of the loss)"
         )
     return weights

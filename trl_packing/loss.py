@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
-from trl_packing.labels import IGNORE_INDEX, WEIGHTS_COLUMN
+from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
 
 
 def target_weights(batch: Mapping[str, Any]) -> Tensor:
@@ -32,7 +32,7 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
     0 where it is not trained; 1 where it is, if the batch has no `loss_weights`.
     """
     is_trained = batch["labels"][..., 1:] != IGNORE_INDEX
-    weights = batch.get(WEIGHTS_COLUMN)
+    weights = batch.get(WEIGHT_COLUMN)
     return is_trained.float() if weights is None else weights[..., 1:] * is_trained
 
 
@@ -45,9 +45,9 @@ def check_weights_can_be_used(compute_loss_func: Any) -> None:
     """Raise ValueError if the loss is computed by a function that takes no weights."""
     if compute_loss_func is not None:
         raise ValueError(
-            f"{WEIGHTS_COLUMN} say what each token counts, but compute_loss_func computes the loss "
+            f"{WEIGHT_COLUMN} say what each token counts, but compute_loss_func computes the loss "
             f"without them; leave compute_loss_func out, or drop the column: "
-            f"dataset.remove_columns({WEIGHTS_COLUMN!r})"
+            f"dataset.remove_columns({WEIGHT_COLUMN!r})"
         )
 
 
@@ -108,7 +108,7 @@ def _of_scores(weights: Tensor, scores: Tensor) -> Tensor:
     virtual = scores.shape[1] - weights.shape[1]
     if virtual < 0 or len(scores) != len(weights):
         raise RuntimeError(
-            f"the model scored {tuple(scores.shape)} targets where {WEIGHTS_COLUMN} are of "
+            f"the model scored {tuple(scores.shape)} targets where {WEIGHT_COLUMN} are of "
             f"{tuple(weights.shape)}; drop the column to train this model"
         )
     return pad(weights.to(scores.device), (virtual, 0))
@@ -170,7 +170,7 @@ class WeightedMeanTrainer(SFTTrainer):
             self._step_tokens = int(self.accelerator.gather(tokens).sum()) // self.get_tp_size()
         self._weight_scale = None
         # All ranks or none: one may have no document left, and then no weights in its batch.
-        weighs = self._trains_weighted or any(WEIGHTS_COLUMN in batch for batch in batches)
+        weighs = self._trains_weighted or any(WEIGHT_COLUMN in batch for batch in batches)
         if weighs and num_items is not None:
             total = torch.stack([target_weights(batch).sum() for batch in batches]).sum().to(device)
             total = self.accelerator.gather(total).sum() / self.get_tp_size()
@@ -180,8 +180,8 @@ class WeightedMeanTrainer(SFTTrainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Keep the weights as they are: DeepSpeed has floats cast to the dtype of the model."""
         prepared = super()._prepare_inputs(inputs)
-        if WEIGHTS_COLUMN in inputs and not self._trl_path:
-            prepared[WEIGHTS_COLUMN] = inputs[WEIGHTS_COLUMN].to(self.args.device)
+        if WEIGHT_COLUMN in inputs and not self._trl_path:
+            prepared[WEIGHT_COLUMN] = inputs[WEIGHT_COLUMN].to(self.args.device)
         return prepared
 
     def compute_loss(
@@ -194,10 +194,10 @@ class WeightedMeanTrainer(SFTTrainer):
             self._mask_repeated_rows(inputs)
         scale = None if num_items_in_batch is None else self._weight_scale
         weights = None
-        if scale is not None or WEIGHTS_COLUMN in inputs:
+        if scale is not None or WEIGHT_COLUMN in inputs:
             check_weights_can_be_used(self.compute_loss_func)
             weights = target_weights(inputs)
-            inputs = {name: value for name, value in inputs.items() if name != WEIGHTS_COLUMN}
+            inputs = {name: value for name, value in inputs.items() if name != WEIGHT_COLUMN}
         with (
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),
             weighted_loss(self, model, weights, scale) as weighted,

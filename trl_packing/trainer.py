@@ -40,7 +40,7 @@ from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
-from trl_packing.labels import WEIGHTS_COLUMN
+from trl_packing.labels import WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_documents
 from trl_packing.loss import WeightedMeanTrainer, check_weights_can_be_used
 from trl_packing.prepare import (
@@ -58,7 +58,7 @@ from trl_packing.streaming import PackedStream
 
 logger = get_logger(__name__)
 
-_DOCUMENT_COLUMNS = (*TOKEN_COLUMNS, WEIGHTS_COLUMN)
+_DOCUMENT_COLUMNS = (*TOKEN_COLUMNS, WEIGHT_COLUMN)
 _ROW_COLUMNS = (*_DOCUMENT_COLUMNS, "seq_lengths")
 
 
@@ -153,8 +153,8 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             )
         if self._shards_sequences() and any(map(_has_weights, self._all_datasets())):
             raise ValueError(
-                f"{WEIGHTS_COLUMN} are not applied under context or sequence parallelism; disable "
-                f"it, or drop the column: dataset.remove_columns({WEIGHTS_COLUMN!r})"
+                f"{WEIGHT_COLUMN} are not applied under context or sequence parallelism; disable "
+                f"it, or drop the column: dataset.remove_columns({WEIGHT_COLUMN!r})"
             )
         if self.aux_loss_enabled and self._pad_to_multiple_of:
             raise ValueError(
@@ -276,7 +276,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             return super()._remove_unused_columns(dataset, description)
         present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
         documents = ArrowDocuments(dataset, present)
-        if WEIGHTS_COLUMN in present:
+        if WEIGHT_COLUMN in present:
             check_weights_can_be_used(self.compute_loss_func)
             check_loss_weights(documents)
         return documents
@@ -284,8 +284,8 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         """Keep the weights of a stream that is evaluated padded: TRL's columns lack them."""
         super()._set_signature_columns_if_needed()
-        if not self._trl_path and WEIGHTS_COLUMN not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, WEIGHTS_COLUMN]
+        if not self._trl_path and WEIGHT_COLUMN not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, WEIGHT_COLUMN]
 
     # --- sampling -----------------------------------------------------------------------------
 
@@ -497,7 +497,7 @@ class _OnTrainBegin(TrainerCallback):
 
 
 def _has_weights(dataset: Any) -> bool:
-    return dataset is not None and WEIGHTS_COLUMN in get_dataset_column_names(dataset)
+    return dataset is not None and WEIGHT_COLUMN in get_dataset_column_names(dataset)
 
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:
