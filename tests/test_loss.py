@@ -4,6 +4,7 @@ The reference computes that document by document, from the logits of the untouch
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -375,6 +376,37 @@ def test_evaluation_between_steps_leaves_the_weights_of_a_step_alone(tmp_path):
     evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     plain = by_hand(model, unweighted(documents))[0]
     assert evaluated == pytest.approx([plain] * 2, rel=TOLERANCE)
+
+
+def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
+    """As a rank without documents left has; label smoothing makes 0 / 0 of it."""
+    trainer = trainer_for(
+        tiny_model("llama"), tiny_documents(), tmp_path, label_smoothing_factor=SMOOTHING
+    )
+    trainer.model.eval()
+    with torch.no_grad():
+        assert trainer.compute_loss(trainer.model, trainer.data_collator([])).isnan()
+    assert trainer._eval_sums.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_autocast_to_bf16_moves_the_weighted_loss_by_its_rounding_only(loss, tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    found = one_step(model, documents, tmp_path, bf16=True, **LOSSES[loss])[0]
+    assert found == pytest.approx(by_hand(model, documents, loss)[0], rel=0.02)
+
+
+def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypatch):
+    documents = weighted(tiny_documents())
+    trainer = trainer_for(tiny_model("llama"), documents, tmp_path)
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(dtype=lambda: torch.bfloat16))
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin)
+    batch = trainer.data_collator(documents) | {"other": torch.ones(1)}
+    batch["loss_weights"] *= 257 / 256
+    prepared = trainer._prepare_inputs(batch)
+    assert prepared["other"].dtype == torch.bfloat16, "the control"
+    assert torch.equal(prepared["loss_weights"], batch["loss_weights"])
 
 
 # --- two ranks ------------------------------------------------------------------------------------
