@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
 from trl_packing.collator import PackedCollator
 
 ROWS = [
@@ -167,4 +167,75 @@ def test_what_is_no_list_of_integers_is_refused_by_name(values, sentence):
     documents = ArrowDocuments(Dataset(pa.table({"input_ids": values})), ["input_ids"])
     with pytest.raises(ValueError) as error:
         documents.lengths()
+    assert sentence in str(error.value)
+
+
+# --- loss weights ---------------------------------------------------------------------------------
+
+WEIGHTED = [
+    {"input_ids": [11, 12, 13], "loss_weights": [0, 1, 2]},
+    {"input_ids": [], "loss_weights": []},
+    {"input_ids": [21, 22], "loss_weights": [3, 4]},
+    {"input_ids": [31], "loss_weights": [5]},
+]
+WITH_WEIGHTS = ["input_ids", "loss_weights"]
+
+
+def with_weights(rows, numbers="float32"):
+    features = Features(input_ids=List(Value("int64")), loss_weights=List(Value(numbers)))
+    return Dataset.from_list(rows, features=features)
+
+
+@pytest.mark.parametrize("numbers", ["float16", "float32", "float64", "int64", "uint8"])
+def test_weights_of_any_numbers_are_given_as_float32(numbers):
+    documents = ArrowDocuments(with_weights(WEIGHTED, numbers), WITH_WEIGHTS)
+    assert lists(documents) == WEIGHTED
+    assert {d["loss_weights"].dtype for d in documents} == {np.dtype(np.float32)}
+    check_loss_weights(documents)
+
+
+def test_float32_weights_are_views_of_the_arrow_memory():
+    dataset = with_weights(WEIGHTED)
+    values = dataset.data.column("loss_weights").chunk(0).values.to_numpy()
+    documents = ArrowDocuments(dataset, WITH_WEIGHTS)
+    assert np.shares_memory(documents[0]["loss_weights"], values)
+
+
+def test_weights_are_read_through_the_mapping_of_the_data_set():
+    dataset = with_weights(WEIGHTED).select([3, 0, 2])
+    dataset = dataset.filter(lambda row: row["input_ids"][0] > 20).shuffle(seed=1)
+    documents = ArrowDocuments(dataset, WITH_WEIGHTS)
+    assert lists(documents) == list(dataset)
+    assert {len(d["input_ids"]) for d in documents} == {1, 2}
+
+
+@pytest.mark.parametrize("wrong", [-0.5, float("nan"), float("inf"), 1e39])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_the_first_document_of_impossible_weights_is_named(wrong):
+    rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1.0, wrong]}]
+    dataset = with_weights(rows, "float64")
+    with pytest.raises(ValueError, match=r"document 1: loss_weights has .* at token 1; give"):
+        check_loss_weights(ArrowDocuments(dataset.select([2, 4, 4, 0]), WITH_WEIGHTS))
+    check_loss_weights(ArrowDocuments(dataset.select([2, 0]), WITH_WEIGHTS))
+
+
+def test_the_first_document_without_a_weight_for_every_token_is_named():
+    rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1]}]
+    with pytest.raises(ValueError, match="document 4: loss_weights has 1 entries but input_ids"):
+        check_loss_weights(ArrowDocuments(with_weights(rows), WITH_WEIGHTS))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([["a"]], "column 'loss_weights' holds list<item: string>, but weights are lists of"),
+        ([0.5], "column 'loss_weights' holds double, but weights are lists of numbers"),
+        ([[1.0, None]], "column 'loss_weights' has a missing (null) token"),
+        ([None, [1.0]], "column 'loss_weights' has a missing (null) row"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_refused_by_name(values, sentence):
+    documents = ArrowDocuments(Dataset(pa.table({"loss_weights": values})), ["loss_weights"])
+    with pytest.raises(ValueError) as error:
+        documents.lengths("loss_weights")
     assert sentence in str(error.value)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from trl_packing import PackedCollator
+from trl_packing.collator import WeightedPaddedCollator
 
 TWO = [
     {"input_ids": [11, 12, 13, 14], "completion_mask": [0, 0, 1, 1]},
@@ -161,6 +162,8 @@ def test_the_documents_given_are_not_written_to():
         ({"completion_mask": [1, 1]}, "a mask has 2 entries but input_ids has 3"),
         ({"assistant_masks": [1, 1, 1, 1]}, "a mask has 4 entries but input_ids has 3"),
         ({"labels": [1, 2]}, "labels has 2 entries but input_ids has 3"),
+        ({"loss_weights": [1, 2]}, "loss_weights has 2 entries but input_ids has 3"),
+        ({"loss_weights": [1, 2, -3]}, r"loss_weights has -3\.0 at token 2; give finite numbers"),
         (
             {"seq_lengths": [2, 2]},
             "row 1 of the batch holds 3 tokens but its seq_lengths sum to 4; they must name every",
@@ -170,3 +173,49 @@ def test_the_documents_given_are_not_written_to():
 def test_what_does_not_match_input_ids_is_refused(row, sentence):
     with pytest.raises(ValueError, match=sentence):
         PackedCollator()([TWO[0], {"input_ids": [1, 2, 3], **row}])
+
+
+# --- loss weights ---------------------------------------------------------------------------------
+
+WEIGHTED = [
+    {**TWO[0], "loss_weights": [0.5, 0.5, 0.25, 2]},
+    {**TWO[1], "loss_weights": [3, 0, 1.5]},
+]
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor])
+def test_weights_are_zero_where_nothing_is_trained(convert):
+    documents = [d | {"loss_weights": convert(d["loss_weights"])} for d in WEIGHTED]
+    batch = PackedCollator(pad_to_multiple_of=8)(documents)
+    assert batch.keys() == KEYS | {"loss_weights"}
+    assert batch["loss_weights"].dtype == torch.float32
+    assert batch["loss_weights"].tolist() == [[0, 0, 0.25, 2, 0, 0, 1.5, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 13, 14, -100, 22, 23, -100]]
+
+
+@pytest.mark.parametrize("missing", [{}, {"loss_weights": None}])
+def test_documents_without_weights_among_others_weigh_one(missing):
+    batch = PackedCollator()([{**TWO[0], **missing}, WEIGHTED[1]])
+    assert batch["loss_weights"].tolist() == [[0, 0, 1, 1, 0, 0, 1.5]]
+    assert PackedCollator()([{**TWO[0], **missing}, TWO[1]]).keys() == KEYS
+
+
+def test_a_packed_row_has_weights_for_all_its_documents():
+    row = {
+        "input_ids": [11, 12, 13, 21, 22],
+        "seq_lengths": [3, 2],
+        "loss_weights": [1, 2, 3, 4, 5],
+    }
+    batch = PackedCollator()([row])
+    assert batch["loss_weights"].tolist() == [[0, 2, 3, 0, 5]]
+
+
+def test_padded_rows_have_the_weights_of_their_tokens():
+    def pad(documents):
+        ids = [torch.tensor(d["input_ids"]) for d in documents]
+        labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+        return {"labels": labels}
+
+    assert WeightedPaddedCollator(pad)(TWO).keys() == {"labels"}
+    batch = WeightedPaddedCollator(pad)([WEIGHTED[0], TWO[1]])
+    assert batch["loss_weights"].tolist() == [[0, 0.5, 0.25, 2], [0, 1, 1, 0]]

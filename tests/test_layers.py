@@ -19,7 +19,7 @@ TABLE = {
     "labels": (set(), {"numpy"}),
     "arrow_documents": ({"labels"}, {"datasets", "numpy", "pyarrow", "torch"}),
     "report": (set(), set()),
-    "token_columns": ({"arrow_documents"}, {"numpy", "pyarrow"}),
+    "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
     "dataset_checks": (
         {"arrow_documents", "labels", "token_columns"},
         {"datasets", "numpy", "trl"},
@@ -77,6 +77,7 @@ TABLE = {
         {"torch"},
     ),
     "head": ({"labels"}, {"torch", "trl"}),
+    "loss": ({"labels"}, {"torch", "transformers", "trl"}),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
     "undisturbed": (set(), {"numpy", "torch"}),
     "isolation": (
@@ -117,6 +118,7 @@ TABLE = {
             "overflow",
             "report",
             "stop_tokens",
+            "supervision",
             "templates",
             "token_columns",
         },
@@ -135,6 +137,8 @@ TABLE = {
         },
         {"accelerate", "datasets", "numpy", "torch"},
     ),
+    "render": ({"labels"}, {"numpy"}),
+    "inspection": ({"config", "prepare", "render"}, {"datasets", "transformers", "trl"}),
     "trainer": (
         {
             "arguments",
@@ -147,6 +151,7 @@ TABLE = {
             "head",
             "labels",
             "legacy_collator",
+            "loss",
             "prepare",
             "report",
             "sampler",
@@ -167,7 +172,10 @@ TABLE = {
         },
         {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
     ),
-    "cli": ({"architectures", "attention", "exact_way", "isolation", "matrix"}, {"torch"}),
+    "cli": (
+        {"architectures", "attention", "exact_way", "inspection", "isolation", "matrix"},
+        {"torch"},
+    ),
 }
 
 

@@ -202,18 +202,22 @@ def test_a_row_without_trained_tokens_gives_a_loss_of_zero():
     assert model.weight.grad.tolist() == [0] * WIDTH
 
 
-def test_scores_of_a_head_that_shifts_keep_their_sum_and_their_mask():
-    """Per-token scores ``(rows, T - 1)``, zero where the label is masked."""
+@pytest.mark.parametrize("virtual", [0, 1, 3])
+def test_scores_of_a_head_that_shifts_come_back_in_the_order_of_the_packed_row(virtual):
+    """Per-token scores ``(rows, T - 1)``, zero where the label is masked; virtual tokens first."""
 
     def scores(x, labels):
-        mask = labels[:, 1:] != -100
-        return CausalLMOutputWithPast(loss=x.sum() * 0, logits=x[:, :-1, 0] * mask, attentions=mask)
+        mask = nn.functional.pad(labels, (virtual, 0), value=-100)[:, 1:] != -100
+        targets = nn.functional.pad(x[..., 0], (virtual, 0))[:, 1:]
+        return CausalLMOutputWithPast(loss=x.sum() * 0, logits=targets * mask, attentions=mask)
 
+    batch = PackedCollator()(documents())
     _, output = padded(scores, labels=True)
-    predicting = [i for d in documents() for i in d["input_ids"][:-1]]
-    assert output.attentions.shape == output.logits.shape
-    assert output.attentions.sum() == len(predicting)
-    assert output.logits.sum() == sum(predicting)
+    trained = batch["labels"][:, 1:] != -100
+    assert trained.any()
+    assert torch.equal(output.attentions[:, -trained.shape[1] :], trained)
+    expected = batch["input_ids"][:, 1:] * trained
+    assert torch.equal(output.logits[:, -trained.shape[1] :], expected.float())
 
 
 # --- what the forwards are given ----------------------------------------------------------------

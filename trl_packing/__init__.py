@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trl_packing.isolation import check_isolation
     from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
     from trl_packing.packing import PackingPlan, pack
+    from trl_packing.render import show_document
     from trl_packing.sampler import PackedBatchSampler
     from trl_packing.trainer import PackedSFTTrainer
 
@@ -41,6 +42,7 @@ _HOME = {
     "block_diagonal_mask": "documents",
     "resolve_attention": "attention",
     "check_isolation": "isolation",
+    "show_document": "render",
 }
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "pack",
     "position_ids_from_lengths",
     "resolve_attention",
+    "show_document",
 ]
 
 

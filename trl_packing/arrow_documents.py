@@ -8,7 +8,7 @@ bounds a training dataloader at about 2M tokens/s. Only lengths are held in memo
 document.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -16,14 +16,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trl_packing.labels import IGNORE_INDEX
+from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN, document_weights
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
     """The token columns of a `datasets.Dataset`; ``documents[i]`` is a dict of arrays.
 
     Reads through the data set's indices mapping (select, shuffle, filter), ignores its format.
-    Raises ValueError if a column does not hold lists of integers.
+    Raises ValueError if a column does not hold lists of integers; `loss_weights` may hold floats
+    too, of any width, and are given as float32.
     """
 
     def __init__(self, dataset: datasets.Dataset, columns: Sequence[str]):
@@ -103,6 +104,20 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return stored[self.stored_rows(np.arange(len(self)))]
 
 
+def check_loss_weights(documents: ArrowDocuments) -> None:
+    """Raise ValueError naming the first document without one weight, finite and ≥ 0, per token."""
+    chunks = [values for values, _ in documents.readers[WEIGHT_COLUMN].chunks if len(values)]
+    one_each = np.array_equal(documents.lengths(WEIGHT_COLUMN), documents.lengths())
+    most = np.finfo(np.float32).max
+    if one_each and all(values.min() >= 0 and values.max() <= most for values in chunks):
+        return  # NaN compares false
+    for number, document in enumerate(documents):  # the table may hold rows that were left out
+        try:
+            document_weights(document, len(document["input_ids"]))
+        except ValueError as problem:
+            raise ValueError(f"document {number}: {problem}") from None
+
+
 def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
     starts = np.cumsum(row["seq_lengths"]) - row["seq_lengths"]
     trained = row["labels"] != IGNORE_INDEX
@@ -111,11 +126,12 @@ def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
 
 
 class _ListColumn:
-    """One Arrow column of integer lists; ``column[row]`` is a view of its values."""
+    """One Arrow column of lists; ``column[row]`` is a view of its values."""
 
     def __init__(self, name: str, column: pa.ChunkedArray):
         self.name = name
-        self.chunks = [integer_lists(name, chunk) for chunk in column.chunks if len(chunk)]
+        read = weight_lists if name == WEIGHT_COLUMN else integer_lists
+        self.chunks = [read(name, chunk) for chunk in column.chunks if len(chunk)]
         sizes = [len(offsets) - 1 for _, offsets in self.chunks]
         self.first_row = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.lengths = _concatenated([np.diff(offsets) for _, offsets in self.chunks])
@@ -126,7 +142,9 @@ class _ListColumn:
             chunk = int(np.searchsorted(self.first_row, row, side="right")) - 1
             row -= int(self.first_row[chunk])
         values, offsets = self.chunks[chunk]
-        return values[offsets[row] : offsets[row + 1]]
+        found = values[offsets[row] : offsets[row + 1]]
+        # By document: the whole column cast would be a copy of it in memory.
+        return found.astype(np.float32, copy=False) if self.name == WEIGHT_COLUMN else found
 
     def sums(self) -> np.ndarray:
         """Return the sum of each row."""
@@ -155,6 +173,27 @@ def integer_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     Raises ValueError, naming the column, for anything but lists of integers or booleans and for
     missing entries.
     """
+    return _lists(
+        name,
+        chunk,
+        lambda values: pa.types.is_integer(values) or pa.types.is_boolean(values),
+        "tokens are lists of integers; convert it, or pass text and let the trainer tokenize it",
+    )
+
+
+def weight_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return values and offsets as `integer_lists` does, of lists of integers or floats."""
+    return _lists(
+        name,
+        chunk,
+        lambda values: pa.types.is_integer(values) or pa.types.is_floating(values),
+        "weights are lists of numbers, one per token; convert it",
+    )
+
+
+def _lists(
+    name: str, chunk: pa.Array, is_allowed: Callable[[pa.DataType], bool], expected: str
+) -> tuple[np.ndarray, np.ndarray]:
     if chunk.null_count:
         raise ValueError(f"column {name!r} has a missing (null) row; remove such rows")
     if pa.types.is_fixed_size_list(chunk.type):
@@ -162,13 +201,8 @@ def integer_lists(name: str, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
     if is_list and pa.types.is_null(chunk.type.value_type) and not len(chunk.values):
         chunk = chunk.cast(pa.list_(pa.int64()))  # every row is empty
-    if not is_list or not (
-        pa.types.is_integer(chunk.type.value_type) or pa.types.is_boolean(chunk.type.value_type)
-    ):
-        raise ValueError(
-            f"column {name!r} holds {chunk.type}, but tokens are lists of integers; "
-            "convert it, or pass text and let the trainer tokenize it"
-        )
+    if not is_list or not is_allowed(chunk.type.value_type):
+        raise ValueError(f"column {name!r} holds {chunk.type}, but {expected}")
     if chunk.values.null_count:
         raise ValueError(f"column {name!r} has a missing (null) token; remove such rows")
     return chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()

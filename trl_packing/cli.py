@@ -1,13 +1,18 @@
-"""`trl-packing verify`: does packing change what this model learns? Asked of a model, or of all.
+"""The command `trl-packing`.
+
+trl-packing inspect --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl
+    documents with their trained tokens marked, and what preparation would lose
 
 trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 trl-packing verify --matrix --output docs/compatibility.md
+    does packing change what this model learns? Asked of a model, or of all
 """
 
 import argparse
 import importlib.metadata
 import platform
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,13 +25,29 @@ from trl_packing.isolation import IsolationReport
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 1 if documents leak (verify) or differ in silence (matrix)."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, settings = parser.parse_known_args(argv)
+    if arguments.command == "inspect":
+        return _inspect(arguments, settings)
+    if settings:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
     return _verify_all(arguments) if arguments.matrix else _verify_model(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trl-packing", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser(
+        "inspect",
+        help="print documents with their trained tokens marked",
+        description="Print documents with their trained tokens marked. Further options are those "
+        "of PackedSFTConfig: --train_on, --response_template, --max_length, --overflow, ...",
+    )
+    inspect.add_argument("--model", required=True, help="whose tokenizer: a hub id or a folder")
+    inspect.add_argument("--data", required=True, help="a hub id, or a .json, .jsonl, .parquet")
+    inspect.add_argument("--split", default="train")
+    inspect.add_argument("--rows", type=int, nargs="+", default=[0, 1, 2], help="which rows")
+    inspect.add_argument("--all", action="store_true", help="prepare all rows: what is lost")
     verify = commands.add_parser("verify", help="measure whether packed documents see each other")
     what = verify.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="a hub id or a folder with a causal language model")
@@ -40,6 +61,36 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--processes", type=int, default=2, help="with --matrix")
     verify.add_argument("--output", help="with --matrix: a Markdown file to write")
     return parser
+
+
+# --- what is trained --------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    from transformers import AutoTokenizer
+
+    from trl_packing.inspection import inspect, load_rows
+
+    # Of options that TRL sets and transformers renames; there is nothing that a user could do.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    color = sys.stdout.isatty()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        rows = load_rows(arguments.data, arguments.split)
+        shown = inspect(
+            rows,
+            tokenizer,
+            settings,
+            rows=arguments.rows,
+            prepares_all=arguments.all,
+            color=color,
+        )
+        for text in shown:
+            print(text, end="\n\n")
+    except (ValueError, OSError) as error:
+        print(f"trl-packing inspect: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 # --- one model --------------------------------------------------------------------------------

@@ -4,6 +4,8 @@
     input_ids           11  12  13  21  22        (1, T) int64
     labels            -100  12  13 -100 22        (1, T) int64, prompt and document starts −100
     position_ids         0   1   2   0   1        (1, T) int64
+    loss_weights         0   1  .5   0   1        (1, T) float32, 0 on what is not trained; only if
+                                                  a document has them, and 1 where it has none
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
     max_length_q/k       3                        int
@@ -26,7 +28,12 @@ from trl_packing.documents import (
     document_ids_from_lengths,
     position_ids_from_lengths,
 )
-from trl_packing.labels import IGNORE_INDEX, document_labels
+from trl_packing.labels import (
+    IGNORE_INDEX,
+    WEIGHT_COLUMN,
+    document_labels,
+    document_weights,
+)
 
 
 @dataclass
@@ -35,7 +42,9 @@ class PackedCollator:
 
     A document is a mapping with `input_ids` and, in this order of precedence, `labels`, or
     `completion_mask` and/or `assistant_masks` (1 on trained tokens), or nothing (every token is
-    trained). With `seq_lengths` it is a row that already holds several documents.
+    trained). With `seq_lengths` it is a row that already holds several documents. `loss_weights`
+    say how much each trained token counts; `PackedSFTTrainer` takes them out of the batch again,
+    and in a loop of your own they are for your loss, not for the model.
 
     pad_token_id: fills the tail that `pad_to_multiple_of` asks for.
     pad_to_multiple_of: T becomes a multiple of it by one more document, all of it masked.
@@ -60,7 +69,8 @@ class PackedCollator:
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch described in this module's docstring.
 
-        Raises ValueError if labels, masks or `seq_lengths` do not match `input_ids`.
+        Raises ValueError if labels, masks, weights or `seq_lengths` do not match `input_ids`, or
+        weights are not finite and ≥ 0.
         """
         input_ids = [_token_ids(document["input_ids"]) for document in documents]
         labels = [
@@ -73,12 +83,43 @@ class PackedCollator:
             lengths.append(tail)
             input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
             labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
-        return _batch(np.concatenate(input_ids), np.concatenate(labels), lengths)
+        batch = _batch(np.concatenate(input_ids), np.concatenate(labels), lengths)
+        if any(document.get(WEIGHT_COLUMN) is not None for document in documents):
+            weights = [
+                document_weights(document, len(ids))
+                for document, ids in zip(documents, input_ids, strict=False)  # no document: a tail
+            ]
+            flat = np.concatenate([*weights, np.zeros(tail, dtype=np.float32)])
+            batch[WEIGHT_COLUMN] = _of_trained(torch.from_numpy(flat)[None], batch["labels"])
+        return batch
 
     def _tail(self, num_tokens: int) -> int:
         if num_tokens == 0:
             return self.pad_to_multiple_of or 1
         return -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+
+
+@dataclass
+class WeightedPaddedCollator:
+    """The padded batches of `collator` (TRL's), with `loss_weights` where documents have them."""
+
+    collator: Any
+
+    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return its batch; `loss_weights` ``(rows, T)`` float32 as in the packed batch."""
+        batch = self.collator(documents)
+        if any(document.get(WEIGHT_COLUMN) is not None for document in documents):
+            weights = torch.zeros(batch["labels"].shape)
+            for row, document in zip(weights, documents, strict=True):
+                length = len(document["input_ids"])
+                row[:length] = torch.from_numpy(document_weights(document, length))
+            weights[:, 0] = 0  # never a target
+            batch[WEIGHT_COLUMN] = _of_trained(weights, batch["labels"])
+        return batch
+
+
+def _of_trained(weights: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return weights.masked_fill(labels == IGNORE_INDEX, 0)
 
 
 def _token_ids(values: Any) -> np.ndarray:

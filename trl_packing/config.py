@@ -68,7 +68,7 @@ class PackedSFTConfig(SFTConfig):
     prompt_template: str | None = field(
         default=None,
         metadata={
-            "help": "Make prompts of raw fields: 'alpaca', 'qa', 'vicuna', a file, or text with "
+            "help": "Make prompts of raw fields: 'alpaca', 'qa', a file, or text with "
             "columns in braces, 'Question: {question}\\nAnswer: '. {query} is query_field's."
         },
     )

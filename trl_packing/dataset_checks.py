@@ -10,9 +10,9 @@ import datasets
 import numpy as np
 from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
-from trl_packing.arrow_documents import ArrowDocuments
-from trl_packing.labels import MASK_COLUMNS
-from trl_packing.token_columns import TOKEN_COLUMNS, WEIGHT_COLUMN, weight_lists
+from trl_packing.arrow_documents import ArrowDocuments, weight_lists
+from trl_packing.labels import MASK_COLUMNS, WEIGHT_COLUMN
+from trl_packing.token_columns import TOKEN_COLUMNS
 
 
 def check_columns(

@@ -3,6 +3,7 @@
     input_ids          5  6  7  8       a document; the model predicts 6, 7, 8 from what is before
     completion_mask    0  0  1  1       1 on the completion
     labels          -100 -100 7  8      what this module makes of them
+    loss_weights       .  . 1.  .5      how much each trained token counts; 1 where not given
 
 The first token of a document is never a target: nothing precedes it in its document, and in a
 packed row the position before it belongs to another one.
@@ -15,6 +16,9 @@ import numpy as np
 
 # What torch's cross-entropy and transformers skip.
 IGNORE_INDEX = -100
+
+# A float for every token: what its loss counts if it is trained (`labels` say whether it is).
+WEIGHT_COLUMN = "loss_weights"
 
 # Columns that mark trained tokens with 1, as TRL names them.
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
@@ -52,3 +56,29 @@ def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.nd
             "give one label per token"
         )
     return labels
+
+
+def document_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
+    """Return the loss weights ``(num_tokens,)`` float32 of a document: its `loss_weights`, else 1.
+
+    Raises ValueError if there is not one for every token, or one is negative, infinite or NaN.
+
+    >>> document_weights({"loss_weights": [0, 0.5]}, 2).tolist(), document_weights({}, 2).tolist()
+    ([0.0, 0.5], [1.0, 1.0])
+    """
+    given = document.get(WEIGHT_COLUMN)
+    if given is None:
+        return np.ones(num_tokens, dtype=np.float32)
+    weights = np.asarray(given, dtype=np.float32)
+    if len(weights) != num_tokens:
+        raise ValueError(
+            f"{WEIGHT_COLUMN} has {len(weights)} entries but input_ids has {num_tokens}; "
+            "give one weight per token"
+        )
+    wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if wrong.any():
+        raise ValueError(
+            f"{WEIGHT_COLUMN} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
+            "give finite numbers that are not negative (0 leaves a token out of the loss)"
+        )
+    return weights

@@ -34,6 +34,7 @@ from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_d
 from trl_packing.overflow import fit_documents, fit_stream
 from trl_packing.report import PreparationCounts
 from trl_packing.stop_tokens import append_eos, eos_appender, stop_token_ids, unended
+from trl_packing.supervision import Supervision
 from trl_packing.templates import Templates
 from trl_packing.token_columns import TOKEN_COLUMNS, token_columns_of
 
@@ -72,15 +73,19 @@ class Preparation:
         """
         check_not_empty(dataset, name)
         self._check_columns(dataset, formatting_func, name)
-        documents = self._tokenized(dataset, formatting_func, name)
+        documents, unfound = self._tokenized(dataset, formatting_func, name), None
         collator = self.completion_only_lm or self._template_of_tokens(dataset, name)
         if collator is not None:
             documents, unfound = label_documents(
                 documents, collator, num_proc=self.args.dataset_num_proc, name=name
             )
-            if unfound:
-                logger.warning(unfound)
-        return self._fitted(documents, name)
+        elif self.options.response_template is not None:
+            unfound = self._unfound(documents, name)
+        fitted, counts = self._fitted(documents, name)
+        if unfound:
+            logger.warning(unfound)
+            counts = counts and counts.with_note(unfound)
+        return fitted, counts
 
     @property
     def options(self) -> PackingOptions:
@@ -118,6 +123,7 @@ class Preparation:
                 completion_only=self.completion_only,
                 formatting_func=formatting_func,
             )
+            self._warn_of_tools(dataset, supervision, name)
             documents = documents_from_rows(
                 dataset,
                 supervision,
@@ -125,9 +131,16 @@ class Preparation:
                 num_proc=args.dataset_num_proc,
                 name=name,
             )
-            if supervision.answers is not None:
-                self._check_answers(documents, supervision.answers, name)
         return documents.shuffle(seed=args.seed) if args.shuffle_dataset else documents
+
+    def _warn_of_tools(self, dataset: AnyDataset, supervision: Supervision, name: str) -> None:
+        first = next(iter(dataset))
+        if first.get("tools") and supervision.chat.exists and not supervision.calls_tools:
+            logger.warning(
+                f"the {name} dataset has tools, but the chat template renders no tool calls: the "
+                "model will not read which tools there are (calls in ShareGPT's form are trained "
+                "as the text that they are); use a chat template with tools"
+            )
 
     def _check_options_of_trl(self, name: str) -> None:
         """Raise ValueError for settings that TRL's preparation does not have."""
@@ -140,19 +153,26 @@ class Preparation:
                     "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
                 )
 
-    def _check_answers(self, documents: AnyDataset, answers: Templates, name: str) -> None:
-        """Warn of documents without the response template; raise ValueError if none has it."""
+    def _unfound(self, documents: AnyDataset, name: str) -> str | None:
+        """Return a sentence on documents without the response template, if there are any.
+
+        Raises ValueError if none has it.
+        """
         if isinstance(documents, IterableDataset):
-            return
+            return None
         trained = ArrowDocuments(documents, TOKEN_COLUMNS).num_trained()
         unfound = np.flatnonzero(trained == 0)
         if not len(unfound):
-            return
+            return None
+        options = self.options
+        templates = Templates.of(
+            self.tokenizer, options.response_template, options.instruction_template
+        )
         ids = np.asarray(documents[int(unfound[0])]["input_ids"])
-        words = answers.unfound(len(unfound), len(trained), ids)
+        words = templates.unfound(len(unfound), len(trained), ids)
         if len(unfound) == len(trained):
-            raise ValueError(f"no document of the {name} dataset has a trained token: {words}")
-        logger.warning(f"{name} dataset: {words}")
+            raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
+        return f"{name} dataset: {words}"
 
     def _template_of_tokens(
         self, dataset: AnyDataset, name: str

@@ -18,8 +18,7 @@ _ALPACA = (
     "### Instruction:\n{{query}}\n\n{input}### Response:\n"
 )
 
-# name -> template, and another one for rows with a non-empty "input" (tatsu-lab/stanford_alpaca,
-# lm-sys/FastChat's vicuna_v1.1)
+# name -> template, and another one for rows with a non-empty "input" (tatsu-lab/stanford_alpaca)
 NAMED: dict[str, tuple[str, str | None]] = {
     "alpaca": (
         _ALPACA.format(paired="", input=""),
@@ -28,13 +27,7 @@ NAMED: dict[str, tuple[str, str | None]] = {
             input="### Input:\n{input}\n\n",
         ),
     ),
-    "qa": ("Question: {query}\nAnswer: ", None),
-    "vicuna": (
-        "A chat between a curious user and an artificial intelligence assistant. The assistant "
-        "gives helpful, detailed, and polite answers to the user's questions. "
-        "USER: {query} ASSISTANT: ",
-        None,
-    ),
+    "qa": ("Question: {query}\nAnswer:\n", None),
 }
 
 

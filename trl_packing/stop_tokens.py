@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from trl_packing.arrow_documents import ArrowDocuments
-from trl_packing.labels import IGNORE_INDEX
-from trl_packing.token_columns import TOKEN_COLUMNS, WEIGHT_COLUMN, list_column, token_lists
+from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.token_columns import TOKEN_COLUMNS, list_column, token_lists
 
 # A text that no chat template contains.
 _ANSWER = "Xyzzy-3141"

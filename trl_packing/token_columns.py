@@ -16,10 +16,10 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from trl_packing.arrow_documents import integer_lists
+from trl_packing.arrow_documents import integer_lists, weight_lists
+from trl_packing.labels import WEIGHT_COLUMN
 
 TOKEN_COLUMNS = ("input_ids", "labels")
-WEIGHT_COLUMN = "loss_weights"
 
 FlatLists = tuple[np.ndarray, np.ndarray]
 
@@ -50,22 +50,6 @@ def _flat(name: str, column: pa.ChunkedArray) -> FlatLists:
     chunk = column.combine_chunks()  # a copy, also of one chunk: the offsets of a slice begin at 0
     values, offsets = (weight_lists if name == WEIGHT_COLUMN else integer_lists)(name, chunk)
     return values, offsets.astype(np.int64)
-
-
-def weight_lists(name: str, chunk: pa.Array) -> FlatLists:
-    """Return values and offsets of lists of real numbers, as `integer_lists` does of integers."""
-    if chunk.null_count:
-        raise ValueError(f"column {name!r} has a missing (null) row; remove such rows")
-    types, kind = pa.types, chunk.type
-    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) or (
-        not any(is_a(kind.value_type) for is_a in (types.is_floating, types.is_integer))
-        and len(chunk.flatten())
-    ):
-        raise ValueError(f"column {name!r} holds {kind}, but weights are lists of numbers")
-    chunk = chunk.cast(pa.large_list(kind.value_type))
-    if chunk.values.null_count:
-        raise ValueError(f"column {name!r} has a missing (null) weight; remove such rows")
-    return chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
 
 
 def list_column(values: np.ndarray, offsets: np.ndarray, field: pa.Field) -> pa.Array:

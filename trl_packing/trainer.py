@@ -6,6 +6,7 @@ _get_train_sampler             a plan an epoch, from lengths, by rank           
 data_collator                  one flat row, boundaries, no mask, no cache      (collator)
 attention of the model         kept within documents, the rest of it unchanged  (attention)
 fused LM head                  trained positions only, also on CPU              (head)
+compute_loss, evaluation_loop  one weighted mean a step, and an evaluation set  (loss)
 train, evaluate, predict       stop before the first step if documents leak     (isolation)
 """
 
@@ -22,8 +23,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
 
@@ -33,17 +33,16 @@ from trl_packing.arguments import (
     packing_hidden,
     reason_for_trl_path,
 )
-from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
 from trl_packing.attention import AttentionChoice
-from trl_packing.collator import PackedCollator
+from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.dataset_checks import (
-    check_token_ids,
-)
+from trl_packing.dataset_checks import check_token_ids
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
-from trl_packing.labels import IGNORE_INDEX
+from trl_packing.labels import WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.loss import WeightedMeanTrainer, check_weights_can_be_used
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
@@ -52,10 +51,10 @@ from trl_packing.token_columns import TOKEN_COLUMNS
 
 logger = get_logger(__name__)
 
-_ROW_COLUMNS = (*TOKEN_COLUMNS, "seq_lengths")
+_ROW_COLUMNS = (*TOKEN_COLUMNS, WEIGHT_COLUMN, "seq_lengths")
 
 
-class PackedSFTTrainer(SFTTrainer):
+class PackedSFTTrainer(WeightedMeanTrainer):
     """Supervised fine-tuning that never computes on padding and keeps documents apart.
 
     Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig`
@@ -67,13 +66,17 @@ class PackedSFTTrainer(SFTTrainer):
     TRL's path unchanged (a warning says so). A `DataCollatorForCompletionOnlyLM` labels the
     documents, and then they are packed as others are.
 
+    Documents may have `loss_weights`, a number for every token: what its loss counts. The loss of a
+    step is the weighted mean over its trained tokens, of all micro-batches and ranks, and so is
+    `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
+
     `packing_report` holds what a run is made of; it is printed when training starts.
     """
 
     packing_report: PackingReport = None  # type: ignore[assignment]
     data_collator: Any
     _completion_only: DataCollatorForCompletionOnlyLM | None = None
-    router_aux_loss_coef: float
+    _signature_columns: Any
 
     def __init__(
         self,
@@ -106,7 +109,6 @@ class PackedSFTTrainer(SFTTrainer):
             processing_class = processing_class or self._completion_only.tokenizer
         self._generation_config = generation_config_of(model, args)  # data come before self.model
         self._preparation: dict[str, PreparationCounts] = {}
-        self._eval_sums = torch.zeros(2, dtype=torch.float64)
         with packing_hidden(args) as (packing, eval_packing):
             self._packing, self._eval_packing = packing, eval_packing
             super().__init__(
@@ -147,6 +149,11 @@ class PackedSFTTrainer(SFTTrainer):
                 "parallelism: sharding a row drops the boundaries between its documents. Set "
                 "`packing=False` and `padding_free=False` for padded rows, or disable it."
             )
+        if self._shards_sequences() and any(map(_has_weights, self._all_datasets())):
+            raise ValueError(
+                f"{WEIGHT_COLUMN} are not applied under context or sequence parallelism; disable "
+                f"it, or drop the column: dataset.remove_columns({WEIGHT_COLUMN!r})"
+            )
         if self.aux_loss_enabled and self._pad_to_multiple_of:
             raise ValueError(
                 f"pad_to_multiple_of={self._pad_to_multiple_of} would let padding take part in the "
@@ -157,6 +164,13 @@ class PackedSFTTrainer(SFTTrainer):
                 "average_tokens_across_devices=False weights a token by the rank that it falls on, "
                 "and packed ranks hold unequal numbers of trained tokens; leave it True"
             )
+
+    def _all_datasets(self) -> list[Any]:
+        evaluated = self.eval_dataset
+        return [
+            self.train_dataset,
+            *(evaluated.values() if isinstance(evaluated, dict) else [evaluated]),
+        ]
 
     @property
     def _pad_to_multiple_of(self) -> int | None:
@@ -252,7 +266,17 @@ class PackedSFTTrainer(SFTTrainer):
         if self._trl_path:
             return super()._remove_unused_columns(dataset, description)
         present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
-        return ArrowDocuments(dataset, present)
+        documents = ArrowDocuments(dataset, present)
+        if WEIGHT_COLUMN in present:
+            check_weights_can_be_used(self.compute_loss_func)
+            check_loss_weights(documents)
+        return documents
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the weights of a stream that is evaluated padded: TRL's columns lack them."""
+        super()._set_signature_columns_if_needed()
+        if not self._trl_path and WEIGHT_COLUMN not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, WEIGHT_COLUMN]
 
     # --- sampling -----------------------------------------------------------------------------
 
@@ -315,6 +339,7 @@ class PackedSFTTrainer(SFTTrainer):
         return self.args.world_size // shared, self.args.process_index // shared
 
     def get_train_dataloader(self) -> DataLoader:
+        self._trains_weighted = not self._trl_path and _has_weights(self.train_dataset)
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
             accumulation = self.args.gradient_accumulation_steps
             return self._stream(
@@ -345,7 +370,8 @@ class PackedSFTTrainer(SFTTrainer):
         if not self._evaluates_padded or "seq_lengths" in get_dataset_column_names(chosen):
             return parent(dataset)
         # Whoever asks for logits expects a row per document, in data-set order.
-        packed, self.data_collator = self.data_collator, self._padded_collator
+        packed = self.data_collator
+        self.data_collator = WeightedPaddedCollator(self._padded_collator)
         try:
             return parent(dataset)
         finally:
@@ -386,8 +412,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     # --- evaluation ---------------------------------------------------------------------------
 
-    _evaluates_padded = False
-
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._evaluation(padded=self.compute_metrics is not None):
             return super().evaluate(*args, **kwargs)
@@ -415,70 +439,10 @@ class PackedSFTTrainer(SFTTrainer):
         finally:
             self._evaluates_padded = before
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Report the mean over all trained tokens, not the mean of micro-batch means."""
-        if self._trl_path:
-            return super().evaluation_loop(*args, **kwargs)
-        self._eval_sums = torch.zeros(2, dtype=torch.float64)
-        output = super().evaluation_loop(*args, **kwargs)
-        loss, tokens = self.accelerator.reduce(
-            self._eval_sums.to(self.args.device, torch.float32), reduction="sum"
-        ).tolist()
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        if f"{prefix}_loss" in output.metrics and tokens:
-            output.metrics[f"{prefix}_loss"] = loss / tokens
-        return output
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.aux_loss_enabled and not self._trl_path:
-            tokens = torch.tensor(sum(b["input_ids"].numel() for b in batches), device=device)
-            self._step_tokens = int(self.accelerator.gather(tokens).sum()) // self.get_tp_size()
-        return batches, num_items
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        if self._evaluates_padded and not self._trl_path:
-            self._mask_repeated_rows(inputs)
-        with self._auxiliary_loss_weighted(inputs, num_items_in_batch):
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not self._trl_path and not self.model.training:
-            loss = result[0] if return_outputs else result
-            tokens = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
-            self._eval_sums += torch.stack([loss.detach().float() * tokens, tokens]).double().cpu()
-        return result
-
-    @contextmanager
-    def _auxiliary_loss_weighted(self, inputs: Any, num_items_in_batch: Any) -> Iterator[None]:
-        """Weight a micro-batch's balance of experts by its share of the step's tokens.
-
-        TRL takes the mean over micro-batches, whatever they hold, and DDP that over ranks.
-        """
-        if self._trl_path or not self.aux_loss_enabled or num_items_in_batch is None:
-            yield
-            return
-        share = inputs["input_ids"].numel() / self._step_tokens
-        micro_batches = self.current_gradient_accumulation_steps * self._data_ranks()[0]
-        coefficient = self.router_aux_loss_coef
-        self.router_aux_loss_coef = coefficient * share * micro_batches
-        try:
-            yield
-        finally:
-            self.router_aux_loss_coef = coefficient
-
     def _vocabulary_size(self) -> int:
         embeddings = self.model.get_input_embeddings()
         weight = getattr(embeddings, "weight", None)
         return self.model.config.get_text_config().vocab_size if weight is None else len(weight)
-
-    def _mask_repeated_rows(self, inputs: Any) -> None:
-        """Mask the rows by which accelerate fills up the last batch of several ranks."""
-        state = self.accelerator.gradient_state
-        if "attention_mask" in inputs and state.end_of_dataloader and state.remainder > 0:
-            labels = inputs["labels"]
-            kept = state.remainder - self.args.process_index * len(labels)
-            labels[max(kept, 0) :] = IGNORE_INDEX
 
     # --- report -------------------------------------------------------------------------------
 
@@ -521,6 +485,10 @@ class _OnTrainBegin(TrainerCallback):
         trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
         if state.is_world_process_zero:
             print(f"\n{trainer.packing_report}", flush=True)  # a progress bar holds the line
+
+
+def _has_weights(dataset: Any) -> bool:
+    return dataset is not None and WEIGHT_COLUMN in get_dataset_column_names(dataset)
 
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:

@@ -24,6 +24,7 @@ class Scenario:
 
     leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
+    weighted: documents have the `loss_weights` of `token_weights`.
     """
 
     output_dir: str
@@ -31,6 +32,7 @@ class Scenario:
     model: str = "llama"
     leaks_on_rank: int | None = None
     ignores_loss_kwargs: bool = False
+    weighted: bool = False
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
     packing: bool = True
@@ -45,6 +47,11 @@ class Scenario:
     forgets_epoch_on_resume: bool = False
     counts_correct: bool = False
     options: dict = field(default_factory=dict)
+
+
+def token_weights(input_ids: list[int]) -> list[float]:
+    """Return a weight for every token, from its id: 0, 0.25, … 1.5."""
+    return [token % 7 / 4 for token in input_ids]
 
 
 def run(scenario: Scenario) -> dict:
@@ -82,6 +89,8 @@ def _run(scenario: Scenario) -> dict:
 
     def data(lengths, seed):
         rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
+        if scenario.weighted:
+            rows = [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
         dataset = Dataset.from_list(rows)
         return dataset.to_iterable_dataset(3) if scenario.stream else dataset
 

@@ -197,8 +197,7 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     if parts[0].dim() == 2 and any(
         p.shape[1] != longest for p, (_, longest) in zip(parts, shapes, strict=True)
     ):
-        # Scores of labels that a fused head has shifted: their sum and their mask are what is read.
-        return torch.cat([part.reshape(1, -1) for part in parts], dim=1)
+        return _joined_scores(parts, rows)
     if any(p.shape[1] < longest for p, (_, longest) in zip(parts, shapes, strict=True)):
         return None
     values = [
@@ -208,6 +207,20 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     order = torch.argsort(torch.cat([row.token[row.is_real] for row in rows]))
     joined = torch.cat(values)[order]
     return joined if is_flat else joined[None]
+
+
+def _joined_scores(parts: list[Tensor], rows: list[_Rows]) -> Tensor:
+    """Return the scores of next tokens ``(1, T - 1)``, as a fused head gives them for one row.
+
+    The first token of a document has none: it is zero there.
+    """
+    num_tokens = sum(int(row.is_real.sum()) for row in rows)
+    scores = [
+        part[:, part.shape[1] - row.token.shape[1] + 1 :][row.is_real[:, 1:]]  # as above
+        for part, row in zip(parts, rows, strict=True)
+    ]
+    targets = torch.cat([row.token[:, 1:][row.is_real[:, 1:]] for row in rows])
+    return parts[0].new_zeros(num_tokens - 1).index_put((targets - 1,), torch.cat(scores))[None]
 
 
 def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:

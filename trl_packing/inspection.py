@@ -1,0 +1,97 @@
+"""What a run would train, seen before it starts: rows prepared as the trainer does, and printed.
+
+row of a data set  →  documents, by the very code of the trainer  →  text, trained tokens marked
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, disable_progress_bars, load_dataset
+from transformers import HfArgumentParser
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+from trl_packing.config import PackedSFTConfig
+from trl_packing.prepare import Preparation
+from trl_packing.render import show_document
+
+LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+# What a machine without a GPU can be told to use; none of it matters here.
+_FIXED = ("--output_dir", "unused", "--use_cpu", "--bf16", "false", "--report_to", "none")
+
+
+def load_rows(data: str, split: str) -> Dataset:
+    """Return the rows of a file, or of a data set by its hub id."""
+    disable_progress_bars()
+    loader = LOADERS.get(Path(data).suffix)
+    if loader is None:
+        return load_dataset(data, split=split)
+    if not Path(data).is_file():
+        raise ValueError(f"{data} does not exist")
+    return load_dataset(loader, data_files=data, split=split)
+
+
+def inspect(
+    dataset: Dataset,
+    tokenizer: Any,
+    settings: Sequence[str] = (),
+    *,
+    rows: Sequence[int] = (0, 1, 2),
+    prepares_all: bool = False,
+    color: bool = False,
+) -> Iterator[str]:
+    """Yield each of `rows` as text with its trained tokens marked, and why it would be dropped.
+
+    settings: options of `PackedSFTConfig` as a command line has them, ["--train_on", "assistant"].
+    prepares_all: yield too what preparing the whole data set loses.
+
+    Raises ValueError for rows that are not there, and for settings that cannot be.
+    """
+    parser = HfArgumentParser((PackedSFTConfig,))
+    (args,) = parser.parse_args_into_dataclasses(args=[*_FIXED, *settings])
+    preparation = _preparation(args, tokenizer, dataset[0])
+    for row in rows:
+        if not 0 <= row < len(dataset):
+            raise ValueError(f"row {row} is not among the {len(dataset):,} rows of the data set")
+        yield from _documents_of(row, dataset, preparation, color)
+    if prepares_all:
+        _, counts = preparation.documents(dataset, None, "whole")
+        lost = str(counts) if counts is not None else ""
+        yield f"{len(dataset):,} rows\n{lost or 'Nothing is lost.'}"
+
+
+def _documents_of(
+    row: int, dataset: Dataset, preparation: Preparation, color: bool
+) -> Iterator[str]:
+    try:
+        documents, _ = preparation.documents(dataset.select([row]), None, "inspected")
+    except ValueError as error:
+        yield f"row {row} · not trained: {error}"
+        return
+    for number, document in enumerate(documents):
+        piece = f", piece {number + 1} of {len(documents)}" if len(documents) > 1 else ""
+        yield show_document(document, preparation.tokenizer, color=color, name=f"row {row}{piece}")
+
+
+def _preparation(args: PackedSFTConfig, tokenizer: Any, first: dict[str, Any]) -> Preparation:
+    template = None
+    if args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
+        template = get_training_chat_template(tokenizer)  # as TRL's trainer does
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        completion_only = "prompt" in first and "completion" in first
+    return Preparation(
+        args,
+        tokenizer,
+        tokenizer,
+        packing=args.packing,
+        chat_template=template,
+        completion_only=completion_only,
+        generation_config=None,
+        by_trl=_refuse,
+    )
+
+
+def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
+    raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")
