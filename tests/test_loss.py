@@ -523,7 +523,7 @@ def test_impossible_weights_name_their_document(wrong, tmp_path):
 def test_a_weight_for_every_token_is_asked_for(tmp_path):
     documents = weighted(tiny_documents((9, 8, 7)))
     documents[2]["loss_weights"].pop()
-    with pytest.raises(ValueError, match="document 2: loss_weights has 6 entries but input_ids"):
+    with pytest.raises(ValueError, match=r"document 2 .*6 entries in 'loss_weights'"):
         trainer_for(tiny_model("llama"), documents, tmp_path)
 
 

@@ -10,6 +10,7 @@ One `map`, cached by `datasets` under the tokenizer, the settings and the versio
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
@@ -22,9 +23,11 @@ from trl.data_utils import get_dataset_column_names
 
 from trl_packing.labels import IGNORE_INDEX, MASK_COLUMNS, document_labels
 from trl_packing.supervision import Supervision, says_what_is_trained
-from trl_packing.tokenization import Tokenized, tokenize
+from trl_packing.tokenization import Rendered, Tokenized, tokenize
 
 logger = get_logger(__name__)
+
+_AT_ONCE = 128  # rows whose rendering and tokenization take turns
 
 _DTYPES = {"input_ids": "int64", "labels": "int64", "loss_weights": "float32"}
 
@@ -96,16 +99,24 @@ def _prepare_batch(
     name: str,
     version: str,
 ) -> dict[str, list[np.ndarray]]:
-    rendered = []
-    for number, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
-        row = dict(zip(batch, values, strict=True))
-        try:
-            rendered.append(supervision.render(row, form))
-        except (ValueError, TypeError, RuntimeError, TemplateError) as error:
-            kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
-            raise kind(f"row {number} of the {name} dataset: {_words(error)}") from error
-    documents = tokenize(supervision.chat.tokenizer, rendered)
-    _warn_of_lost_prompts(supervision.chat.tokenizer, documents)
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    numbered = list(zip(indices, rows, strict=True))
+    tokenizer = supervision.chat.tokenizer
+    # A fast tokenizer lets go of the interpreter, so the next rows are rendered meanwhile.
+    with ThreadPoolExecutor(max_workers=1) as tokenizing:
+        parts = [
+            tokenizing.submit(
+                tokenize,
+                tokenizer,
+                [
+                    _rendered(row, form, supervision, f"row {number} of the {name} dataset")
+                    for number, row in numbered[first : first + _AT_ONCE]
+                ],
+            )
+            for first in range(0, len(numbered), _AT_ONCE)
+        ]
+    documents = [document for part in parts for document in part.result()]
+    _warn_of_lost_prompts(tokenizer, documents)
     made = {
         "input_ids": [document.input_ids for document in documents],
         "labels": [
@@ -117,10 +128,14 @@ def _prepare_batch(
     return {column: made[column] for column in columns}
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, TemplateError | TypeError):
-        return f"the chat template cannot render it: {error}"
-    return str(error)
+def _rendered(row: Mapping[str, Any], form: str, supervision: Supervision, which: str) -> Rendered:
+    try:
+        return supervision.render(row, form)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"{which}: the chat template cannot render it: {error}") from error
+    except (ValueError, RuntimeError) as error:
+        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
+        raise kind(f"{which}: {error}") from error
 
 
 def _warn_of_lost_prompts(tokenizer: Any, documents: Sequence[Tokenized]) -> None:

@@ -1,0 +1,136 @@
+"""Rows a second from a data set of text or messages to tokenized documents, against TRL's.
+
+    python benchmarks/prepare.py --tokenizer PATH --data gsm8k_train.jsonl \\
+        --output benchmarks/results/prepare.md                          # about 2 minutes, 2 cores
+
+Both trainers prepare the same rows, one process each, nothing cached; the documents must be the
+same token by token and label by label. `--memory` prepares 1,000,000 rows and prints how much the
+process grows.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, disable_caching, disable_progress_bars, load_dataset
+from machine import provenance, publish, table
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing import PackedSFTTrainer
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+# form -> (row of question and answer, ratio that the project promises)
+FORMS: dict[str, tuple[Callable[[str, str], dict[str, Any]], float | None]] = {
+    "conversations": (lambda q, a: {"messages": [user(q), assistant(a)]}, 3.0),
+    "prompt and completion, messages": (
+        lambda q, a: {"prompt": [user(q)], "completion": [assistant(a)]},
+        None,
+    ),
+    "prompt and completion, text": (lambda q, a: {"prompt": f"{q}\n", "completion": a}, None),
+    "text": (lambda q, a: {"text": f"{q}\n{a}"}, None),
+}
+
+
+def trainer(cls: type, rows: Dataset, tokenizer: Any, folder: str) -> SFTTrainer:
+    """A trainer on two rows, with the smallest model, whose preparation is then timed."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    args = SFTConfig(folder, max_length=2048, report_to="none", use_cpu=True, bf16=False)
+    return cls(
+        LlamaForCausalLM(config), args, train_dataset=rows.take(2), processing_class=tokenizer
+    )
+
+
+def seconds(trainer: SFTTrainer, rows: Dataset) -> tuple[float, Dataset]:
+    began = time.perf_counter()
+    documents = trainer._prepare_dataset(
+        rows, trainer.processing_class, trainer.args, False, None, "train"
+    )
+    return time.perf_counter() - began, documents
+
+
+def compare(form: str, pairs: list[tuple[str, str]], tokenizer: Any, repeats: int) -> list[str]:
+    row, promised = FORMS[form]
+    rows = Dataset.from_list([row(*pair) for pair in pairs])
+    times: dict[type, list[float]] = {SFTTrainer: [], PackedSFTTrainer: []}
+    documents = {}
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = {cls: trainer(cls, rows, tokenizer, folder) for cls in times}
+        for _ in range(repeats):  # in turns: a machine whose speed drifts favors neither
+            for cls, one in trainers.items():
+                taken, documents[cls] = seconds(one, rows)
+                times[cls].append(taken)
+    for column in ("input_ids", "labels"):
+        assert documents[SFTTrainer][column] == documents[PackedSFTTrainer][column], column
+    ratio = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
+    speeds = (f"{len(rows) / statistics.median(taken):,.0f}" for taken in times.values())
+    missed = "" if promised is None or ratio >= promised else " (missed)"
+    return [form, *speeds, f"{ratio:.1f}×", f"≥ {promised}×{missed}" if promised else ""]
+
+
+def growth_over_a_million(pairs: list[tuple[str, str]], tokenizer: Any) -> str:
+    """Prepare 1,000,000 conversations from a file; say how much the process grew."""
+    row, _ = FORMS["conversations"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "million.jsonl"
+        with path.open("w") as file:
+            for number in range(1_000_000):
+                question, answer = pairs[number % len(pairs)]
+                short = row(f"{number}. {question[:60]}", answer[:60])
+                file.write(json.dumps(short) + "\n")
+        rows = load_dataset("json", data_files=str(path), split="train", cache_dir=folder)
+        one = trainer(PackedSFTTrainer, rows, tokenizer, folder)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        taken, documents = seconds(one, rows)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        return (
+            f"{len(documents):,} short conversations: {len(rows) / taken:,.0f} rows/s, the process "
+            f"grew by {grown / 2**10:,.0f} MiB at its peak (files that it has mapped included).\n"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", required=True, help="a chat model's folder or hub id")
+    parser.add_argument("--data", required=True, help="a .jsonl with question and answer")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory", action="store_true", help="also prepare a million rows")
+    parser.add_argument("--output", help="write the table there too")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    disable_caching()
+    disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    lines = Path(arguments.data).read_text().splitlines()
+    pairs = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
+    rows = [compare(form, pairs, tokenizer, arguments.repeats) for form in FORMS]
+    header = [f"{len(pairs):,} rows", "TRL rows/s", "ours rows/s", "ratio", "promised"]
+    text = f"# Preparing data\n\n{table(header, rows)}\n"
+    if arguments.memory:
+        text += f"{growth_over_a_million(pairs, tokenizer)}\n"
+    publish(text + provenance(), arguments.output)
+
+
+if __name__ == "__main__":
+    main()
