@@ -1,0 +1,242 @@
+"""What the assistant writes is found in any chat template, and nothing else is trained.
+
+The templates are those that TRL ships for its families of models, and six published formats written
+out below. Every conversation goes the whole way: rows, text, tokens, labels, decoded again.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trl
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from merging import sentence_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trl_packing.prepare_documents import prepare_documents
+from trl_packing.supervision import Supervision
+from trl_packing.turns import ChatTemplate, Context
+
+SHIPPED = Path(trl.__file__).parent / "chat_templates"
+
+CHATML = """\
+{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] +
+'<|im_end|>' + '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+LLAMA_2 = """\
+{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
+{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
+{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}\
+{% for message in rest %}{% if message['role'] == 'user' %}\
+{{ bos_token + '[INST] ' + ((system if loop.first else '') + message['content']).strip() +
+' [/INST]' }}{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}\
+{% endfor %}"""
+
+MISTRAL = """\
+{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}\
+{{ '[INST] ' + message['content'] + '[/INST]' }}{% else %}\
+{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"""
+
+ZEPHYR = """\
+{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token
++ '\\n' }}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}\
+{% endfor %}"""
+
+ALPACA = """\
+{% for message in messages %}{% if message['role'] == 'assistant' %}\
+{{ '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}{% else %}\
+{{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"""
+
+SMOLLM_2 = """\
+{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM<|im_end|>\\n' }}{% endif %}\
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+WRITTEN = {
+    "chatml": CHATML,
+    "llama 2": LLAMA_2,
+    "mistral": MISTRAL,
+    "zephyr": ZEPHYR,
+    "alpaca": ALPACA,
+    "smollm 2": SMOLLM_2,
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What of a turn is to be trained: `written`, of its content, and whether it is the last one."""
+
+    written: Callable[[str, bool], str]
+    system: bool = True  # whether it takes a system message
+    space: str = ""  # what a token may hold together with the first word of the turn
+
+
+def ends(stop: str, trim: Callable[[str], str] = str) -> Callable[[str, bool], str]:
+    return lambda content, last: trim(content) + stop
+
+
+def qwen3(content: str, last: bool) -> str:
+    thoughts = "<think>\n\n</think>\n\n" + content.lstrip("\n")
+    return (thoughts if last else content) + "<|im_end|>"
+
+
+def qwen3_5(content: str, last: bool) -> str:  # "<think>\n" is in its generation prompt
+    return ("\n</think>\n\n" if last else "") + content.strip() + "<|im_end|>"
+
+
+def glm4(content: str, last: bool) -> str:  # a turn ends where the next begins
+    words = "\n" + content.strip() if content.strip() else ""
+    return "\n<think></think>" + words + ("" if last else "<|user|>")
+
+
+def gptoss(content: str, last: bool) -> str:
+    return "<|channel|>final<|message|>" + content + ("<|return|>" if last else "<|end|>")
+
+
+def muse(content: str, last: bool) -> str:
+    return " to=user<|message|>" + content + "<|eot|>"
+
+
+FORMATS = {
+    "qwen2_5": Format(ends("<|im_end|>")),
+    "qwen3": Format(qwen3),
+    "qwen3_5_think": Format(qwen3_5),
+    "llama3": Format(ends("<|eot_id|>", str.strip)),
+    "llama3_1": Format(ends("<|eot_id|>", str.strip)),
+    "gemma": Format(ends("<end_of_turn>", str.strip), system=False),
+    "gemma3": Format(ends("<end_of_turn>", str.strip)),
+    "gemma4": Format(ends("<turn|>", str.strip)),
+    "phi3": Format(ends("<|end|>")),
+    "cohere": Format(ends("<|END_OF_TURN_TOKEN|>", str.strip)),
+    "cohere2": Format(ends("<|END_RESPONSE|>")),
+    "deepseekv3": Format(ends("<｜end▁of▁sentence｜>")),
+    "glm4moe": Format(glm4),
+    "gptoss": Format(gptoss),
+    "lfm2_v2": Format(ends("<|im_end|>")),
+    "lfm2_2_5": Format(ends("<|im_end|>\n")),  # it marks what it wants trained
+    "nemotron_3_nano": Format(ends("<|im_end|>", str.rstrip)),
+    "muse_glimmer": Format(muse),
+    "chatml": Format(ends("<|im_end|>")),
+    "llama 2": Format(ends(" </s>", str.strip), space=" "),
+    "mistral": Format(ends("</s>", str.strip), system=False, space=" "),
+    "zephyr": Format(ends("</s>")),
+    "alpaca": Format(ends("</s>")),
+    "smollm 2": Format(ends("<|im_end|>")),
+}
+
+_SPECIAL = re.compile(
+    r"<[|｜][^<>\s'\"{}]+?[|｜]>|<(?:start_of_turn|end_of_turn|turn\||\|turn|sop)>|<turn\|>|<\|turn>"
+)
+
+
+@cache
+def _words() -> str:
+    """A byte-level BPE that knows some words; no token of it holds two line breaks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the assistant answers the user system naïve 東京"] * 3, trainer)
+    return tokenizer.to_str()
+
+
+def source_of(name: str) -> str:
+    return WRITTEN.get(name) or (SHIPPED / f"{name}.jinja").read_text()
+
+
+@cache
+def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with the special tokens that the template writes, as its model's has them."""
+    return with_template(source_of(name))
+
+
+def with_template(source: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer.from_str(_words())
+    special = ["<s>", "</s>", *sorted(set(_SPECIAL.findall(source)) - {"<|user|>", "<|system|>"})]
+    if "[gMASK]" in source:  # GLM's roles are tokens, Zephyr's are not
+        special += ["<|user|>", "<|system|>"]
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=source
+    )
+
+
+# --- the whole way --------------------------------------------------------------------------------
+
+
+def prepared(chat: ChatTemplate, rows, train_on="assistant", **settings) -> list[dict[str, Any]]:
+    supervision = Supervision(chat, chat.tokenizer.eos_token, train_on=train_on, **settings)
+    rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+    return list(prepare_documents(Dataset.from_list(rows), supervision).with_format("numpy"))
+
+
+def trained(chat: ChatTemplate, rows, train_on="assistant") -> list[list[str]]:
+    """The decoded runs of trained tokens of every row."""
+    return [runs_of(chat.tokenizer, row) for row in prepared(chat, rows, train_on)]
+
+
+def runs_of(tokenizer, row) -> list[str]:
+    mask = row["labels"] != -100
+    runs = np.split(row["input_ids"], np.flatnonzero(np.diff(mask)) + 1)
+    return [tokenizer.decode(run) for run in (runs[0::2] if mask[0] else runs[1::2])]
+
+
+def assert_turns(name: str, chat: ChatTemplate, conversations) -> None:
+    """Assert that the trained tokens are what assistants say and their stop tokens."""
+    expects = FORMATS[name]
+    for messages, runs in zip(conversations, trained(chat, conversations), strict=True):
+        contents = [m["content"] for m in messages if m["role"] == "assistant"]
+        wanted = [
+            expects.written(content, turn == len(contents) - 1)
+            for turn, content in enumerate(contents)
+        ]
+        assert len(runs) == len(wanted)
+        for run, words in zip(runs, wanted, strict=True):
+            assert run in (words, expects.space + words)
+
+
+# Words of the templates themselves, space that some of them strip, and the stop tokens of others.
+_fragments = st.sampled_from(
+    [
+        *("assistant", "user", "system", "<", "s", "|", "a", " ", "\n", "\n\n", "Hello", "model"),
+        *("🦙", "東京", "naïve", "\uf8ff", "[INST]", "### Response:", "<|im_end|>", "</s>", "{{"),
+    ]
+)
+contents = st.lists(st.one_of(_fragments, st.text(max_size=4)), max_size=5).map("".join)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@st.composite
+def conversations(draw, system: bool) -> list[dict[str, str]]:
+    same = draw(st.none() | contents)
+    said = st.just(same) if same is not None else contents
+    messages = [turn("system", draw(said))] if system and draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 4))):
+        messages += [turn("user", draw(said)), turn("assistant", draw(said))]
+    return messages
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_trained_spans_are_the_contents_of_the_assistant_and_stop_tokens(name, data):
+    rows = data.draw(st.lists(conversations(FORMATS[name].system), min_size=1, max_size=4))
+    assert_turns(name, ChatTemplate(tokenizer_for(name)), rows)
