@@ -200,7 +200,7 @@ def test_a_prompt_that_the_text_does_not_start_with_ends_where_the_two_part():
 
 
 def bytes_of_tokens(tokenizer, ids: list[int]) -> list[tuple[int, int]]:
-    """The bytes of the text that each token of a byte-level tokenizer holds, one for each letter."""
+    """The bytes of the text that each token of a byte-level tokenizer holds: its letters."""
     sizes = [
         0 if token == "<bos>" else len(token) for token in tokenizer.convert_ids_to_tokens(ids)
     ]

@@ -75,7 +75,7 @@ WRITTEN = {
 
 @dataclass(frozen=True)
 class Format:
-    """What of a turn is to be trained: `written`, of its content, and whether it is the last one."""
+    """What of a turn is trained: `written`, of its content and whether it is the last one."""
 
     written: Callable[[str, bool], str]
     system: bool = True  # whether it takes a system message

@@ -177,7 +177,7 @@ class Supervision:
         names = ("prompt", "completion") if "prompt" in row else _messages_column(row)
         lists, sharegpt = [], False
         for name in names:
-            messages = row.get(name)
+            messages: Any = row.get(name)
             if is_sharegpt(messages):
                 sharegpt = True
                 messages = messages_from_sharegpt(messages, tool_calls=self.calls_tools)
