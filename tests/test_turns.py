@@ -240,3 +240,290 @@ def conversations(draw, system: bool) -> list[dict[str, str]]:
 def test_trained_spans_are_the_contents_of_the_assistant_and_stop_tokens(name, data):
     rows = data.draw(st.lists(conversations(FORMATS[name].system), min_size=1, max_size=4))
     assert_turns(name, ChatTemplate(tokenizer_for(name)), rows)
+
+
+SENTENCES = [turn("user", "Hi"), turn("assistant", "Hello")]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama 2", "mistral", "zephyr", "alpaca"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_sentencepiece_tokens_are_trained_if_they_hold_what_the_assistant_says(name, data):
+    tokenizer = sentence_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.chat_template = source_of(name)
+    messages = data.draw(conversations(FORMATS[name].system))
+    [row] = prepared(ChatTemplate(tokenizer), [messages])
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    _, spans = ChatTemplate(tokenizer).turns(messages, Context(), assistants(messages))
+    held = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    expected = [
+        any(max(begin, start) < min(end, stop) for [(start, stop)] in spans.values())
+        for begin, end in held
+    ]
+    assert (row["labels"] != -100).tolist() == expected
+    for number, [(start, stop)] in spans.items():
+        last = number == len(messages) - 1
+        written = FORMATS[name].written(messages[number]["content"], last)
+        # This tokenizer knows no <|im_end|>, so it is no stop token to it.
+        assert text[start:stop] == written.removesuffix("<|im_end|>")
+
+
+def assistants(messages) -> list[int]:
+    return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+# --- which turns ----------------------------------------------------------------------------------
+
+THREE = [m for n in "123" for m in (turn("user", f"ask {n}"), turn("assistant", f"say {n}"))]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_the_last_turn_is_trained_with_last_assistant(name):
+    chat = ChatTemplate(tokenizer_for(name))
+    [every], [last] = trained(chat, [THREE]), trained(chat, [THREE], "last_assistant")
+    assert len(every) == 3
+    assert last == every[-1:]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_everything_is_trained_with_all(name):
+    chat = ChatTemplate(tokenizer_for(name))
+    [row] = prepared(chat, [THREE], "all")
+    assert (row["labels"] == row["input_ids"]).all()
+    assert chat.tokenizer.decode(row["input_ids"]) == chat.render(THREE, Context())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("flags", [(False, None, True), (True, False, False), (None, False, None)])
+def test_a_message_says_itself_whether_it_is_trained(name, flags):
+    chat = ChatTemplate(tokenizer_for(name))
+    flagged = [{**m, "train": flags[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
+    [every], [some] = trained(chat, [THREE]), trained(chat, [flagged])
+    wanted = [text for text, flag in zip(every, flags, strict=True) if flag is not False]
+    assert "".join(some) == "".join(wanted)
+
+
+def test_a_user_message_is_trained_if_it_says_so():
+    chat = ChatTemplate(tokenizer_for("chatml"))
+    flagged = [{**THREE[0], "train": True}, *THREE[1:]]
+    [runs] = trained(chat, [flagged], "last_assistant")
+    assert runs == ["ask 1<|im_end|>", "say 3<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_tokens_of_a_turn_have_the_weight_of_its_message(name):
+    chat = ChatTemplate(tokenizer_for(name))
+    weights = (0.5, 0.0, 2.0)
+    weighted = [{**m, "weight": weights[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
+    [row] = prepared(chat, [weighted])
+    [every] = trained(chat, [THREE])
+    for weight, text in zip((0.5, 2.0), (every[0], every[2]), strict=True):
+        assert chat.tokenizer.decode(row["input_ids"][row["loss_weights"] == weight]) == text
+    assert ((row["labels"] != -100) == (row["loss_weights"] > 0)).all()
+    assert set(row["loss_weights"].tolist()) == {0.0, 0.5, 2.0}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v5", "qwen2_5", "phi3", "deepseekv3"])
+def test_of_two_assistant_messages_in_a_row_each_has_its_own_words(name):
+    chat = ChatTemplate(tokenizer_for(name))
+    messages = [turn("user", "a"), turn("assistant", "one"), turn("assistant", "two")]
+    text, spans = chat.turns(messages, Context(), [1, 2])
+    first, second = (text[start:stop] for [(start, stop)] in spans.values())
+    assert "one" in first
+    assert "two" not in first
+    assert second.startswith("two")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8", "gemma4", "llama3"])
+def test_the_assistant_may_speak_first(name):
+    chat = ChatTemplate(tokenizer_for(name))
+    messages = [turn("system", "x"), turn("assistant", "Welcome"), *SENTENCES]
+    text, spans = chat.turns(messages, Context(), [1, 3])
+    [[(start, stop)], _] = spans.values()
+    assert "Welcome<" in text[start:stop]
+    assert text[start:stop].count("<|im_start|>") == 0
+
+
+# --- {% generation %} -----------------------------------------------------------------------------
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+TOOLS = [
+    turn("user", "How warm?"),
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "minus nine"},
+    turn("assistant", "It is cold."),
+    *SENTENCES,
+]
+MARKED = [
+    path.stem
+    for path in sorted(SHIPPED.glob("*.jinja"))
+    if "{% generation" in path.read_text().replace("{%-", "{%")
+    and path.stem not in ("idefics3_training", "llava_next_training", "smolvlm_training")
+]
+
+
+def test_templates_that_mark_generations_are_many():
+    assert len(MARKED) > 20
+
+
+@pytest.mark.parametrize("name", MARKED)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_marked_turns_are_those_of_trl_token_by_token(name, data):
+    tokenizer = tokenizer_for(name)
+    messages = data.draw(conversations(not name.startswith("gemma_")))
+    [row] = prepared(ChatTemplate(tokenizer), [messages])
+    expected = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert row["input_ids"].tolist() == expected["input_ids"]
+    assert (row["labels"] != -100).astype(int).tolist() == expected["assistant_masks"]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marked_turns_are_told_apart(name):
+    chat = ChatTemplate(tokenizer_for(name))
+    [every] = trained(chat, [THREE])
+    [last] = trained(chat, [THREE], "last_assistant")
+    assert "".join(every).endswith("".join(last))
+    assert [f"say {n}" in "".join(last) for n in "123"] == [False, False, True]
+    for number in (1, 3, 5):
+        weighted = [{**m, "weight": 2.0} if n == number else m for n, m in enumerate(THREE)]
+        [row] = prepared(chat, [weighted])
+        heavy = chat.tokenizer.decode(row["input_ids"][row["loss_weights"] == 2.0])
+        assert [f"say {n}" in heavy for n in (1, 2, 3)] == [n == number for n in (1, 3, 5)]
+        assert "".join(every) == chat.tokenizer.decode(row["input_ids"][row["labels"] != -100])
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+RENDERS_CALLS = [
+    *("qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "gptoss", "lfm2_v2", "lfm2_2_5"),
+    *("nemotron_3_nano", "gemma4", "gemma4_v5", "muse_glimmer", "qwen2_5_training"),
+]
+
+
+@pytest.mark.parametrize("name", RENDERS_CALLS)
+def test_calls_are_trained_and_what_tools_answer_is_not(name):
+    [runs] = trained(ChatTemplate(tokenizer_for(name)), [TOOLS])
+    assert len(runs) == 3
+    assert "weather" in runs[0]
+    assert "Bern" in runs[0]
+    assert "It is cold." in runs[1]
+    assert "Hello" in runs[2]
+    assert not any("minus" in run or "nine" in run or "How" in run for run in runs)
+
+
+@pytest.mark.parametrize("name", RENDERS_CALLS)
+@pytest.mark.parametrize("wanted", [1, 3, 5])
+def test_a_call_and_the_answer_after_it_are_told_apart(name, wanted):
+    chat = ChatTemplate(tokenizer_for(name))
+    [every] = trained(chat, [TOOLS])
+    flagged = [{**m, "train": n == wanted} for n, m in enumerate(TOOLS)]
+    assert trained(chat, [flagged]) == [[every[wanted // 2]]]
+
+
+def refusal(name: str, messages, train_on: str = "assistant") -> str:
+    with pytest.raises(ValueError) as error:
+        trained(ChatTemplate(tokenizer_for(name)), [SENTENCES, messages], train_on)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama3", "phi3", "lfm2", "qwen2_5_vl"])
+def test_a_template_that_drops_tool_calls_is_refused(name):
+    assert re.match(
+        r"row 1 of the train dataset: the chat template leaves out the tool call of message 1 "
+        r"\('weather'\), .* Use a template that keeps it or has {% generation %}",
+        refusal(name, TOOLS),
+    )
+
+
+def test_a_template_that_renders_one_of_two_like_calls_is_refused():
+    twice = [TOOLS[0], {**TOOLS[1], "tool_calls": [CALL, CALL]}]  # "We assume max 1 tool call"
+    assert "leaves out the tool call of message 1" in refusal("gptoss", twice)
+
+
+def test_a_template_that_drops_contents_is_refused():
+    mute = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if m.role == 'user' }}\n"
+    tokenizer = with_template(mute + "<|im_end|>{% endfor %}")
+    with pytest.raises(ValueError, match=r"row 0 of .*leaves out the content of message 1 \('Hel"):
+        trained(ChatTemplate(tokenizer), [SENTENCES])
+
+
+# --- reasoning ------------------------------------------------------------------------------------
+
+THINKING = ["qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_nano", "gptoss", "muse_glimmer"]
+
+
+def reasoned(content: str, reasoning: str, key: str) -> dict[str, str]:
+    return {**turn("assistant", content), key: reasoning}
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_the_reasoning_of_the_last_turn_is_trained(name, key):
+    messages = [*SENTENCES, turn("user", "2 + 2"), reasoned("It is 4.", "two twos", key)]
+    [runs] = trained(ChatTemplate(tokenizer_for(name)), [messages], "last_assistant")
+    said = "".join(runs)
+    assert said.index("two twos") < said.index("It is 4.")
+    assert "Hello" not in said
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss"])
+@pytest.mark.parametrize("reasoning", ["two twos", "4"])  # the answer may say it again
+def test_reasoning_that_a_template_strips_from_earlier_turns_is_refused(name, reasoning):
+    messages = [turn("user", "2 + 2"), reasoned("It is 4.", reasoning, "reasoning_content")]
+    complaint = refusal(name, [*messages, *SENTENCES])
+    assert complaint.startswith("row 1 of the train dataset: the chat template leaves out the reas")
+    assert f"of message 1 ({reasoning!r})" in complaint
+    [runs] = trained(ChatTemplate(tokenizer_for(name)), [[*messages, *SENTENCES]], "last_assistant")
+    assert "Hello" in "".join(runs)
+
+
+def test_thoughts_written_into_the_content_count_as_reasoning():
+    content = "<think>\ntwo twos\n</think>\n\nIt is 4."
+    messages = [turn("user", "2 + 2"), turn("assistant", content)]
+    [runs] = trained(ChatTemplate(tokenizer_for("qwen3")), [messages])
+    assert runs == [content + "<|im_end|>"]
+    assert "leaves out the reasoning of message 1" in refusal("qwen3", [*messages, *SENTENCES])
+
+
+def test_the_same_reasoning_under_two_keys_is_asked_for_once():
+    message = {**reasoned("It is 4.", "two twos", "reasoning"), "reasoning_content": "two twos"}
+    [runs] = trained(ChatTemplate(tokenizer_for("qwen3")), [[turn("user", "2 + 2"), message]])
+    assert runs == ["<think>\ntwo twos\n</think>\n\nIt is 4.<|im_end|>"]
+
+
+# --- the checks can fail --------------------------------------------------------------------------
+
+
+class _GrowingPrefixes(ChatTemplate):
+    """Turns as many take them: what each message adds to the text of those before it."""
+
+    def turns(self, messages, context, wanted, **options):
+        spans = {}
+        for number in wanted:
+            start = len(self.render(messages[:number], context, generation_prompt=True))
+            spans[number] = [(start, len(self.render(messages[: number + 1], context)))]
+        return self.render(messages, context), spans
+
+
+class _Shifted(ChatTemplate):
+    def turns(self, messages, context, wanted, **options):
+        text, turns = super().turns(messages, context, wanted, **options)
+        return text, {n: [(a + 1, b + 1) for a, b in spans] for n, spans in turns.items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_spans_one_character_off_are_noticed(name):
+    chat = ChatTemplate(tokenizer_for(name))
+    assert_turns(name, chat, [THREE])
+    with pytest.raises(AssertionError):
+        assert_turns(name, _Shifted(chat.tokenizer), [THREE])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "phi3", "qwen3_5_think", "chatml"])
+def test_growing_prefixes_are_noticed(name):
+    with pytest.raises(AssertionError):
+        assert_turns(name, _GrowingPrefixes(tokenizer_for(name)), [THREE])
