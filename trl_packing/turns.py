@@ -180,8 +180,9 @@ class ChatTemplate:
             size = next((len(f) for f in forms if text.startswith(f + after, at)), None)
             if size is None:
                 return {}
-            if before.endswith(self._header(messages[number]["role"])):
-                spans[number] = (at, at + size + self._stop_size(after))
+            lead = self._lead(before, messages[number]["role"], context)
+            if lead is not None:
+                spans[number] = (at - len(lead), at + size + self._stop_size(after))
             at += size + len(after)
         return spans if at == len(text) else {}
 
@@ -213,7 +214,7 @@ class ChatTemplate:
             len(text) - len(after) + self._stop_size(after) if text.endswith(after) else None,
             self._end(text, messages[: number + 1], context),
         )
-        stop = next((end for end in ends if end is not None and start < end <= limit), None)
+        stop = next((end for end in ends if end is not None and start <= end <= limit), None)
         if stop is None:
             raise ValueError(
                 f"the chat template renders message {number} otherwise once more messages follow, "
@@ -278,6 +279,26 @@ class ChatTemplate:
         if without is None or prompt is None or not prompt.startswith(without):
             return ""
         return prompt.removeprefix(without)
+
+    def _lead(self, before: str, role: str, context: Context) -> str | None:
+        """Return what of the piece `before` a content the assistant writes; None if unknown."""
+        if role != "assistant":
+            return ""
+        # Not with arguments, by which a template may choose another generation prompt.
+        leads = [] if context.kwargs else [self._first_lead]
+        if self._generation_prompt:
+            leads.append("")
+        return next((x for x in leads if before.endswith(self._generation_prompt + x)), None)
+
+    @cached_property
+    def _first_lead(self) -> str:
+        """What the template writes between its generation prompt and the content of an answer."""
+        user = {"role": "user", "content": "a"}
+        asked = self._rendered([user], Context(), generation_prompt=True)
+        mark = _absent_from("")
+        answered = self._rendered([user, {"role": "assistant", "content": mark}], Context())
+        before = (answered or "").partition(mark)[0]
+        return before.removeprefix(asked) if asked and before.startswith(asked) else ""
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
