@@ -13,6 +13,7 @@ those of prompt and completion part.
 
 import re
 import string
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,30 +140,48 @@ class _Offsets:
 
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
         """Return the tokens of the characters [start, stop), space that no token holds left out."""
-        starts, stops = self._borders
-        holding = np.flatnonzero(np.maximum(starts, start) < np.minimum(stops, stop))
-        if not len(holding):
+        tokens = range(self._num_tokens)
+        first = bisect_right(tokens, start, key=self._stop)
+        last = bisect_left(tokens, stop, key=self._start)
+        if start >= stop or first >= last:
             return 0, 0
         if not only_whole:
-            return int(holding[0]), int(holding[-1]) + 1
+            return first, last
+        first = max(first, bisect_left(tokens, start, key=self._start))
+        after = bisect_right(tokens, stop, key=self._stop)
         # The end of a text takes in what the tokenizer adds after it.
-        after = next(iter(np.flatnonzero(stops > stop)), len(stops))
-        first = next(iter(holding[starts[holding] >= start]), after)
-        return int(min(first, after)), int(after)
+        after = len(self.encoding) if after == len(tokens) else after
+        return min(first, after), after
 
     @cached_property
-    def _borders(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each token starts and stops, the space that it starts or stops with included."""
-        starts, stops = np.array(self.encoding.offsets, np.int64).reshape(-1, 2).T
+    def _num_tokens(self) -> int:
+        """The number of tokens without those that the tokenizer adds at the end."""
+        tokens = range(len(self.encoding), 0, -1)
+        return next((n for n in tokens if self._stop(n - 1)), 0)
+
+    @cached_property
+    def _trimmed(self) -> list[str] | None:
+        """The tokens, if offsets leave out the space that they start or stop with; else None."""
         processor = self.tokenizer.backend_tokenizer.post_processor
-        if processor is None or b'"trim_offsets":true' not in processor.__getstate__():
-            return starts, stops
-        tokens = self.encoding.tokens
-        sizes = np.array([len(token) for token in tokens])
-        before = sizes - [len(token.lstrip(_SPACE)) for token in tokens]
-        after = sizes - [len(token.rstrip(_SPACE)) for token in tokens]
-        starts = np.maximum(starts - before, 0)
-        return starts, np.where(before == sizes, starts + sizes, stops + after)
+        trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
+        return self.encoding.tokens if trims else None
+
+    def _chars(self, token: int) -> tuple[int, int]:
+        return self.encoding.token_to_chars(token) or (0, 0)  # None for those that it adds
+
+    def _start(self, token: int) -> int:
+        start = self._chars(token)[0]
+        if self._trimmed is None:
+            return start
+        piece = self._trimmed[token]
+        return max(start - len(piece) + len(piece.lstrip(_SPACE)), 0)
+
+    def _stop(self, token: int) -> int:
+        stop = self._chars(token)[1]
+        if self._trimmed is None:
+            return stop
+        piece, words = self._trimmed[token], self._trimmed[token].rstrip(_SPACE)
+        return stop + len(piece) - len(words) if words else self._start(token) + len(piece)
 
 
 # "Ġ" is how the vocabularies of byte-level tokenizers write a space.
