@@ -269,6 +269,16 @@ def test_sentencepiece_tokens_are_trained_if_they_hold_what_the_assistant_says(n
         assert text[start:stop] == FORMATS[name].written(content, number == len(messages) - 1)
 
 
+@pytest.mark.parametrize("name", ["chatml", "alpaca"])
+def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_it_is(name):
+    tokenizer = sentence_tokenizer()
+    tokenizer.chat_template = source_of(name).replace("eos_token", "'[END]'")
+    stop = "<|im_end|>" if name == "chatml" else "[END]"
+    messages = [*SENTENCES, turn("user", ""), turn("assistant", "")]
+    text, spans = ChatTemplate(tokenizer).turns(messages, Context(), [1, 3])
+    assert [text[start:stop] for [(start, stop)] in spans.values()] == ["Hello" + stop, stop]
+
+
 def assistants(messages) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 

@@ -285,20 +285,21 @@ class ChatTemplate:
         if role != "assistant":
             return ""
         # Not with arguments, by which a template may choose another generation prompt.
-        leads = [] if context.kwargs else [self._first_lead]
+        leads = [] if context.kwargs else [self._around_answer[0]]
         if self._generation_prompt:
             leads.append("")
         return next((x for x in leads if before.endswith(self._generation_prompt + x)), None)
 
     @cached_property
-    def _first_lead(self) -> str:
-        """What the template writes between its generation prompt and the content of an answer."""
+    def _around_answer(self) -> tuple[str, str]:
+        """What the template writes before a content, after its generation prompt, and behind."""
         user = {"role": "user", "content": "a"}
-        asked = self._rendered([user], Context(), generation_prompt=True)
         mark = _absent_from("")
+        asked = self._rendered([user], Context(), generation_prompt=True)
         answered = self._rendered([user, {"role": "assistant", "content": mark}], Context())
-        before = (answered or "").partition(mark)[0]
-        return before.removeprefix(asked) if asked and before.startswith(asked) else ""
+        before, _, after = (answered or "").partition(mark)
+        lead = before.removeprefix(asked) if asked and before.startswith(asked) else ""
+        return lead, after
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
@@ -309,12 +310,14 @@ class ChatTemplate:
         )
 
     def _stop_size(self, after: str) -> int:
-        """Return the length of the stop token at the start of `after`, and of space before it."""
+        """Return the length of the stop at the start of `after`, and of space before it."""
         space = len(after) - len(after.lstrip())
         for token in self._special_tokens:
             if after.startswith(token, space):
                 return space + len(token)
-        return 0
+        # ChatML on a tokenizer without its tokens: then words are what a model has to stop with.
+        words = self._around_answer[1].rstrip()
+        return len(words) if after.startswith(words) else 0
 
 
 def _is_plain(message: Message) -> bool:
