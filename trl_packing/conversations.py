@@ -95,18 +95,19 @@ def tools_of(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
     """Return the tools of a row: a list, or None; JSON is read.
 
     ShareGPT's tools are bare functions; templates expect {"type": "function", "function": …}.
-    Raises ValueError for text that is not JSON.
+    Raises ValueError for text that is not JSON, and for what is no list of tools.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
         except ValueError as error:
             raise ValueError(f"'tools' is not JSON ({error})") from error
-    if not sharegpt:
-        return value
-    return [
-        t if "function" in t else {"type": "function", "function": t} for t in value or []
-    ] or None
+    tools = [] if value is None else value
+    if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
+        raise ValueError(f"'tools' must be a list of dictionaries, got {_short(value)}")
+    if sharegpt:
+        tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+    return tools or None
 
 
 def check_messages(messages: Any, chat_template: str, *, what: str = "messages") -> None:
@@ -166,7 +167,8 @@ def trained_messages(
         "weight" of 0 means no.
     first: messages before it are a prompt.
 
-    Raises ValueError for a weight that is negative or not a number.
+    Raises ValueError for a weight that is negative or not a number, and for another "train" than
+    true or false.
     """
     assistants = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
     chosen = set(assistants if train_on == "assistant" else assistants[-1:])
@@ -176,6 +178,8 @@ def trained_messages(
         weight = 1.0 if weight is None else weight
         if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
             raise ValueError(f"message {number} has weight={weight!r}; give a number of 0 or more")
+        if train not in (None, True, False):
+            raise ValueError(f"message {number} has train={train!r}; give true or false")
         if weight and (number in chosen if train is None else train):
             weights[number] = float(weight)
     return weights

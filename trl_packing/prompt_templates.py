@@ -6,7 +6,8 @@
 {query} is the column that `query_field` names, in a named template and in one of your own.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -48,13 +49,13 @@ class PromptTemplate:
         if given in NAMED:
             return cls(*NAMED[given], query_field)
         is_name = "{" not in given
-        if is_name and not Path(given).is_file():
+        if is_name and not os.path.isfile(given):
             raise ValueError(
                 f"prompt_template={given!r} is no file, names no template ({', '.join(NAMED)}) and "
                 "has no field in braces, as 'Question: {question}\\nAnswer: ' would"
             )
         # A shell hands over a line break as two characters.
-        text = Path(given).read_text() if is_name else given.replace("\\n", "\n")
+        text = Path(given).read_text(encoding="utf-8") if is_name else given.replace("\\n", "\n")
         template = cls(text, None, query_field)
         if not template.fields:
             raise ValueError(f"prompt_template={given!r} has no field in braces")
@@ -67,31 +68,46 @@ class PromptTemplate:
             names = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
         except ValueError as error:
             raise ValueError(f"prompt_template cannot be read: {error}") from error
+        if "" in names:
+            raise ValueError("prompt_template has braces with no name of a column, {}; write {{}}")
         return [self.column(name) for name in names]
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         """Return the prompt of a row. Raises ValueError for a column that it lacks."""
         template = self.with_input if self.with_input and row.get("input") else self.template
-        return template.format_map(_Fields(row, self))
+        return _Columns().vformat(template, (), _Fields(row, self))
 
     def column(self, name: str) -> str:
         return self.query_field if name == "query" else name
 
 
-class _Fields(dict[str, str]):
+class _Columns(Formatter):
+    """Takes all that is in braces for the name of a column: "q.text", "q[0]" or "the question"."""
+
+    def get_field(
+        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, str]:
+        return kwargs[field_name], field_name
+
+
+class _Fields(dict[str, Any]):
     """The fields of a row as a template asks for them."""
 
     def __init__(self, row: Mapping[str, Any], template: PromptTemplate):
         super().__init__()
         self.row, self.template = row, template
 
-    def __missing__(self, name: str) -> str:
-        return field_of(self.row, self.template.column(name))
+    def __missing__(self, name: str) -> Any:
+        return _value(self.row, self.template.column(name))
 
 
 def field_of(row: Mapping[str, Any], column: str) -> str:
     """Return a field as text. Raises ValueError if it is missing or null."""
+    return str(_value(row, column))
+
+
+def _value(row: Mapping[str, Any], column: str) -> Any:
     if row.get(column) is None:
         has = f"it has {sorted(row)}" if column not in row else "it is null"
         raise ValueError(f"no value in the column {column!r} ({has})")
-    return str(row[column])
+    return row[column]

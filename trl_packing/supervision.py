@@ -149,7 +149,8 @@ class Supervision:
         if self.train_on in ("assistant", "last_assistant"):
             weights = trained_messages([*prompt, *completion], self.train_on, first=len(prompt))
             messages = without_flags([*prompt, *completion])
-            text, turns = self.chat.turns(messages, context, list(weights))
+            alike = len(set(weights.values())) < 2
+            text, turns = self.chat.turns(messages, context, list(weights), alike=alike)
             spans = [(*span, weights[number]) for number in weights for span in turns[number]]
             return Rendered(text, spans, adds_special_tokens=False)
         prompt, messages = without_flags(prompt), without_flags([*prompt, *completion])

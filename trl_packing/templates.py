@@ -165,6 +165,7 @@ class DecodedDocument:
         self.input_ids = input_ids
         self._num_chars = {0: 0}
         self._clean = [0]  # numbers of tokens after which no character is cut, in order
+        self._cut: set[int] = set()  # and after which one is
 
     @cached_property
     def text(self) -> str:
@@ -174,7 +175,7 @@ class DecodedDocument:
     def tokens_of(self, first: int, last: int) -> Span:
         """Return the tokens that hold any of the characters [first, last)."""
         start = self._tokens_up_to(first)
-        if self._chars(start) > first:
+        if self._chars(start) > first or start in self._cut:
             start -= 1  # that token ends inside the characters asked for
         return start, self._tokens_up_to(last)
 
@@ -207,9 +208,11 @@ class DecodedDocument:
                 # A character cut between two tokens decodes to replacement characters.
                 while not self.text.startswith(start[:chars]):
                     chars -= 1
-                if chars == len(start):
-                    insort(self._clean, num_tokens)
-            else:
+                if chars < len(start):
+                    self._cut.add(num_tokens)
+            # ByT5 decodes a cut character to nothing.
+            last = self.input_ids[num_tokens - 1 : num_tokens]
+            if num_tokens not in self._cut and _decode(self.tokenizer, last):
                 insort(self._clean, num_tokens)
             self._num_chars[num_tokens] = chars
         return self._num_chars[num_tokens]

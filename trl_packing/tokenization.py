@@ -11,8 +11,12 @@ of an answer would never be learned. After a template found in plain text it is 
 those of prompt and completion part.
 """
 
+import re
+import string
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,61 +101,91 @@ def _tokenized(
     return Tokenized(np.asarray(ids, np.int64), weights, lost)
 
 
+# Where a tokenizer may read the end of a prompt otherwise once it sees more: the last of several
+# spaces goes to the next word (GPT-2's "\s+(?!\S)"), an apostrophe to a "'ll".
+_OPEN_END = re.compile(r"(\s\s|['’].?)\Z", re.DOTALL)
+
+
 def _prompt_end(view: Any, document: Rendered) -> int | None:
-    """Return where the completion begins, if a token does at that character; else None."""
-    # Then no merge crossed the boundary, so the prompt alone has the same tokens.
-    prompt = document.prompt or ""
-    if not document.text.startswith(prompt) or len(prompt) >= len(document.text):
+    """Return where the completion begins, if the prompt alone surely ends there; else None."""
+    prompt, text = document.prompt or "", document.text
+    size = len(prompt)
+    if not text.startswith(prompt) or size >= len(text) or _OPEN_END.search(prompt[-2:]):
         return None
-    return view.token_starting_at(len(prompt))
+    if text[size - 1 : size].isalnum() and text[size].isalnum():
+        return None
+    return view.token_starting_at(size)
 
 
 def _view(tokenizer: Any, encoded: Any, number: int, document: Rendered) -> Any:
     if tokenizer.is_fast:
-        return _Offsets(encoded.encodings[number], len(document.text))
+        return _Offsets(encoded.encodings[number], tokenizer)
     return _Decoded(tokenizer, encoded["input_ids"][number], document)
 
 
 class _Offsets:
     """From characters to tokens by the offsets of a fast tokenizer."""
 
-    def __init__(self, encoding: Any, num_chars: int):
-        self.encoding, self.num_chars = encoding, num_chars
+    def __init__(self, encoding: Any, tokenizer: Any):
+        self.encoding, self.tokenizer = encoding, tokenizer
 
     def token_starting_at(self, char: int) -> int | None:
+        """Return the token that starts at `char` if the one before, if any, ends there."""
         token = self.encoding.char_to_token(char)
         if token is None or self.encoding.token_to_chars(token)[0] != char:
             return None
-        return token
+        # Trimmed, " word" starts at its "w" too; then the token before ends before the space.
+        before = self.encoding.token_to_chars(token - 1) if token else None
+        return token if (before[1] if before else 0) == char else None
 
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
         """Return the tokens of the characters [start, stop), space that no token holds left out."""
-        first = self._first(start, stop)
-        if first is None:
+        tokens = range(self._num_tokens)
+        first = bisect_right(tokens, start, key=self._stop)
+        last = bisect_left(tokens, stop, key=self._start)
+        if start >= stop or first >= last:
             return 0, 0
-        if only_whole:
-            while first < len(self.encoding) and self._begins(first) < start:
-                first += 1
-            after = self._first(stop, self.num_chars)
-            # The end of a text takes in what the tokenizer adds after it.
-            return first, len(self.encoding) if after is None else max(after, first)
-        last = next(
-            token
-            for char in range(stop - 1, start - 1, -1)
-            if (token := self.encoding.char_to_token(char)) is not None
-        )
-        # One character can be many tokens, and `char_to_token` returns the first of them.
-        while last + 1 < len(self.encoding) and start <= self._begins(last + 1) < stop:
-            last += 1
-        return first, last + 1
+        if not only_whole:
+            return first, last
+        first = max(first, bisect_left(tokens, start, key=self._start))
+        after = bisect_right(tokens, stop, key=self._stop)
+        # The end of a text takes in what the tokenizer adds after it.
+        after = len(self.encoding) if after == len(tokens) else after
+        return min(first, after), after
 
-    def _first(self, start: int, stop: int) -> int | None:
-        tokens = (self.encoding.char_to_token(char) for char in range(start, stop))
-        return next((token for token in tokens if token is not None), None)
+    @cached_property
+    def _num_tokens(self) -> int:
+        """The number of tokens without those that the tokenizer adds at the end."""
+        tokens = range(len(self.encoding), 0, -1)
+        return next((n for n in tokens if self._stop(n - 1)), 0)
 
-    def _begins(self, token: int) -> int:
-        chars = self.encoding.token_to_chars(token)
-        return self.num_chars if chars is None else chars[0]
+    @cached_property
+    def _trimmed(self) -> list[str] | None:
+        """The tokens, if offsets leave out the space that they start or stop with; else None."""
+        processor = self.tokenizer.backend_tokenizer.post_processor
+        trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
+        return self.encoding.tokens if trims else None
+
+    def _chars(self, token: int) -> tuple[int, int]:
+        return self.encoding.token_to_chars(token) or (0, 0)  # None for those that it adds
+
+    def _start(self, token: int) -> int:
+        start = self._chars(token)[0]
+        if self._trimmed is None:
+            return start
+        piece = self._trimmed[token]
+        return max(start - len(piece) + len(piece.lstrip(_SPACE)), 0)
+
+    def _stop(self, token: int) -> int:
+        stop = self._chars(token)[1]
+        if self._trimmed is None:
+            return stop
+        piece, words = self._trimmed[token], self._trimmed[token].rstrip(_SPACE)
+        return stop + len(piece) - len(words) if words else self._start(token) + len(piece)
+
+
+# "Ġ" is how the vocabularies of byte-level tokenizers write a space.
+_SPACE = "Ġ" + string.whitespace
 
 
 class _Decoded:

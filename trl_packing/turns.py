@@ -27,6 +27,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
+from trl.data_utils import common_prefix_length
 
 from trl_packing.conversations import Message
 
@@ -96,29 +97,37 @@ class ChatTemplate:
         return texts[0], spans[0]
 
     def turns(
-        self, messages: list[Message], context: Context, wanted: Sequence[int]
+        self,
+        messages: list[Message],
+        context: Context,
+        wanted: Sequence[int],
+        *,
+        alike: bool = True,
     ) -> tuple[str, dict[int, list[Span]]]:
         """Return the text, and the characters of each wanted message that a model is to write.
+
+        alike: all are trained in the same way, so it does not matter whose a span is if all
+            assistant messages are wanted.
 
         Raises ValueError, naming the message, where the template leaves out what it says.
         """
         if self.marks_generations:
-            return self._marked_turns(messages, context, wanted)
+            return self._marked_turns(messages, context, wanted, alike)
         text = self.render(messages, context)
         return text, {n: [span] for n, span in self._found(text, messages, context, wanted).items()}
 
     # --- with {% generation %} --------------------------------------------------------------------
 
     def _marked_turns(
-        self, messages: list[Message], context: Context, wanted: Sequence[int]
+        self, messages: list[Message], context: Context, wanted: Sequence[int], alike: bool
     ) -> tuple[str, dict[int, list[Span]]]:
         text, spans = self.render_marked(messages, context)
         assistants = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
         marked: dict[int, list[Span]] = {number: [] for number in wanted}
         if len(spans) == len(assistants):
             owners = assistants
-        elif set(wanted) >= set(assistants):
-            owners = [assistants[-1]] * len(spans)  # all are wanted, whosever they are
+        elif alike and assistants and set(wanted) >= set(assistants):
+            owners = [assistants[-1]] * len(spans)
         else:
             owners = self._owners(text, messages, context, spans)
         for owner, span in zip(owners, spans, strict=True):
@@ -133,7 +142,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Return whose each span is: the last assistant message that starts before its end."""
         starts = {
-            number: self._one_by_one(text, messages, context, number)[0]
+            number: self._begin(text, messages, context, number)[0]
             for number, message in enumerate(messages)
             if message["role"] == "assistant"
         }
@@ -150,7 +159,9 @@ class ChatTemplate:
         found = self._by_skeleton(text, messages, context, wanted)
         for number in wanted:
             if number not in found:
-                found[number] = self._one_by_one(text, messages, context, number)
+                start, stop = self._one_by_one(text, messages, context, number)
+                _check_complete(number, messages[number], text[start:stop])
+                found[number] = start, stop
         return found
 
     def _by_skeleton(
@@ -159,10 +170,7 @@ class ChatTemplate:
         """Return the turns of plain messages, if only their contents lie between the pieces."""
         mark = _absent_from(text)
         plain = [number for number in wanted if _is_plain(messages[number])]
-        try:
-            pieces = self.render(_replaced(messages, plain, mark), context).split(mark)
-        except TemplateError:
-            return {}
+        pieces = (self._rendered(_replaced(messages, plain, mark), context) or "").split(mark)
         if len(pieces) != len(plain) + 1 or not text.startswith(pieces[0]):
             return {}
         spans, at = {}, len(pieces[0])
@@ -172,42 +180,47 @@ class ChatTemplate:
             size = next((len(f) for f in forms if text.startswith(f + after, at)), None)
             if size is None:
                 return {}
-            if before.endswith(self._header(messages[number]["role"])):
-                spans[number] = (at, at + size + self._stop_size(after))
+            lead = self._lead(before, messages[number]["role"], context)
+            if lead is not None:
+                spans[number] = (at - len(lead), at + size + self._stop_size(after))
             at += size + len(after)
         return spans if at == len(text) else {}
 
-    def _one_by_one(
+    def _begin(
         self, text: str, messages: list[Message], context: Context, number: int
-    ) -> Span:
+    ) -> tuple[int, str]:
+        """Return where a turn starts in `text`, and what follows its content."""
         mark = _absent_from(text)
-        message = messages[number]
-        plain = {"role": message["role"], "content": mark}
-        try:
-            pieces = self.render([*messages[:number], plain, *messages[number + 1 :]], context)
-            before, _, after = pieces.partition(mark)
-        except TemplateError:  # a tool's message must follow a tool call, ...
-            before = after = mark
-        start = self._start(text, before, messages[:number], context, message["role"])
+        role = messages[number]["role"]
+        plain = {"role": role, "content": mark}
+        # A tool's message must follow a tool call, ...
+        replaced = self._rendered([*messages[:number], plain, *messages[number + 1 :]], context)
+        before, _, after = replaced.partition(mark) if replaced else (mark, mark, mark)
+        start = self._start(text, before, messages[:number], context, role)
         if start is None:
             raise ValueError(
                 f"the chat template renders other text before message {number} than its generation "
                 "prompt, so where the model begins to write cannot be told; use a template with "
                 "{% generation %}, or train_on='all'"
             )
+        return start, after
+
+    def _one_by_one(
+        self, text: str, messages: list[Message], context: Context, number: int
+    ) -> Span:
+        start, after = self._begin(text, messages, context, number)
         limit = self._next_content(text, messages, context, number)
         ends = (
             len(text) - len(after) + self._stop_size(after) if text.endswith(after) else None,
             self._end(text, messages[: number + 1], context),
         )
-        stop = next((end for end in ends if end is not None and start < end <= limit), None)
+        stop = next((end for end in ends if end is not None and start <= end <= limit), None)
         if stop is None:
             raise ValueError(
                 f"the chat template renders message {number} otherwise once more messages follow, "
                 "so where the model has to stop cannot be told; use a template with "
                 "{% generation %}, or train_on='last_assistant' or 'all'"
             )
-        _check_complete(number, message, text[start:stop])
         return start, stop
 
     def _next_content(
@@ -217,29 +230,42 @@ class ChatTemplate:
         if number + 1 == len(messages) or not _is_plain(messages[number + 1]):
             return len(text)
         mark = _absent_from(text)
-        before = self.render(_replaced(messages, [number + 1], mark), context).partition(mark)[0]
-        return len(before) if text.startswith(before) else len(text)
+        replaced = self._rendered(_replaced(messages, [number + 1], mark), context)
+        before = (replaced or mark).partition(mark)[0]
+        return len(before) if replaced and text.startswith(before) else len(text)
 
     def _start(
         self, text: str, before: str, earlier: list[Message], context: Context, role: str
     ) -> int | None:
         """Return where the generation prompt of a turn ends in `text`."""
         if role == "assistant" and earlier:
-            prompt = self.render(earlier, context, generation_prompt=True)
-            if text.startswith(prompt):
+            prompt = self._rendered(earlier, context, generation_prompt=True)
+            if prompt and text.startswith(prompt):
                 return len(prompt)
-        if text.startswith(before):
-            header = self._header(role)
-            return before.rindex(header) + len(header) if header in before else len(before)
-        return None
+        if not text.startswith(before):
+            return None
+        header = self._header(role)
+        start = before.rindex(header) + len(header) if header in before else 0
+        # Some templates let a message go on in the turn of the one before: that header is not its.
+        said = self._rendered(earlier, context) if earlier else None
+        return start if start > common_prefix_length(said or "", text) else len(before)
 
     def _end(self, text: str, messages: list[Message], context: Context) -> int | None:
         """Return where the last of `messages` ends in `text`, if what follows leaves it alone."""
-        rendered = self.render(messages, context)
-        if not text.startswith(rendered):
+        rendered = self._rendered(messages, context)
+        if not rendered or not text.startswith(rendered):
             return None
         stripped = rendered.rstrip()
         return len(stripped if stripped.endswith(self._special_tokens) else rendered)
+
+    def _rendered(
+        self, messages: list[Message], context: Context, *, generation_prompt: bool = False
+    ) -> str | None:
+        """Return the text of a conversation; None if the template refuses it."""
+        try:
+            return self.render(messages, context, generation_prompt=generation_prompt)
+        except TemplateError:
+            return None
 
     def _header(self, role: str) -> str:
         """Return what a generation prompt adds; "" for other roles, which need none."""
@@ -248,12 +274,32 @@ class ChatTemplate:
     @cached_property
     def _generation_prompt(self) -> str:
         user = [{"role": "user", "content": "a"}]
-        try:
-            without = self.render(user, Context())
-            prompt = self.render(user, Context(), generation_prompt=True)
-        except TemplateError:
+        without = self._rendered(user, Context())
+        prompt = self._rendered(user, Context(), generation_prompt=True)
+        if without is None or prompt is None or not prompt.startswith(without):
             return ""
-        return prompt.removeprefix(without) if prompt.startswith(without) else ""
+        return prompt.removeprefix(without)
+
+    def _lead(self, before: str, role: str, context: Context) -> str | None:
+        """Return what of the piece `before` a content the assistant writes; None if unknown."""
+        if role != "assistant":
+            return ""
+        # Not with arguments, by which a template may choose another generation prompt.
+        leads = [] if context.kwargs else [self._around_answer[0]]
+        if self._generation_prompt:
+            leads.append("")
+        return next((x for x in leads if before.endswith(self._generation_prompt + x)), None)
+
+    @cached_property
+    def _around_answer(self) -> tuple[str, str]:
+        """What the template writes before a content, after its generation prompt, and behind."""
+        user = {"role": "user", "content": "a"}
+        mark = _absent_from("")
+        asked = self._rendered([user], Context(), generation_prompt=True)
+        answered = self._rendered([user, {"role": "assistant", "content": mark}], Context())
+        before, _, after = (answered or "").partition(mark)
+        lead = before.removeprefix(asked) if asked and before.startswith(asked) else ""
+        return lead, after
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
@@ -264,12 +310,14 @@ class ChatTemplate:
         )
 
     def _stop_size(self, after: str) -> int:
-        """Return the length of the stop token at the start of `after`, and of space before it."""
+        """Return the length of the stop at the start of `after`, and of space before it."""
         space = len(after) - len(after.lstrip())
         for token in self._special_tokens:
             if after.startswith(token, space):
                 return space + len(token)
-        return 0
+        # ChatML on a tokenizer without its tokens: then words are what a model has to stop with.
+        words = self._around_answer[1].rstrip()
+        return len(words) if after.startswith(words) else 0
 
 
 def _is_plain(message: Message) -> bool:
@@ -291,17 +339,23 @@ def _absent_from(text: str) -> str:
 def _check_complete(number: int, message: Message, turn: str) -> None:
     """Raise ValueError if `turn` leaves out what `message` says."""
     content = message.get("content")
-    said = {name: message[name] for name in _REASONING if isinstance(message.get(name), str)}
-    for call in message.get("tool_calls") or ():
-        said["tool call"] = str((call.get("function") or call).get("name"))
+    reasoning = {message[name] for name in _REASONING if isinstance(message.get(name), str)}
+    said = []
     if isinstance(content, str):
-        parts = re.split(r"</?think>", content)
-        said |= {"content": parts[-1]} | ({"reasoning": parts[-2]} if len(parts) > 1 else {})
-    for name, words in said.items():
-        if words.strip() not in turn:
+        *thoughts, last = re.split(r"</?think>", content)
+        said.append(("content", last))
+        reasoning |= set(thoughts[-1:])
+    said += [("reasoning", words) for words in reasoning]
+    for call in message.get("tool_calls") or ():
+        said.append(("tool call", str((call.get("function") or call).get("name"))))
+    # Each in a place of its own, long ones first: an answer often repeats its reasoning.
+    for name, words in sorted(said, key=lambda pair: -len(pair[1])):
+        before, found, after = turn.partition(words.strip() or "\0")
+        if words.strip() and not found:
             raise ValueError(
                 f"the chat template leaves out the {name} of message {number} "
                 f"({words.strip()[:40]!r}), so the model would be trained to leave it out. Use a "
                 "template that keeps it or has {% generation %}, train_on='last_assistant' if it "
                 "is kept there, or remove it from the data"
             )
+        turn = f"{before}\0{after}"
