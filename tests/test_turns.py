@@ -21,7 +21,7 @@ from merging import sentence_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trl_packing.prepare_documents import prepare_documents
+from trl_packing.documents_from_rows import documents_from_rows
 from trl_packing.supervision import Supervision
 from trl_packing.turns import ChatTemplate, Context
 
@@ -185,7 +185,7 @@ def with_template(source: str) -> PreTrainedTokenizerFast:
 def prepared(chat: ChatTemplate, rows, train_on="assistant", **settings) -> list[dict[str, Any]]:
     supervision = Supervision(chat, chat.tokenizer.eos_token, train_on=train_on, **settings)
     rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-    return list(prepare_documents(Dataset.from_list(rows), supervision).with_format("numpy"))
+    return list(documents_from_rows(Dataset.from_list(rows), supervision).with_format("numpy"))
 
 
 def trained(chat: ChatTemplate, rows, train_on="assistant") -> list[list[str]]:
