@@ -4,14 +4,13 @@
 
 A Llama of 4 layers × 512 hidden trains on documents of about 256 tokens, a third of each prompt.
 Each trainer runs in a process of its own, as it would for a user, on the same documents in rows of
-T tokens. They take turns: a step of one, a step of the other, so that a machine whose speed drifts
-does not favor either (two threads of one process share an allocator, which slows both). A step is
-what lies between `on_step_begin` and `on_step_end`; the ratio is the median over pairs of steps,
-after a warm-up. The losses of both must agree first (on Llama, TRL's packed rows are exact too).
+T tokens; the processes take turns, so that a machine whose speed drifts does not favor either (step
+by step they must not: the pages of a process that waits are taken away, and the faster one waits
+longer). A step is what lies between `on_step_begin` and `on_step_end`; a turn is the median of its
+steps after a warm-up, the ratio the median over pairs of turns. The losses of both must agree first
+(on Llama, TRL's packed rows are exact too).
 
-glibc returns large freed blocks to the system, and the next step pays for zeroed pages again: up to
-half of a step. `--keep-pages` measures both trainers with an allocator that keeps its pages, as do
-jemalloc and tcmalloc, which PyTorch recommends for training on CPU.
+`--keep-pages` gives TRL, too, an allocator that keeps its pages (see trl_packing/allocator.py).
 """
 
 import argparse
@@ -46,27 +45,27 @@ CASES = [
 DOCUMENT = 256
 WARM_UP = 2  # steps in which the allocator still grows
 
-KEEP_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_THRESHOLD_": str(2**36)}
+KEEP_PAGES = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
 
 
 @dataclass
 class StepTimer(TrainerCallback):
-    """Times the steps of one trainer, which waits for its turn before each.
+    """Times `steps` full steps after the warm-up, then ends the run.
 
-    `mine` and `yours` are held by whoever may not step: a step takes the first and gives the other.
-    The run ends after `steps` timed steps; holds their seconds a token, and all losses.
+    Holds their seconds a token, and the losses of all steps.
     """
 
     full: int
     steps: int
-    mine: Any  # a semaphore
-    yours: Any
     seconds_a_token: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     tokens_before: float = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.mine.acquire()
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -81,11 +80,6 @@ class StepTimer(TrainerCallback):
             if state.global_step > WARM_UP and is_full:
                 self.seconds_a_token.append(self.seconds / num_tokens)
             control.should_training_stop = len(self.seconds_a_token) >= self.steps
-            self.yours.release()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        for _ in range(self.steps + WARM_UP + 2):  # the other one may finish by itself
-            self.yours.release()
 
 
 def documents(num_tokens: int, vocabulary: int, rows: int) -> Dataset:
@@ -139,34 +133,37 @@ def trainer(trainer_class: type, case: tuple, timer: StepTimer, folder: str) -> 
     )
 
 
-def measure(
-    trainer_class: type, case: tuple, steps: int, mine: Any, yours: Any, result: Any
-) -> None:
-    """Train in this process; send the seconds a token of each timed step, and the mean loss."""
+def measure(trainer_class: type, case: tuple, steps: int, result: Any) -> None:
+    """Train in this process; send the seconds a token of a step, and the mean loss."""
     warnings.filterwarnings("ignore")
-    timer = StepTimer(case[0], steps, mine, yours)
+    timer = StepTimer(case[0], steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer(trainer_class, case, timer, folder).train()
-    result.send((timer.seconds_a_token, statistics.mean(timer.losses)))
+    result.send((statistics.median(timer.seconds_a_token), statistics.mean(timer.losses)))
 
 
-def compare(case: tuple, steps: int) -> list[str]:
-    num_tokens, vocabulary, dtype, promised = case
+def turn(trainer_class: type, case: tuple, steps: int) -> tuple[float, float]:
+    """Return what `measure` sends from a process of its own."""
     spawn = multiprocessing.get_context("spawn")
-    turns = [spawn.Semaphore(1), spawn.Semaphore(0)]
-    results = []
-    for trainer_class, (mine, yours) in zip(
-        (SFTTrainer, PackedSFTTrainer), (turns, turns[::-1]), strict=True
-    ):
-        received, result = spawn.Pipe(duplex=False)
-        run = (trainer_class, case, steps, mine, yours, result)
-        spawn.Process(target=measure, args=run, daemon=True).start()
-        result.close()  # or a process that fails would be waited for
-        results.append(received)
-    (trl, trl_loss), (ours, our_loss) = (received.recv() for received in results)
-    # Random weights, learning rate 0: steps of other documents differ by their tokens alone.
-    assert abs(trl_loss - our_loss) < 0.01 * trl_loss, (trl_loss, our_loss)
-    pairs = list(zip(trl, ours, strict=True))
+    received, result = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=measure, args=(trainer_class, case, steps, result))
+    process.start()
+    result.close()  # or a process that fails would be waited for
+    taken = received.recv()
+    process.join()
+    return taken
+
+
+def compare(case: tuple, steps: int, turns: int) -> list[str]:
+    num_tokens, vocabulary, dtype, promised = case
+    pairs = []
+    for _ in range(turns):
+        (trl, trl_loss), (ours, our_loss) = (
+            turn(trainer_class, case, steps) for trainer_class in (SFTTrainer, PackedSFTTrainer)
+        )
+        # Random weights, learning rate 0: steps of other documents differ by their tokens alone.
+        assert abs(trl_loss - our_loss) < 0.01 * trl_loss, (trl_loss, our_loss)
+        pairs.append((trl, ours))
     ratio = statistics.median(theirs / own for theirs, own in pairs)
     microseconds = [1e6 * statistics.median(column) for column in zip(*pairs, strict=True)]
     return [
@@ -181,7 +178,8 @@ def compare(case: tuple, steps: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each trainer")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each trainer")
     parser.add_argument("--cases", type=int, nargs="*", help="indices of cases, default all")
     parser.add_argument("--keep-pages", action="store_true", help="both without page faults")
     parser.add_argument("--output", help="write the table there too")
@@ -191,7 +189,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_PAGES)
     warnings.filterwarnings("ignore")
     chosen = [CASES[i] for i in arguments.cases] if arguments.cases else CASES
-    rows = [compare(case, arguments.steps) for case in chosen]
+    rows = [compare(case, arguments.steps, arguments.turns) for case in chosen]
     header = ["row T", "vocabulary", "dtype", "TRL µs/token", "ours µs/token", "ratio", "promised"]
     text = f"# A packed training step on CPU\n\n{table(header, rows)}\n{provenance()}"
     publish(text, arguments.output)

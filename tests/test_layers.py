@@ -40,7 +40,7 @@ TABLE = {
     "conversations": (set(), set()),
     "prompt_templates": (set(), set()),
     "turns": ({"conversations"}, {"jinja2", "transformers", "trl"}),
-    "tokenization": ({"templates"}, {"numpy", "trl"}),
+    "tokenization": ({"labels", "templates"}, {"numpy", "trl"}),
     "supervision": (
         {"conversations", "prompt_templates", "templates", "tokenization", "turns"},
         set(),
@@ -106,6 +106,7 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
+    "plan": ({"arrow_documents", "config", "report", "sampler"}, {"trl"}),
     "prepare": (
         {
             "arguments",
@@ -138,9 +139,16 @@ TABLE = {
         {"accelerate", "datasets", "numpy", "torch"},
     ),
     "render": ({"labels"}, {"numpy"}),
-    "inspection": ({"config", "prepare", "render"}, {"datasets", "transformers", "trl"}),
+    "inspection": (
+        {"arrow_documents", "config", "plan", "prepare", "render", "report", "token_columns"},
+        {"datasets", "transformers", "trl"},
+    ),
+    "checkpoints": (set(), {"accelerate", "transformers"}),
+    "allocator": (set(), set()),
     "trainer": (
         {
+            "allocator",
+            "checkpoints",
             "arguments",
             "arrow_documents",
             "attention",
@@ -152,6 +160,7 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
+            "plan",
             "prepare",
             "report",
             "sampler",

@@ -48,8 +48,11 @@ def test_the_report_in_words():
     assert lines[1:-1] == [
         "documents    1,150 · 560,000 tokens · 380,000 trained (68%)",
         "packed into  548 bins of 1,024 tokens · 99.79% filled",
-        "an epoch     138 micro-batches · 18 optimizer steps · 63.9 documents a step"
-        " (2 ranks × 4 accumulated × 4 bins)",
+        "an epoch     138 micro-batches · 18 optimizer steps · 63.9 documents, 21,111 trained "
+        "tokens a step (2 ranks × 4 accumulated × 4 bins)",
+        "             warning: 18 optimizer steps an epoch; lower max_length, "
+        "per_device_train_batch_size or gradient_accumulation_steps, or set documents_per_step, if "
+        "the run has few epochs",
         "attention    documents: torch SDPA, a call for each document (no CUDA device)",
         "             30 documents longer than max_length=1024: cut at the end; lost 38,000 "
         "tokens, 20,000 trained, 30 stop tokens",

@@ -138,7 +138,7 @@ def first_trained(tokenizer, prompt: str, completion: str, special: bool = True)
     [document] = tokenize(
         tokenizer, [Rendered(prompt + completion, prompt=prompt, adds_special_tokens=special)]
     )
-    assert document.input_ids.tolist() == ids_of(tokenizer, prompt + completion, special)
+    assert document.input_ids == ids_of(tokenizer, prompt + completion, special)
     trained = np.flatnonzero(document.weights)
     return int(trained[0]) if len(trained) else len(document.input_ids)
 
@@ -226,6 +226,8 @@ def overlaps(token: tuple[int, int], start: int, stop: int) -> bool:
 
 def weights_of(tokenizer, text: str, spans, only_whole: bool = False) -> list[float]:
     [document] = tokenize(tokenizer, [Rendered(text, spans, only_whole=only_whole)])
+    if document.weights is None:  # every token is trained
+        return [1.0] * len(document.input_ids)
     return document.weights.tolist()
 
 

@@ -29,6 +29,14 @@ from trl_packing.templates import Templates
 from trl_packing.turns import ChatTemplate
 
 _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
+_PREPARATION_OPTIONS = (
+    "append_eos",
+    "documents_per_step",
+    "overflow",
+    "prompt_template",
+    "response_template",
+    "train_on",
+)
 
 
 def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
@@ -42,6 +50,18 @@ def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
         return "the data set has a transform (with_transform), so lengths are unknown"
     return None
+
+
+def refuse_options(options: PackingOptions, reason: str) -> None:
+    """Raise ValueError for a setting of ours that TRL's path would ignore without a word."""
+    default = PackingOptions()
+    for name in _PREPARATION_OPTIONS:
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            raise ValueError(
+                f"{name}={value!r}, but {reason}, which takes TRL's path, where it does nothing; "
+                f"leave {name} out"
+            )
 
 
 @contextmanager

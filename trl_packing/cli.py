@@ -3,6 +3,9 @@
 trl-packing inspect --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl
     documents with their trained tokens marked, and what preparation would lose
 
+trl-packing plan --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl --ranks 8
+    what an epoch is made of: bins, optimizer steps, documents a step, against a padded run
+
 trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 trl-packing verify --matrix --output docs/compatibility.md
     does packing change what this model learns? Asked of a model, or of all
@@ -27,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 1 if documents leak (verify) or differ in silence (matrix)."""
     parser = _parser()
     arguments, settings = parser.parse_known_args(argv)
-    if arguments.command == "inspect":
-        return _inspect(arguments, settings)
+    if arguments.command in ("inspect", "plan"):
+        return _look_ahead(arguments, settings)
     if settings:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     return _verify_all(arguments) if arguments.matrix else _verify_model(arguments)
@@ -37,15 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trl-packing", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    further = "Further options are those of PackedSFTConfig: --train_on, --max_length, ..."
     inspect = commands.add_parser(
-        "inspect",
-        help="print documents with their trained tokens marked",
-        description="Print documents with their trained tokens marked. Further options are those "
-        "of PackedSFTConfig: --train_on, --response_template, --max_length, --overflow, ...",
+        "inspect", help="print documents with their trained tokens marked", epilog=further
     )
-    inspect.add_argument("--model", required=True, help="whose tokenizer: a hub id or a folder")
-    inspect.add_argument("--data", required=True, help="a hub id, or a .json, .jsonl, .parquet")
-    inspect.add_argument("--split", default="train")
+    plan = commands.add_parser(
+        "plan", help="what an epoch is made of: bins, steps, what is lost", epilog=further
+    )
+    for command in (inspect, plan):
+        command.add_argument("--model", required=True, help="whose tokenizer: a hub id or a folder")
+        command.add_argument("--data", required=True, help="a hub id, or a .json, .jsonl, .parquet")
+        command.add_argument("--split", default="train")
+    plan.add_argument("--ranks", type=int, default=1, help="data-parallel processes")
     inspect.add_argument("--rows", type=int, nargs="+", default=[0, 1, 2], help="which rows")
     inspect.add_argument("--all", action="store_true", help="prepare all rows: what is lost")
     verify = commands.add_parser("verify", help="measure whether packed documents see each other")
@@ -63,13 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# --- what is trained --------------------------------------------------------------------------
+# --- before a run -----------------------------------------------------------------------------
 
 
-def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _look_ahead(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     from transformers import AutoTokenizer
 
-    from trl_packing.inspection import inspect, load_rows
+    from trl_packing.inspection import inspect, load_rows, plan
 
     # Of options that TRL sets and transformers renames; there is nothing that a user could do.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -77,6 +83,9 @@ def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         rows = load_rows(arguments.data, arguments.split)
+        if arguments.command == "plan":
+            print(plan(rows, tokenizer, settings, ranks=arguments.ranks))
+            return 0
         shown = inspect(
             rows,
             tokenizer,
@@ -88,7 +97,7 @@ def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         for text in shown:
             print(text, end="\n\n")
     except (ValueError, OSError) as error:
-        print(f"trl-packing inspect: {error}", file=sys.stderr)
+        print(f"trl-packing {arguments.command}: {error}", file=sys.stderr)
         return 2
     return 0
 

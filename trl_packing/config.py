@@ -85,6 +85,15 @@ class PackedSFTConfig(SFTConfig):
             "their end and do not end in a stop token (tokenized data, templates without one)."
         },
     )
+    documents_per_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "Exactly so many documents every optimizer step, over all ranks and "
+            "accumulated micro-batches (the last step of an epoch may be smaller), cut into "
+            "micro-batches of equal cost. Default: as many as the bins of a step hold; with "
+            "packing=False, those of a padded run."
+        },
+    )
     attention: str = field(
         default="auto",
         metadata={
@@ -116,6 +125,7 @@ class PackingOptions:
     query_field: str = "query"
     response_field: str = "response"
     append_eos: bool = False
+    documents_per_step: int | None = None
     attention: str = "auto"
     isolation_check: str = "error"
 
@@ -141,6 +151,10 @@ def check_options(args: Any) -> None:
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
     _check_supervision(args, options)
+    if options.documents_per_step is not None and options.documents_per_step < 1:
+        raise ValueError(
+            f"documents_per_step={options.documents_per_step} must be at least 1, or None"
+        )
     if args.max_length is not None and args.max_length <= 0:
         raise ValueError(f"max_length={args.max_length} must be positive, or None without packing")
     if (args.packing or args.eval_packing) and args.max_length is None:

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.labels import IGNORE_INDEX, MASK_COLUMNS, document_labels
+from trl_packing.labels import MASK_COLUMNS, document_labels
 from trl_packing.supervision import Supervision, says_what_is_trained
 from trl_packing.tokenization import Rendered, Tokenized, tokenize
 
@@ -98,7 +98,7 @@ def _prepare_batch(
     columns: Sequence[str],
     name: str,
     version: str,
-) -> dict[str, list[np.ndarray]]:
+) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     numbered = list(zip(indices, rows, strict=True))
     tokenizer = supervision.chat.tokenizer
@@ -117,15 +117,13 @@ def _prepare_batch(
         ]
     documents = [document for part in parts for document in part.result()]
     _warn_of_lost_prompts(tokenizer, documents)
-    made = {
+    made: dict[str, list[Any]] = {
         "input_ids": [document.input_ids for document in documents],
-        "labels": [
-            np.where(document.weights > 0, document.input_ids, IGNORE_INDEX)
-            for document in documents
-        ],
-        "loss_weights": [document.weights for document in documents],
+        "labels": [document.labels for document in documents],
     }
-    return {column: made[column] for column in columns}
+    if "loss_weights" in columns:
+        made["loss_weights"] = [document.weights for document in documents]
+    return made
 
 
 def _rendered(row: Mapping[str, Any], form: str, supervision: Supervision, which: str) -> Rendered:

@@ -11,9 +11,13 @@ from datasets import Dataset, disable_progress_bars, load_dataset
 from transformers import HfArgumentParser
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.config import PackedSFTConfig
+from trl_packing.plan import plan_report, training_sampler
 from trl_packing.prepare import Preparation
 from trl_packing.render import show_document
+from trl_packing.report import PackingReport, PreparationCounts
+from trl_packing.token_columns import token_columns_of
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -48,8 +52,7 @@ def inspect(
 
     Raises ValueError for rows that are not there, and for settings that cannot be.
     """
-    parser = HfArgumentParser((PackedSFTConfig,))
-    (args,) = parser.parse_args_into_dataclasses(args=[*_FIXED, *settings])
+    args = _config(settings)
     preparation = _preparation(args, tokenizer, dataset[0])
     for row in rows:
         if not 0 <= row < len(dataset):
@@ -72,6 +75,42 @@ def _documents_of(
     for number, document in enumerate(documents):
         piece = f", piece {number + 1} of {len(documents)}" if len(documents) > 1 else ""
         yield show_document(document, preparation.tokenizer, color=color, name=f"row {row}{piece}")
+
+
+def plan(
+    dataset: Dataset,
+    tokenizer: Any,
+    settings: Sequence[str] = (),
+    *,
+    ranks: int = 1,
+    hidden_size: int | None = None,
+) -> PackingReport:
+    """Return what an epoch of a run on `ranks` ranks would be made of; settings as in `inspect`.
+
+    hidden_size: the model's, for the balance of ranks.
+    """
+    args = _config(settings)
+    preparation = _preparation(args, tokenizer, dataset[0])
+    prepared, counts = preparation.documents(dataset, None, "train")
+    columns = [*token_columns_of(prepared.column_names), "seq_lengths"]
+    documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
+    sampler = training_sampler(
+        documents,
+        args,
+        packing=args.packing,
+        batch_size=args.per_device_train_batch_size,
+        ranks=ranks,
+        hidden_size=hidden_size,
+    )
+    return plan_report(
+        documents, sampler, attention=None, preparation=counts or PreparationCounts()
+    )
+
+
+def _config(settings: Sequence[str]) -> PackedSFTConfig:
+    parser = HfArgumentParser((PackedSFTConfig,))
+    (args,) = parser.parse_args_into_dataclasses(args=[*_FIXED, *settings])
+    return args
 
 
 def _preparation(args: PackedSFTConfig, tokenizer: Any, first: dict[str, Any]) -> Preparation:

@@ -7,6 +7,9 @@ reads.
 import json
 from dataclasses import asdict, astuple, dataclass, field, replace
 
+# Below so many optimizer steps an epoch it warns: few steps learn little, whatever their size.
+WARN_STEPS = 20
+
 # Above this share of lost trained tokens, or of documents that lost a stop token, it warns.
 WARN_LOST_SHARE = 0.01
 
@@ -117,7 +120,7 @@ class PackingReport:
     ranks: int
     accumulation: int
     micro_batch: str
-    attention: str
+    attention: str | None
     capacity: int | None
     documents: int | None = None
     tokens: int | None = None
@@ -126,6 +129,8 @@ class PackingReport:
     micro_batches_per_epoch: int | None = None
     steps_per_epoch: int | None = None
     documents_per_step: float | None = None
+    padded_documents_per_step: int | None = None
+    largest_micro_batch: int | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
 
     @property
@@ -139,11 +144,25 @@ class PackingReport:
         """Return the report as one line of JSON."""
         return json.dumps(asdict(self) | {"utilization": self.utilization})
 
+    @property
+    def padded_steps(self) -> int | None:
+        """Optimizer steps an epoch of a padded run of the same settings; None for packed rows."""
+        if self.documents is None or self.padded_documents_per_step is None:
+            return None
+        return -(-self.documents // self.padded_documents_per_step)
+
     def __str__(self) -> str:
-        lines = [self._data(), self._plan(), self._step(), f"attention    {self.attention}"]
+        lines = [
+            self._data(),
+            self._plan(),
+            self._step(),
+            *self._padded(),
+            f"attention    {self.attention}" if self.attention else "",
+        ]
+        lines = [line for line in lines if line]
         lines += [f"             {line}" for line in str(self.preparation).splitlines()]
         width = max(len(line) for line in lines)
-        return "\n".join([f"{' trl_packing ':─^{width}}", *filter(None, lines), "─" * width])
+        return "\n".join([f"{' trl_packing ':─^{width}}", *lines, "─" * width])
 
     def _data(self) -> str:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
@@ -170,7 +189,29 @@ class PackingReport:
         return (
             f"an epoch     {self.micro_batches_per_epoch:,} micro-batches · "
             f"{self.steps_per_epoch:,} optimizer steps · "
-            f"{self.documents_per_step:,.1f} documents a step"
+            f"{self.documents_per_step:,.1f} documents, "
+            f"{(self.trained_tokens or 0) / self.steps_per_epoch:,.0f} trained tokens a step"
             f" ({self.ranks} rank{'s' * (self.ranks > 1)} × {self.accumulation} accumulated × "
             f"{self.micro_batch})"
         )
+
+    def _padded(self) -> list[str]:
+        """Return what a padded run would be, and what keeps its steps; a warning for few steps."""
+        lines = []
+        steps, size = self.steps_per_epoch, self.padded_documents_per_step
+        if steps and self.padded_steps and size and steps != self.padded_steps:
+            padded = f"{_number(self.padded_steps, 'step')} of {_number(size, 'document')}"
+            lines.append(f"padded       {padded}; documents_per_step={size} keeps them")
+        largest = self.largest_micro_batch
+        if largest and self.capacity and largest > self.capacity:
+            lines.append(
+                f"             the largest micro-batch seen has {largest:,} tokens; if memory runs "
+                "out, raise gradient_accumulation_steps"
+            )
+        if steps and steps < WARN_STEPS:
+            lines.append(
+                f"             warning: {_number(steps, 'optimizer step')} an epoch; lower "
+                "max_length, per_device_train_batch_size or gradient_accumulation_steps, or set "
+                "documents_per_step, if the run has few epochs"
+            )
+        return lines

@@ -193,9 +193,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
         assert self.documents_per_step is not None
         return -(-num_documents * self.accumulation // self.documents_per_step)
 
+    def steps(self) -> Iterator[list[list[int]]]:
+        """Yield the micro-batches of all ranks, step by step."""
+        return map(self._groups, range(self._num_steps))
+
     def _iterate_steps(self) -> Iterator[list[int]]:
-        for step in range(self._num_steps):
-            yield from self._groups(step)[self.rank :: self.num_ranks]
+        for groups in self.steps():
+            yield from groups[self.rank :: self.num_ranks]
 
     def _groups(self, step: int) -> list[list[int]]:
         assert self.documents_per_step is not None

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +24,22 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
 
+from trl_packing.allocator import pages_kept
 from trl_packing.arguments import (
     check_arguments,
     generation_config_of,
     packing_hidden,
     reason_for_trl_path,
+    refuse_options,
 )
 from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
 from trl_packing.attention import AttentionChoice
+from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.dataset_checks import check_token_ids
@@ -43,6 +48,13 @@ from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss import WeightedMeanTrainer, check_weights_can_be_used
+from trl_packing.plan import (
+    attention_cost,
+    micro_batch_of_stream,
+    plan_report,
+    training_sampler,
+    without_plan,
+)
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
@@ -91,11 +103,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         self._trl_path = reason_for_trl_path(train_dataset, data_collator)
         self._options = PackingOptions.of(args)
         if self._trl_path:
-            if self._options.append_eos:
-                raise ValueError(
-                    f"append_eos=True, but {self._trl_path}, which takes TRL's path, where nothing "
-                    "is appended; end the documents in EOS, or leave append_eos=False"
-                )
+            refuse_options(self._options, self._trl_path)
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
             if isinstance(args, PackedSFTConfig):
                 args.packing = False  # its default, where nobody asked for packing
@@ -283,54 +291,39 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self._trl_path or not isinstance(train_dataset, ArrowDocuments):
             return super()._get_train_sampler(train_dataset)
-        return self._sampler(
+        ranks, rank = self._data_ranks()
+        return training_sampler(
             train_dataset,
+            self.args,
             packing=self._packing,
             batch_size=self._train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps,
-            training=True,
+            ranks=ranks,
+            rank=rank,
+            hidden_size=self._hidden_size,
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self._trl_path or not isinstance(eval_dataset, ArrowDocuments) or self._evaluates_padded:
             return super()._get_eval_sampler(eval_dataset)
-        return self._sampler(
-            eval_dataset,
-            packing=self._eval_packing,
-            batch_size=self.args.eval_batch_size,
-            accumulation=1,
-            training=False,
-        )
-
-    def _sampler(
-        self,
-        documents: ArrowDocuments,
-        *,
-        packing: bool,
-        batch_size: int,
-        accumulation: int,
-        training: bool,
-    ) -> PackedBatchSampler:
-        ranks, rank = self._data_ranks()
-        rows = "seq_lengths" in documents.columns
-        hidden = getattr(self.model.config.get_text_config(), "hidden_size", None)
+        (ranks, rank), size = self._data_ranks(), self.args.eval_batch_size
+        rows = "seq_lengths" in eval_dataset.columns
         return PackedBatchSampler(
-            documents.lengths(),
+            eval_dataset.lengths(),
             self.args.max_length,
-            bins_per_batch=batch_size,
-            documents_per_step=None if packing or rows else batch_size * accumulation * ranks,
+            bins_per_batch=size,
+            documents_per_step=None if self._eval_packing or rows else size * ranks,
             rows=rows,
             num_ranks=ranks,
             rank=rank,
-            accumulation=accumulation,
-            # The pieces of "bfd_split" are documents by the time of planning.
             strategy=self.args.packing_strategy.removesuffix("_split"),
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            shuffle=training and self.args.train_sampling_strategy != "sequential",
-            attention_cost=1 / (12 * hidden) if hidden else 0.0,
-            drop_last=training and self.args.dataloader_drop_last,
-            allow_idle_ranks=not training,
+            shuffle=False,
+            attention_cost=attention_cost(self._hidden_size),
+            allow_idle_ranks=True,
         )
+
+    @property
+    def _hidden_size(self) -> int | None:
+        return getattr(self.model.config.get_text_config(), "hidden_size", None)
 
     def _data_ranks(self) -> tuple[int, int]:
         """Return how many data-parallel ranks there are and this one."""
@@ -400,15 +393,31 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             pin_memory=self.args.dataloader_pin_memory,
         )
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, on all ranks together also after an evaluation."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
         wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if wraps and getattr(self.model, "_is_accelerate_prepared", False):
             # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every
             # rank trains by itself, without a message (transformers 5.23, accelerate 1.15).
             self.model._is_accelerate_prepared = False
             self.accelerator._models.remove(self.model)
-        return super().train(*args, **kwargs)
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        with pages_kept(on_cpu=self.args.device.type == "cpu"):
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Mark a checkpoint while it is written, and delete older ones only when it is whole."""
+        run = self._get_output_dir(trial=trial)
+        checkpoint = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            with marked_while_written(checkpoint, self.accelerator):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(run, limit, best, use_mtime=True)
 
     # --- evaluation ---------------------------------------------------------------------------
 
@@ -447,29 +456,19 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     # --- report -------------------------------------------------------------------------------
 
     def _report(self) -> PackingReport:
-        args, ranks = self.args, self._data_ranks()[0]
-        report = PackingReport(
-            ranks=ranks,
-            accumulation=args.gradient_accumulation_steps,
-            micro_batch=_micro_batch_words(self._packing, self._train_batch_size),
-            attention=str(self.attention),
-            capacity=args.max_length,
-        )
         if isinstance(self.train_dataset, IterableDataset):
-            return report
+            return without_plan(
+                self.args,
+                ranks=self._data_ranks()[0],
+                micro_batch=micro_batch_of_stream(self._packing, self._train_batch_size),
+                attention=str(self.attention),
+            )
         documents = self._remove_unused_columns(self.train_dataset)
         check_token_ids(documents, self._vocabulary_size(), "train")
-        sampler = self._get_train_sampler(documents)
-        steps = -(-len(sampler) // args.gradient_accumulation_steps)
-        return replace(
-            report,
-            documents=documents.num_documents,
-            tokens=int(documents.lengths().sum()),
-            trained_tokens=int(documents.num_trained().sum()),
-            bins=sampler.num_bins,
-            micro_batches_per_epoch=len(sampler) * ranks,
-            steps_per_epoch=steps,
-            documents_per_step=documents.num_documents / steps,
+        return plan_report(
+            documents,
+            self._get_train_sampler(documents),
+            attention=str(self.attention),
             preparation=self._preparation.get("train", PreparationCounts()),
         )
 
@@ -494,8 +493,3 @@ def _has_weights(dataset: Any) -> bool:
 def _stream_columns(dataset: IterableDataset) -> list[str]:
     present = get_dataset_column_names(dataset)
     return [name for name in _ROW_COLUMNS if name in present]
-
-
-def _micro_batch_words(packing: bool, batch_size: int) -> str:
-    what = "bin" if packing else "document"
-    return f"{batch_size} {what}{'s' * (batch_size > 1)}"

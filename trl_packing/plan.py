@@ -1,0 +1,136 @@
+"""What an epoch of a run is made of: its sampler, and the report on it, before anything is trained.
+
+documents, settings, ranks  →  PackedBatchSampler  →  PackingReport
+"""
+
+from itertools import islice
+from typing import Any
+
+from trl import SFTConfig
+
+from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.config import PackingOptions
+from trl_packing.report import PackingReport, PreparationCounts
+from trl_packing.sampler import PackedBatchSampler
+
+# Steps looked at for the largest micro-batch: enough to see it coming, in well under a second.
+_STEPS_LOOKED_AT = 200
+
+
+def training_sampler(
+    documents: ArrowDocuments,
+    args: SFTConfig,
+    *,
+    packing: bool,
+    batch_size: int,
+    ranks: int = 1,
+    rank: int = 0,
+    hidden_size: int | None = None,
+) -> PackedBatchSampler:
+    """Return the sampler of one rank's training micro-batches.
+
+    batch_size: `per_device_train_batch_size`, times the devices of this process.
+    hidden_size: the model's, for the cost of attention; None leaves that out.
+
+    Raises ValueError for documents_per_step on rows that were packed before.
+    """
+    accumulation, options = args.gradient_accumulation_steps, PackingOptions.of(args)
+    per_step, rows = options.documents_per_step, "seq_lengths" in documents.columns
+    if rows and per_step is not None:
+        raise ValueError(
+            f"documents_per_step={per_step} cannot regroup rows that were packed before (they have "
+            "seq_lengths); leave it out, or pass the documents"
+        )
+    if per_step is None and not packing and not rows:
+        per_step = batch_size * accumulation * ranks
+    return PackedBatchSampler(
+        documents.lengths(),
+        args.max_length,
+        bins_per_batch=batch_size,
+        documents_per_step=per_step,
+        rows=rows,
+        num_ranks=ranks,
+        rank=rank,
+        accumulation=accumulation,
+        # The pieces of "bfd_split" are documents by the time of planning.
+        strategy=args.packing_strategy.removesuffix("_split"),
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+        shuffle=args.train_sampling_strategy != "sequential",
+        attention_cost=attention_cost(hidden_size),
+        drop_last=args.dataloader_drop_last,
+    )
+
+
+def attention_cost(hidden_size: int | None) -> float:
+    """Return c in the cost of documents, tokens + c · Σ len², for a model of a Llama's shape."""
+    return 1 / (12 * hidden_size) if hidden_size else 0.0
+
+
+def plan_report(
+    documents: ArrowDocuments,
+    sampler: PackedBatchSampler,
+    *,
+    attention: str | None,
+    preparation: PreparationCounts,
+) -> PackingReport:
+    """Return what the first epoch of `sampler` is made of."""
+    ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
+    steps = -(-len(sampler) // accumulation)
+    return PackingReport(
+        ranks=ranks,
+        accumulation=accumulation,
+        micro_batch=_micro_batch_words(sampler),
+        attention=attention,
+        capacity=sampler.capacity,
+        documents=documents.num_documents,
+        tokens=int(documents.lengths().sum()),
+        trained_tokens=int(documents.num_trained().sum()),
+        bins=sampler.num_bins,
+        micro_batches_per_epoch=len(sampler) * ranks,
+        steps_per_epoch=steps,
+        documents_per_step=documents.num_documents / steps,
+        padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
+        largest_micro_batch=_largest_micro_batch(sampler),
+        preparation=preparation,
+    )
+
+
+def _micro_batch_words(sampler: PackedBatchSampler) -> str:
+    if sampler.documents_per_step is None:
+        return f"{sampler.bins_per_batch} bin{'s' * (sampler.bins_per_batch > 1)}"
+    per_batch = sampler.documents_per_step / (sampler.num_ranks * sampler.accumulation)
+    return f"{per_batch:g} document{'s' * (per_batch != 1)}"
+
+
+def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
+    """Return the tokens of the largest micro-batch by documents; bins say themselves what fits."""
+    if sampler.documents_per_step is None:
+        return None
+    steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
+    return max(int(sampler.lengths[group].sum()) for step in steps for group in step if group)
+
+
+def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
+    """Return what a micro-batch of a stream is, in words."""
+    what = "bin" if packing else "document"
+    return f"{batch_size} {what}{'s' * (batch_size > 1)}"
+
+
+def without_plan(args: Any, *, ranks: int, micro_batch: str, attention: str) -> PackingReport:
+    """Return the report on a stream, which tells its documents only as it is read.
+
+    Raises ValueError for documents_per_step.
+    """
+    per_step = PackingOptions.of(args).documents_per_step
+    if per_step is not None:
+        raise ValueError(
+            f"documents_per_step={per_step} needs to know the documents, but a stream is packed as "
+            "it is read; leave it out, or load the data set without streaming"
+        )
+    return PackingReport(
+        ranks=ranks,
+        accumulation=args.gradient_accumulation_steps,
+        micro_batch=micro_batch,
+        attention=attention,
+        capacity=args.max_length,
+    )
