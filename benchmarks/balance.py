@@ -9,10 +9,11 @@ A step should still be a fair sample. Against steps of random bins:
     document length    std over steps of the mean length of their documents, ÷ that of random steps
     token's length     the same, of the mean length of a token's document: Σ len² / Σ len
 
-Accumulation 1, the hardest: a step is one slot. About three minutes on one core.
+Accumulation 1, the hardest: a step is one slot. About a minute on an idle core.
 """
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -128,29 +129,44 @@ def over_windows(bins: Bins) -> str:
 
 def planning() -> str:
     """Plan in a process of its own, so that the peak is that of planning."""
+    load = os.getloadavg()[0]
     done = subprocess.run(
         [sys.executable, __file__, "--child"], capture_output=True, text=True, check=True
     )
-    return table(
-        ["", "constructor, s", "first epoch, s", "next epoch, s", "peak GiB", "before, GiB"],
-        [["10,000,000 documents (mean 300) at 8,192, 512 ranks", *done.stdout.split()]],
-    )
+    rows = [line.split(",") for line in done.stdout.splitlines()]
+    said = f"10,000,000 documents (mean 300) at 8,192, 512 ranks; load average {load:.1f} before.\n"
+    return f"{said}\n{table(['', 'seconds', 'CPU seconds', 'peak GiB'], rows)}"
 
 
 def child() -> None:
     lengths = chat(10_000_000)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    seconds = [time.perf_counter()]
-    sampler = PackedBatchSampler(
-        lengths, 8192, num_ranks=512, rank=3, attention_cost=ATTENTION_COST
+    print(f"lengths alone,,,{peak_gib():.2f}")
+    sampler = timed(
+        "constructor (bins of the first epoch)",
+        lambda: PackedBatchSampler(
+            lengths, 8192, num_ranks=512, rank=3, attention_cost=ATTENTION_COST
+        ),
     )
-    seconds.append(time.perf_counter())
-    for epoch in (0, 1):
-        sampler.set_epoch(epoch)
-        assert sum(1 for _ in sampler) == len(sampler)
-        seconds.append(time.perf_counter())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(*(f"{number:.2f}" for number in (*np.diff(seconds), peak, before)))
+    timed("first epoch of a rank", lambda: exhaust(sampler, 0))
+    timed("next epoch of a rank", lambda: exhaust(sampler, 1))
+
+
+def exhaust(sampler: PackedBatchSampler, epoch: int) -> None:
+    sampler.set_epoch(epoch)
+    assert sum(1 for _ in sampler) == len(sampler)
+
+
+def timed(name: str, call):
+    """Return what `call` returns; other work on the machine counts in seconds, not in CPU's."""
+    start, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    print(f"{name},{seconds:.2f},{cpu:.2f},{peak_gib():.2f}")
+    return result
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main() -> None:
