@@ -33,6 +33,7 @@ format: $(READY)
 
 bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idle machine
 	$(BIN)/python benchmarks/pack.py --output benchmarks/results/pack.md
+	$(BIN)/python benchmarks/balance.py --output benchmarks/results/balance.md
 	$(BIN)/python benchmarks/step.py --output benchmarks/results/step.md
 	$(BIN)/python benchmarks/dataloader.py --output benchmarks/results/dataloader.md
 

@@ -4,9 +4,10 @@
                   └ slot ┘          ranks × accumulation of them make an optimizer step
     rank r takes m_r, m_(r + ranks), ...
 
-Which documents make a step depends on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and 4 × 1
-train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its
-part: no communication, every document exactly once, equally many micro-batches on every rank.
+Which micro-batches make a step depends on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and
+4 × 1 train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes
+its part: no communication, every document exactly once, equally many micro-batches on every rank.
+The micro-batches of a slot run at the same moment, and cost about the same (balance.py).
 """
 
 import heapq
@@ -15,7 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing import pack
+from trl_packing.packing import PackingPlan, pack
+from trl_packing.steps import PackedSteps, packed_steps
 
 
 class PackedBatchSampler(BatchRebalanceSampler):
@@ -34,6 +36,10 @@ class PackedBatchSampler(BatchRebalanceSampler):
         documents in data-set order, so that pieces cut where rows end fill them again.
     shuffle: False keeps the data set's order and the same bins every epoch (evaluation).
     attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
+    balance_window: optimizer steps among which bins are exchanged, where random steps would make
+        ranks wait: so that the micro-batches that run at the same moment cost about the same, and
+        the mean document length of steps varies no more than at random. 1 keeps steps random, and
+        arranges their micro-batches only. benchmarks/results/balance.md measures the default.
     drop_last: with documents_per_step, leave out of each epoch the documents (others every epoch)
         that do not fill a padded run's last micro-batch, as `dataloader_drop_last` asks.
     allow_idle_ranks: let ranks without documents run empty micro-batches (evaluation).
@@ -60,6 +66,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         seed: int = 0,
         shuffle: bool = True,
         attention_cost: float = 0.0,
+        balance_window: int = 64,
         drop_last: bool = False,
         allow_idle_ranks: bool = False,
     ):
@@ -75,16 +82,17 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.seed = seed
         self.shuffle = shuffle
         self.attention_cost = attention_cost
+        self.balance_window = balance_window
         self.epoch = 0
         self.num_used = len(self.lengths)  # documents an epoch
         if drop_last and documents_per_step:
             self.num_used -= self.num_used % max(documents_per_step // accumulation, 1)
         self._check(allow_idle_ranks)
         self._epoch_drawn: int | None = None
-        self._micro_batches: list[np.ndarray] = []
-        # Order-dependent strategies plan once: their number of bins changes with the order.
-        self._planned_once: list[np.ndarray] | None = None
-        self.num_bins = None if documents_per_step else len(self._bins(0))
+        self._plan: PackingPlan | None = None
+        self._plan_epoch: int | None = None
+        self._steps: PackedSteps | None = None
+        self.num_bins = None if documents_per_step else len(self._plan_of(0))
 
     def _check(self, allow_idle_ranks: bool) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
@@ -92,7 +100,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 "capacity is None; set the tokens a bin may hold, or documents_per_step to batch "
                 "without packing"
             )
-        for name in ("bins_per_batch", "num_ranks", "accumulation"):
+        for name in ("bins_per_batch", "num_ranks", "accumulation", "balance_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.rank < self.num_ranks:
@@ -134,52 +142,52 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             yield from self._iterate_steps()
             return
-        for micro_batch in self.micro_batches()[self.rank :: self.num_ranks]:
-            yield micro_batch.tolist()
+        steps = self._packed_steps()
+        for at in range(self.rank, len(steps), self.num_ranks):
+            yield steps[at].tolist()
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
         if self.documents_per_step is not None:
             return [np.asarray(g) for step in range(self._num_steps) for g in self._groups(step)]
-        if self._epoch_drawn != self.epoch:
-            self._micro_batches = self._grouped(self._bins(self.epoch))
-            self._epoch_drawn = self.epoch
-        return self._micro_batches
+        return list(self._packed_steps())
 
     # --- packed: a micro-batch is bins --------------------------------------------------------
 
-    def _bins(self, epoch: int) -> list[np.ndarray]:
-        rng = np.random.default_rng((self.seed, epoch))
+    def _plan_of(self, epoch: int) -> PackingPlan:
+        """Return the bins of an epoch, and keep them: the constructor has asked for the first."""
+        # Order-dependent strategies plan once: their number of bins changes with the order.
+        same_bins = self.rows or self.strategy in ("next_fit", "wrapped") or not self.shuffle
+        epoch = 0 if same_bins else epoch
+        if self._plan is None or self._plan_epoch != epoch:
+            self._plan, self._plan_epoch = self._planned(epoch), epoch
+        return self._plan
+
+    def _planned(self, epoch: int) -> PackingPlan:
         if self.rows or self.capacity is None:
-            bins = [np.array([row]) for row in range(len(self.lengths))]
-        elif self.strategy in ("next_fit", "wrapped"):
-            if self._planned_once is None:
-                reorders = self.shuffle and self.strategy == "next_fit"
-                first = (self.seed, 0) if reorders else None
-                plan = pack(self.lengths, self.capacity, "next_fit", seed=first)
-                self._planned_once = list(plan)
-            bins = self._planned_once
-        else:
-            seed = (self.seed, epoch) if self.shuffle else None
-            bins = list(pack(self.lengths, self.capacity, self.strategy, seed=seed))
-        if self.shuffle:
-            bins = [bins[i] for i in rng.permutation(len(bins))]
-        return bins
+            number = len(self.lengths)
+            longest = int(self.lengths.max(initial=0))
+            tokens = self.lengths.astype(np.int64)
+            return PackingPlan(np.arange(number), np.arange(number + 1), tokens, longest)
+        strategy = "next_fit" if self.strategy == "wrapped" else self.strategy
+        shuffle = self.shuffle and self.strategy != "wrapped"
+        return pack(self.lengths, self.capacity, strategy, (self.seed, epoch) if shuffle else None)
 
-    def _grouped(self, bins: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the micro-batches of all ranks: `bins_per_batch` bins each in every full step.
-
-        The last step deals what is left to as few rounds of ranks as hold it, evenly; so the bins
-        of each step depend on ranks × accumulation alone.
-        """
-        size = self.bins_per_batch
-        full = len(bins) - len(bins) % (size * self._slots)
-        groups = [_concatenated(bins[at : at + size]) for at in range(0, full, size)]
-        num_last = len(self) * self.num_ranks - len(groups)
-        last = _split_until(bins[full:], num_last)
-        sizes = [(len(last) + i) // num_last for i in reversed(range(num_last))]
-        ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        return groups + [_concatenated(last[e - n : e]) for n, e in zip(sizes, ends, strict=True)]
+    def _packed_steps(self) -> PackedSteps:
+        if self._steps is None or self._epoch_drawn != self.epoch:
+            self._steps = packed_steps(
+                self._plan_of(self.epoch),
+                self.lengths,
+                num_ranks=self.num_ranks,
+                accumulation=self.accumulation,
+                bins_per_batch=self.bins_per_batch,
+                # How long the documents inside a row are is not known here.
+                attention_cost=0.0 if self.rows else self.attention_cost,
+                balance_window=self.balance_window,
+                rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
+            )
+            self._epoch_drawn = self.epoch
+        return self._steps
 
     # --- by documents: a step is `documents_per_step` documents -------------------------------
 
@@ -213,23 +221,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks
         lengths = self.lengths[chosen].astype(float)
         return _equal_cost(chosen, lengths + self.attention_cost * lengths**2, num_groups)
-
-
-def _concatenated(bins: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(bins) if bins else np.empty(0, dtype=np.int64)
-
-
-def _split_until(bins: list[np.ndarray], target: int) -> list[np.ndarray]:
-    """Return at least `target` bins by halving the fullest ones, where any holds two documents."""
-    bins = list(bins)
-    while len(bins) < target:
-        fullest = max(range(len(bins)), key=lambda i: len(bins[i]))
-        if len(bins[fullest]) < 2:
-            break
-        half = len(bins[fullest]) // 2
-        bins.append(bins[fullest][half:])
-        bins[fullest] = bins[fullest][:half]
-    return bins
 
 
 def _equal_cost(documents: np.ndarray, costs: np.ndarray, num_groups: int) -> list[list[int]]:
