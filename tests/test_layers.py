@@ -17,7 +17,13 @@ TABLE = {
     "packing": (set(), {"numpy"}),
     "documents": (set(), {"numpy", "torch"}),
     "labels": (set(), {"numpy"}),
+    "weighting": ({"labels"}, {"numpy"}),
     "arrow_documents": ({"labels"}, {"datasets", "numpy", "pyarrow", "torch"}),
+    "document_columns": (
+        {"arrow_documents", "labels", "weighting"},
+        {"datasets", "numpy", "pyarrow"},
+    ),
+    "evaluation": ({"document_columns"}, {"torch"}),
     "report": (set(), set()),
     "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
     "dataset_checks": (
@@ -30,12 +36,16 @@ TABLE = {
     ),
     "pieces": ({"labels", "token_columns"}, {"numpy"}),
     "overflow": (
-        {"arrow_documents", "labels", "pieces", "report", "token_columns"},
+        {"arrow_documents", "document_columns", "labels", "pieces", "report", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
+    ),
+    "unpacking": (
+        {"arrow_documents", "pieces", "token_columns"},
+        {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "sampler": ({"packing"}, {"numpy", "transformers"}),
     "streaming": (set(), {"datasets", "torch"}),
-    "collator": ({"documents", "labels"}, {"numpy", "torch"}),
+    "collator": ({"documents", "labels", "weighting"}, {"numpy", "torch"}),
     "templates": (set(), {"numpy"}),
     "conversations": (set(), set()),
     "prompt_templates": (set(), set()),
@@ -77,7 +87,11 @@ TABLE = {
         {"torch"},
     ),
     "head": ({"labels"}, {"torch", "trl"}),
-    "loss": ({"labels"}, {"torch", "transformers", "trl"}),
+    "label_smoothing": (set(), {"torch", "transformers"}),
+    "loss": (
+        {"document_columns", "evaluation", "label_smoothing", "labels"},
+        {"torch", "transformers", "trl"},
+    ),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
     "undisturbed": (set(), {"numpy", "torch"}),
     "isolation": (
@@ -92,7 +106,7 @@ TABLE = {
         {"numpy", "torch"},
     ),
     "exact_way": ({"attention", "isolation"}, {"accelerate", "numpy", "torch"}),
-    "config": (set(), {"trl"}),
+    "config": ({"weighting"}, {"trl"}),
     "arguments": (
         {
             "collator",
@@ -112,6 +126,7 @@ TABLE = {
             "arrow_documents",
             "config",
             "dataset_checks",
+            "document_columns",
             "documents_from_rows",
             "labels",
             "legacy_collator",
@@ -147,6 +162,7 @@ TABLE = {
             "collator",
             "config",
             "dataset_checks",
+            "document_columns",
             "gate",
             "head",
             "labels",
@@ -157,6 +173,7 @@ TABLE = {
             "sampler",
             "streaming",
             "token_columns",
+            "unpacking",
         },
         {"accelerate", "datasets", "torch", "transformers", "trl"},
     ),
