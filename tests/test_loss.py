@@ -3,146 +3,34 @@
 The reference computes that document by document, from the logits of the untouched model.
 """
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from by_hand import (
+    LAYOUTS,
+    LOSSES,
+    SMOOTHING,
+    TOLERANCE,
+    assert_same_step,
+    by_hand,
+    one_step,
+    trainer_for,
+    unweighted,
+    weighted,
+)
 from datasets import Dataset
 from distributed.train import Scenario, run, run_on_ranks, token_weights
 from tiny import documents_of_lengths
 from tiny import tiny_model as small_model
-from transformers import TrainerCallback
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 from trl_packing.architectures import tiny_model
+from trl_packing.evaluation import EvaluationSums
+from trl_packing.label_smoothing import WeightedLabelSmoother
 from trl_packing.labels import IGNORE_INDEX
-from trl_packing.loss import WeightedLabelSmoother, scale_of_weights
-from trl_packing.matrix import tiny_documents, tiny_tokenizer
-
-TOLERANCE = 1e-4  # relative, float32; without the weights, gradients are off by tens of percent
-
-SMOOTHING = 0.1
-LOSSES = {
-    "nll": {},
-    "dft": {"loss_type": "dft"},
-    "smoothed": {"label_smoothing_factor": SMOOTHING},
-    "dft, which is not smoothed": {"loss_type": "dft", "label_smoothing_factor": SMOOTHING},
-}
-# Micro-batches of unequal weight: 8 documents of 3 to 60 tokens, bins of 80.
-LAYOUTS = {
-    "one micro-batch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-    "three of a bin": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3},
-    "three of 3, 3 and 2 documents": {
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 3,
-        "packing": False,
-    },
-    "TRL's way of truncation": {"max_length": None, "packing": False},
-}
-
-
-def weighted(documents, seed=1, least=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        d
-        | {
-            "loss_weights": (
-                torch.randint(least, 9, (len(d["input_ids"]),), generator=generator) / 4
-            ).tolist()
-        }
-        for d in documents
-    ]
-
-
-def unweighted(documents):
-    return [{k: v for k, v in d.items() if k != "loss_weights"} for d in documents]
-
-
-def losses_of_tokens(logits, targets, loss):
-    if "dft" in loss:
-        nll = F.cross_entropy(logits, targets, reduction="none")
-        return nll * (-nll).exp().detach()
-    smoothing = SMOOTHING if loss == "smoothed" else 0.0
-    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
-
-
-def by_hand(model, documents, loss="nll"):
-    """Return the weighted loss of all documents and its gradients, each document alone."""
-    model = copy.deepcopy(model).train()
-    total, parts = 0.0, []
-    for document in documents:
-        ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
-        weights = torch.tensor(document.get("loss_weights", [1.0] * len(ids)))[1:]
-        trained = labels[1:] != IGNORE_INDEX
-        logits = model(
-            input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False
-        ).logits[0]
-        targets = losses_of_tokens(logits[-len(ids) : -1][trained], labels[1:][trained], loss)
-        parts.append((weights[trained] * targets).sum())
-        total += float(weights[trained].sum())
-    value = torch.stack(parts).sum() / total
-    value.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return value.item(), gradients
-
-
-class Keep(TrainerCallback):
-    gradients: dict
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients = {
-            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-        }
-
-
-def trainer_for(model, train, folder, *, evaluated=None, callbacks=(), arguments=None, **options):
-    return PackedSFTTrainer(
-        copy.deepcopy(model),
-        PackedSFTConfig(
-            **{
-                "output_dir": str(folder),
-                "max_length": 80,
-                "per_device_train_batch_size": 8,
-                "max_steps": 1,
-                "learning_rate": 0.0,
-                "max_grad_norm": 0.0,
-                "logging_steps": 1,
-                "gradient_checkpointing": False,
-                "bf16": False,
-                "use_cpu": True,
-                "save_strategy": "no",
-                "report_to": "none",
-                "disable_tqdm": True,
-                **options,
-            }
-        ),
-        train_dataset=Dataset.from_list(train) if isinstance(train, list) else train,
-        eval_dataset=evaluated,
-        processing_class=tiny_tokenizer(),
-        callbacks=list(callbacks),
-        **(arguments or {}),
-    )
-
-
-def one_step(model, documents, folder, **options):
-    """Return loss and gradients of the only optimizer step."""
-    kept = Keep()
-    trainer = trainer_for(model, documents, folder, callbacks=[kept], **options)
-    trainer.train()
-    return trainer.state.log_history[0]["loss"], kept.gradients
-
-
-def assert_same_step(found, expected, tolerance=TOLERANCE):
-    assert found[0] == pytest.approx(expected[0], rel=tolerance)
-    assert found[1].keys() == expected[1].keys()
-    largest = max(float(g.abs().max()) for g in expected[1].values())
-    assert largest > 0
-    for name, gradient in expected[1].items():
-        close = {"rtol": 0, "atol": tolerance * largest, "msg": name}
-        torch.testing.assert_close(found[1][name], gradient, **close)
-
+from trl_packing.loss import scale_of_weights
+from trl_packing.matrix import tiny_documents
 
 # --- a step ---------------------------------------------------------------------------------------
 
@@ -384,9 +272,10 @@ def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
         tiny_model("llama"), tiny_documents(), tmp_path, label_smoothing_factor=SMOOTHING
     )
     trainer.model.eval()
+    trainer._evaluated = EvaluationSums()
     with torch.no_grad():
         assert trainer.compute_loss(trainer.model, trainer.data_collator([])).isnan()
-    assert trainer._eval_sums.tolist() == [0, 0]
+    assert trainer._evaluated.sums.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])

@@ -95,6 +95,31 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         check_not_empty(train_dataset, "train")
 
 
+def check_loss_options(
+    options: PackingOptions, compute_loss_func: Any, trl_path: str | None = None
+) -> None:
+    """Raise ValueError for `loss_weighting` and `source_column` where tokens cannot be told apart.
+
+    trl_path: why the run takes TRL's path, if it does.
+    """
+    if compute_loss_func is not None:
+        reason = "compute_loss_func computes the loss; leave that out, or"
+    elif trl_path:
+        reason = f"{trl_path}, which takes TRL's path;"
+    else:
+        return
+    if options.loss_weighting != "token":
+        raise ValueError(
+            f"loss_weighting={options.loss_weighting!r} cannot weigh tokens where {reason} leave "
+            "loss_weighting='token'"
+        )
+    if options.source_column is not None:
+        raise ValueError(
+            f"source_column={options.source_column!r} cannot tell losses apart where {reason} "
+            "leave source_column out"
+        )
+
+
 def generation_config_of(model: Any, args: Any) -> Any:
     """Return the generation config of `model`, an object or the name of one; None without one."""
     if not isinstance(model, str):

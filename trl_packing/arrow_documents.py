@@ -8,7 +8,7 @@ bounds a training dataloader at about 2M tokens/s. Only lengths are held in memo
 document.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -22,14 +22,22 @@ from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN, document_weights
 class ArrowDocuments(torch.utils.data.Dataset):
     """The token columns of a `datasets.Dataset`; ``documents[i]`` is a dict of arrays.
 
+    scalars: a number for every document, ``(documents,)``, that it has besides.
+
     Reads through the data set's indices mapping (select, shuffle, filter), ignores its format.
     Raises ValueError if a column does not hold lists of integers; `loss_weights` may hold floats
     too, of any width, and are given as float32.
     """
 
-    def __init__(self, dataset: datasets.Dataset, columns: Sequence[str]):
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        columns: Sequence[str],
+        scalars: Mapping[str, np.ndarray] | None = None,
+    ):
         self.dataset = dataset
         self.columns = tuple(columns)
+        self.scalars = dict(scalars or {})
         self._readers: dict[str, _ListColumn] | None = None
         self._mapping: np.ndarray | None = None
 
@@ -44,8 +52,13 @@ class ArrowDocuments(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
         readers = self.readers.items()
-        rows = self.stored_rows(np.asarray(list(indices), dtype=np.int64)).tolist()
-        return [{name: reader[row] for name, reader in readers} for row in rows]
+        chosen = np.asarray(list(indices), dtype=np.int64)
+        rows = self.stored_rows(chosen).tolist()
+        documents = [{name: reader[row] for name, reader in readers} for row in rows]
+        for name, values in self.scalars.items():
+            for document, value in zip(documents, values[chosen], strict=True):
+                document[name] = value
+        return documents
 
     def __getstate__(self) -> dict[str, Any]:
         # A dataloader worker maps the file again rather than receive a copy of it.

@@ -5,7 +5,9 @@
     labels            -100  12  13 -100 22        (1, T) int64, prompt and document starts −100
     position_ids         0   1   2   0   1        (1, T) int64
     loss_weights         0   1  .5   0   1        (1, T) float32, 0 on what is not trained; only if
-                                                  a document has them, and 1 where it has none
+                                                  documents have weights, or loss_weighting is set
+    source_ids           0   0   0   3   3        (1, T) int64, −1 on padding; only if documents
+                                                  have a `source_ids` each (document_columns)
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
     max_length_q/k       3                        int
@@ -29,11 +31,14 @@ from trl_packing.documents import (
     position_ids_from_lengths,
 )
 from trl_packing.labels import (
+    DOCUMENT_WEIGHT_COLUMN,
     IGNORE_INDEX,
+    SOURCE_IDS,
     WEIGHT_COLUMN,
     document_labels,
     document_weights,
 )
+from trl_packing.weighting import document_weight, weigh_documents
 
 
 @dataclass
@@ -43,11 +48,14 @@ class PackedCollator:
     A document is a mapping with `input_ids` and, in this order of precedence, `labels`, or
     `completion_mask` and/or `assistant_masks` (1 on trained tokens), or nothing (every token is
     trained). With `seq_lengths` it is a row that already holds several documents. `loss_weights`
-    say how much each trained token counts; `PackedSFTTrainer` takes them out of the batch again,
-    and in a loop of your own they are for your loss, not for the model.
+    say how much each trained token counts, and `loss_weight`, a number, how much all of them do (in
+    a row of several documents, those of each). `PackedSFTTrainer` takes the weights out of the
+    batch again, and in a loop of your own they are for your loss, not for the model.
 
     pad_token_id: fills the tail that `pad_to_multiple_of` asks for.
     pad_to_multiple_of: T becomes a multiple of it by one more document, all of it masked.
+    loss_weighting: "token", "document" or "sqrt", how a document's length enters its weights
+        (weighting); the batch has `loss_weights` under the last two, also without documents.
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
     left still takes part in the step.
@@ -65,6 +73,7 @@ class PackedCollator:
 
     pad_token_id: int = 0
     pad_to_multiple_of: int | None = None
+    loss_weighting: str = "token"
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch described in this module's docstring.
@@ -77,20 +86,31 @@ class PackedCollator:
             document_labels(document, ids)
             for document, ids in zip(documents, input_ids, strict=True)
         ]
-        lengths = list(_seq_lengths(documents, input_ids))
+        rows = list(_seq_lengths(documents, input_ids))
+        lengths = [length for row in rows for length in row]
         tail = self._tail(sum(lengths))
         if tail:
             lengths.append(tail)
             input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
             labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
         batch = _batch(np.concatenate(input_ids), np.concatenate(labels), lengths)
-        if any(document.get(WEIGHT_COLUMN) is not None for document in documents):
+        if _weighs(documents, self.loss_weighting):
             weights = [
                 document_weights(document, len(ids))
                 for document, ids in zip(documents, input_ids, strict=False)  # no document: a tail
             ]
-            flat = np.concatenate([*weights, np.zeros(tail, dtype=np.float32)])
-            batch[WEIGHT_COLUMN] = _of_trained(torch.from_numpy(flat)[None], batch["labels"])
+            batch[WEIGHT_COLUMN] = _weights(
+                np.concatenate([*weights, np.ones(tail)]),
+                batch["labels"],
+                lengths,
+                [document_weight(d) for d, row in zip(documents, rows, strict=True) for _ in row]
+                + [1.0] * bool(tail),
+                self.loss_weighting,
+            )
+        if any(SOURCE_IDS in document for document in documents):
+            ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
+            source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
+            batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
         return batch
 
     def _tail(self, num_tokens: int) -> int:
@@ -101,25 +121,49 @@ class PackedCollator:
 
 @dataclass
 class WeightedPaddedCollator:
-    """The padded batches of `collator` (TRL's), with `loss_weights` where documents have them."""
+    """The padded batches of `collator` (TRL's), with the weights and sources of the packed ones."""
 
     collator: Any
+    loss_weighting: str = "token"
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return its batch; `loss_weights` ``(rows, T)`` float32 as in the packed batch."""
         batch = self.collator(documents)
-        if any(document.get(WEIGHT_COLUMN) is not None for document in documents):
-            weights = torch.zeros(batch["labels"].shape)
+        labels = batch["labels"]
+        if _weighs(documents, self.loss_weighting):
+            weights = np.zeros(labels.shape)
             for row, document in zip(weights, documents, strict=True):
                 length = len(document["input_ids"])
-                row[:length] = torch.from_numpy(document_weights(document, length))
+                row[:length] = document_weights(document, length)
             weights[:, 0] = 0  # never a target
-            batch[WEIGHT_COLUMN] = _of_trained(weights, batch["labels"])
+            factors = [document_weight(document) for document in documents]
+            lengths = [labels.shape[1]] * len(labels)
+            batch[WEIGHT_COLUMN] = _weights(weights, labels, lengths, factors, self.loss_weighting)
+        if any(SOURCE_IDS in document for document in documents):
+            source_ids = torch.tensor([int(document[SOURCE_IDS]) for document in documents])
+            batch[SOURCE_IDS] = source_ids[:, None].repeat(1, labels.shape[1])
         return batch
 
 
-def _of_trained(weights: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return weights.masked_fill(labels == IGNORE_INDEX, 0)
+def _weighs(documents: Sequence[Mapping[str, Any]], loss_weighting: str) -> bool:
+    columns = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
+    return loss_weighting != "token" or any(
+        document.get(column) is not None for document in documents for column in columns
+    )
+
+
+def _weights(
+    weights: np.ndarray,
+    labels: torch.Tensor,
+    lengths: Sequence[int],
+    factors: Sequence[float],
+    loss_weighting: str,
+) -> torch.Tensor:
+    """Return what every token counts, as `labels` and float32, given its own weight."""
+    flat = weigh_documents(
+        weights.ravel(), labels.numpy().ravel(), lengths, factors, loss_weighting
+    )
+    return torch.from_numpy(flat).view(labels.shape)
 
 
 def _token_ids(values: Any) -> np.ndarray:
@@ -131,10 +175,10 @@ def _token_ids(values: Any) -> np.ndarray:
 
 def _seq_lengths(
     documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
-) -> Iterator[int]:
+) -> Iterator[list[int]]:
     for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
         if document.get("seq_lengths") is None:
-            yield len(ids)
+            yield [len(ids)]
             continue
         lengths = np.asarray(document["seq_lengths"]).tolist()
         if sum(lengths) != len(ids):
@@ -142,7 +186,7 @@ def _seq_lengths(
                 f"row {row} of the batch holds {len(ids)} tokens but its seq_lengths sum to "
                 f"{sum(lengths)}; they must name every token"
             )
-        yield from lengths
+        yield lengths
 
 
 def _batch(input_ids: np.ndarray, labels: np.ndarray, lengths: list[int]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from trl import SFTConfig
 
+from trl_packing.weighting import LOSS_WEIGHTINGS
+
 STRATEGIES = ("bfd", "bfd_split", "next_fit", "greedy", "wrapped")
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
 ISOLATION_CHECKS = ("error", "warn", "off")
@@ -94,6 +96,21 @@ class PackedSFTConfig(SFTConfig):
             "packing=False, those of a padded run."
         },
     )
+    loss_weighting: str = _choice(
+        "token",
+        "What a token counts in the loss of an optimizer step: 'token' (all alike), 'document' "
+        "(every document alike: the mean of the documents' means) or 'sqrt' (divided by the root "
+        "of its document's trained tokens). A column loss_weight multiplies it by document, "
+        "loss_weights by token.",
+        LOSS_WEIGHTINGS,
+    )
+    source_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "A column of the evaluation sets, e.g. 'source': evaluation also reports "
+            "eval_loss_<source> and eval_num_documents_<source> for each of its values."
+        },
+    )
     attention: str = field(
         default="auto",
         metadata={
@@ -126,6 +143,8 @@ class PackingOptions:
     response_field: str = "response"
     append_eos: bool = False
     documents_per_step: int | None = None
+    loss_weighting: str = "token"
+    source_column: str | None = None
     attention: str = "auto"
     isolation_check: str = "error"
 
@@ -146,6 +165,7 @@ def check_options(args: Any) -> None:
         "overflow": (options.overflow, (None, *OVERFLOWS)),
         "isolation_check": (options.isolation_check, ISOLATION_CHECKS),
         "train_on": (options.train_on, (None, *TRAIN_ON)),
+        "loss_weighting": (options.loss_weighting, LOSS_WEIGHTINGS),
     }
     for name, (value, known) in choices.items():
         if value not in known:

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.labels import MASK_COLUMNS, document_labels
+from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
 from trl_packing.supervision import Supervision, says_what_is_trained
 from trl_packing.tokenization import Rendered, Tokenized, tokenize
 
@@ -51,12 +51,14 @@ def documents_from_rows(
     supervision: Supervision,
     *,
     keeps_columns: bool = False,
+    document_columns: Sequence[str] = (),
     num_proc: int | None = None,
     name: str = "train",
 ) -> Dataset | IterableDataset:
     """Return `dataset` with `input_ids` and `labels`, every document whole.
 
     keeps_columns: other columns stay (never those of a stream).
+    document_columns: of them, those that stay in any case; of a stream only `loss_weight`.
 
     Raises ValueError, naming the row, for what cannot be rendered or tokenized.
     """
@@ -82,11 +84,15 @@ def documents_from_rows(
     }
     present = get_dataset_column_names(dataset)
     if isinstance(dataset, IterableDataset):
-        options["features"] = Features({c: List(Value(_DTYPES[c])) for c in columns})
+        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT_COLUMN]
+        options["features"] = Features(
+            {c: List(Value(_DTYPES[c])) for c in columns}
+            | {c: Value("float32") for c in document_columns}
+        )
     else:
         options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
     if not keeps_columns or isinstance(dataset, IterableDataset):
-        options["remove_columns"] = present
+        options["remove_columns"] = [c for c in present if c not in document_columns]
     return dataset.with_format(None).map(_prepare_batch, **options)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from trl_packing.attention import own_attention
 from trl_packing.attention.interface import requires
 from trl_packing.collator import PackedCollator
-from trl_packing.labels import IGNORE_INDEX
+from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
 from trl_packing.probes import MIN_TOKENS, SHORT, Probe, probes, random_tokens
 from trl_packing.undisturbed import state_restored, undisturbed, unwrapped
 
@@ -181,7 +181,7 @@ def _run(
             return _packed(*documents)
 
     def _packed(*documents: np.ndarray) -> Tensor:
-        batch = _on(inner, collate([{"input_ids": d} for d in documents]))
+        batch = _packed_batch(inner, collate, [{"input_ids": d} for d in documents])
         labels = batch.pop("labels")
         here = rows - (labels.shape[1] - sum(map(len, documents)))  # before a tail of padding
         if not fused_head:
@@ -244,6 +244,14 @@ def _ordinary_batch(model: nn.Module, ids: Tensor, **others: Any) -> dict[str, A
     batch = {"input_ids": ids, "use_cache": False, **others}
     if requires(model, "position_ids"):
         batch["position_ids"] = torch.arange(ids.shape[1]).expand(ids.shape)
+    return _on(model, batch)
+
+
+def _packed_batch(
+    model: nn.Module, collate: PackedCollator, documents: list[dict[str, np.ndarray]]
+) -> dict[str, Any]:
+    batch = collate(documents)
+    batch.pop(WEIGHT_COLUMN, None)  # for the loss, not for the model
     return _on(model, batch)
 
 
@@ -356,7 +364,9 @@ def _first_leaking_layer(
         alone = _layer_outputs(model, inner, ordinary)
         with rounded_otherwise(inner):
             rounded = _layer_outputs(model, inner, ordinary)
-    batch = _on(inner, collate([{"input_ids": d} for d in (*probe.before[0], probe.document)]))
+    batch = _packed_batch(
+        inner, collate, [{"input_ids": d} for d in (*probe.before[0], probe.document)]
+    )
     size = len(probe.document)
     end = sum(map(len, probe.before[0])) + size
     tail = batch.pop("labels").shape[1] - end
@@ -400,7 +410,7 @@ def _gradient_difference(
 ) -> float:
     """Return how far the gradients of B's loss are apart, packed and alone, relatively."""
     before = [{"input_ids": d, "labels": np.full_like(d, IGNORE_INDEX)} for d in probe.before[0]]
-    packed = _on(inner, collate([*before, {"input_ids": probe.document}]))
+    packed = _packed_batch(inner, collate, [*before, {"input_ids": probe.document}])
     alone = _ordinary_batch(inner, torch.from_numpy(probe.document)[None])
     with own_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])

@@ -20,6 +20,12 @@ IGNORE_INDEX = -100
 # A float for every token: what its loss counts if it is trained (`labels` say whether it is).
 WEIGHT_COLUMN = "loss_weights"
 
+# A number for every document: it multiplies the weights of all of its tokens.
+DOCUMENT_WEIGHT_COLUMN = "loss_weight"
+
+# An integer for every document of an evaluation set whose losses are told apart by source.
+SOURCE_IDS = "source_ids"
+
 # Columns that mark trained tokens with 1, as TRL names them.
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
 

@@ -19,7 +19,7 @@ from transformers import DataCollatorForLanguageModeling
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.collator import PackedCollator
-from trl_packing.labels import IGNORE_INDEX
+from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
 from trl_packing.templates import Templates
 
 logger = logging.getLogger(__name__)
@@ -164,14 +164,14 @@ def label_documents(
     """
     if isinstance(dataset, IterableDataset):
         columns = get_dataset_column_names(dataset)
-        kept = [c for c in ("input_ids", "labels", "seq_lengths") if c in {*columns, "labels"}]
+        kept = [c for c in _STREAM_COLUMNS if c in {*columns, "labels"}]
         labeled = dataset.map(
             _label_stream,
             batched=True,
             fn_kwargs={"collator": collator},
             remove_columns=[c for c in columns if c not in kept],
             # Or whoever asks for its columns reads, and counts, the first thousand documents.
-            features=Features({c: List(Value("int64")) for c in kept}),
+            features=Features({c: _STREAM_COLUMNS[c] for c in kept}),
         )
         return labeled, None
     # Not `labels_of`: other processes could not count here, and a cached result would not.
@@ -195,6 +195,13 @@ def label_documents(
     return labeled, f"{name} dataset: {words}"
 
 
+_STREAM_COLUMNS = {
+    "input_ids": List(Value("int64")),
+    "labels": List(Value("int64")),
+    "seq_lengths": List(Value("int64")),
+    WEIGHT_COLUMN: List(Value("float32")),
+    DOCUMENT_WEIGHT_COLUMN: Value("float32"),
+}
 _COUNTS = ("_documents_seen", "_documents_unfound")
 
 

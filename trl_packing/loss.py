@@ -5,25 +5,37 @@
 
     loss = Σ w · loss of a token / Σ w         over all micro-batches and ranks of the step
 
+What a document as a whole counts is in the weights already (weighting). The mean over an evaluation
+set is the same one (evaluation).
+
 TRL divides by the number N of trained tokens of the step. Its denominator stays as it is, and each
 weight is multiplied by N / Σ w instead: weights of 1 change no bit, and TRL, which divides by no
 less than 1, cannot touch small ones.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax, pad
-from transformers.trainer_pt_utils import LabelSmoother
+from torch.nn.functional import pad
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
-from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.document_columns import Sources
+from trl_packing.evaluation import EvaluationSums
+from trl_packing.label_smoothing import WeightedLabelSmoother
+from trl_packing.labels import (
+    DOCUMENT_WEIGHT_COLUMN,
+    IGNORE_INDEX,
+    SOURCE_IDS,
+    WEIGHT_COLUMN,
+)
+
+_WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
+_FOR_THE_LOSS = (WEIGHT_COLUMN, SOURCE_IDS)  # of a batch; the model is not given them
 
 
 def target_weights(batch: Mapping[str, Any]) -> Tensor:
@@ -41,41 +53,49 @@ def scale_of_weights(num_trained: Tensor, total: Tensor) -> Tensor:
     return torch.where(total > 0, num_trained / total, 0.0)
 
 
-def check_weights_can_be_used(compute_loss_func: Any) -> None:
-    """Raise ValueError if the loss is computed by a function that takes no weights."""
-    if compute_loss_func is not None:
-        raise ValueError(
-            f"{WEIGHT_COLUMN} say what each token counts, but compute_loss_func computes the loss "
-            f"without them; leave compute_loss_func out, or drop the column: "
-            f"dataset.remove_columns({WEIGHT_COLUMN!r})"
-        )
+def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) -> None:
+    """Raise ValueError if `columns` hold weights and a function computes the loss without them."""
+    for column in _WEIGHT_COLUMNS:
+        if compute_loss_func is not None and column in columns:
+            each = "token" if column == WEIGHT_COLUMN else "document"
+            raise ValueError(
+                f"{column} says what each {each} counts, but compute_loss_func computes the loss "
+                f"without it; leave compute_loss_func out, or drop the column: "
+                f"dataset.remove_columns({column!r})"
+            )
 
 
 @contextmanager
 def weighted_loss(
-    trainer: Any, model: Callable[..., Any], weights: Tensor | None, scale: Tensor | None
+    trainer: Any,
+    model: Callable[..., Any],
+    weights: Tensor | None,
+    scale: Tensor | None,
+    seen: Callable[[Tensor], None] | None,
 ) -> Iterator[Callable[..., Any]]:
     """Yield what `SFTTrainer.compute_loss` must call in place of `model`, for the weighted loss.
 
-    `weights` are `target_weights` of the batch; with None it is `model`. `scale` is
-    `scale_of_weights` of the step, or None if the loss is that of this batch alone, which TRL
-    divides by the tokens of this batch.
+    `weights` are `target_weights` of the batch, and `scale` is `scale_of_weights` of the step, or
+    of this batch if TRL divides by its tokens alone; with None it is `model`. `seen` is called with
+    the weighted loss of every target, ``(rows, T - 1)``, behind virtual tokens.
     """
-    if weights is None:
+    if weights is None or scale is None:
         yield model
         return
     loss_type, smoother = trainer.args.loss_type, trainer.label_smoother
     is_dft = loss_type == "dft"
+    smooths = smoother is not None and not is_dft
     if is_dft:
         # TRL multiplies by the exponential of `log_probs`, which weighted ones are not made for. So
         # `_weighted_call` does it before, and TRL only sums up.
         trainer.args.loss_type, trainer.label_smoother = "nll", None
-    elif smoother is not None:
+    elif smooths:
         trainer.label_smoother = WeightedLabelSmoother(
-            smoother.epsilon, smoother.ignore_index, weights, scale
+            smoother.epsilon, smoother.ignore_index, weights, scale, seen
         )
     try:
-        yield partial(_weighted_call, model, weights, scale, is_dft)
+        # Label smoothing says itself what it makes of the logits.
+        yield partial(_weighted_call, model, weights, scale, is_dft, None if smooths else seen)
     finally:
         trainer.args.loss_type, trainer.label_smoother = loss_type, smoother
 
@@ -83,8 +103,9 @@ def weighted_loss(
 def _weighted_call(
     model: Callable[..., Any],
     weights: Tensor,
-    scale: Tensor | None,
+    scale: Tensor,
     is_dft: bool,
+    seen: Callable[[Tensor], None] | None,
     **inputs: Any,
 ) -> Any:
     """Call `model`; a fused head's `log_probs` come back as minus the weighted loss of a token."""
@@ -92,11 +113,12 @@ def _weighted_call(
     if not inputs.get("fused_lm_head"):
         return outputs
     log_probs = outputs.log_probs
-    if scale is None:
-        scale = scale_of_weights(outputs.label_mask.sum(), weights.sum().to(log_probs.device))
     if is_dft:  # https://huggingface.co/papers/2508.05629
         log_probs = log_probs * log_probs.exp().detach()
-    outputs.log_probs = log_probs * (_of_scores(weights, log_probs) * scale)
+    of_scores = _of_scores(weights, log_probs)
+    if seen is not None:
+        seen(-log_probs.detach() * of_scores)
+    outputs.log_probs = log_probs * (of_scores * scale.to(log_probs.device))
     return outputs
 
 
@@ -114,42 +136,6 @@ def _of_scores(weights: Tensor, scores: Tensor) -> Tensor:
     return pad(weights.to(scores.device), (virtual, 0))
 
 
-@dataclass
-class WeightedLabelSmoother(LabelSmoother):
-    """transformers' `LabelSmoother`, each target counting ``weights * scale``."""
-
-    weights: Tensor | None = None
-    scale: Tensor | None = None
-
-    def __call__(
-        self,
-        model_output: Any,
-        labels: Tensor,
-        shift_labels: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        """Return the loss as the parent does; `labels` are shifted, whatever `shift_labels` says.
-
-        As in the parent, the mean over `num_items_in_batch`, or over the targets of this batch.
-        """
-        assert self.weights is not None
-        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
-        nll = -log_softmax(logits[..., :-1, :].contiguous(), dim=-1)
-        targets = labels[..., 1:, None]
-        is_trained = targets != self.ignore_index
-        given = is_trained.sum() if num_items_in_batch is None else num_items_in_batch
-        count = torch.as_tensor(given, device=nll.device)
-        scale = self.scale
-        if scale is None:
-            scale = scale_of_weights(count.to(self.weights.device), self.weights.sum())
-        weights = (self.weights * scale)[..., None].to(nll.device)
-        target_loss = nll.gather(-1, targets.clamp(min=0)).masked_fill(~is_trained, 0.0)
-        mean_loss = nll.sum(-1, keepdim=True, dtype=torch.float32).masked_fill(~is_trained, 0.0)
-        target_loss = (target_loss * weights).sum() / count
-        mean_loss = (mean_loss * weights).sum() / (count * nll.shape[-1])
-        return (1 - self.epsilon) * target_loss + self.epsilon * mean_loss
-
-
 class WeightedMeanTrainer(SFTTrainer):
     """`SFTTrainer` whose loss is one weighted mean of a step, or of a whole evaluation set."""
 
@@ -157,7 +143,8 @@ class WeightedMeanTrainer(SFTTrainer):
     _evaluates_padded = False
     _trains_weighted = False
     _weight_scale: Tensor | None = None  # of the step that is being trained
-    _eval_sums = torch.zeros(2, dtype=torch.float64)  # Σ w · loss, Σ w
+    _sources: Sources | None = None  # of the set that is evaluated, where losses are told apart
+    _evaluated: EvaluationSums | None = None  # while a set is evaluated
     router_aux_loss_coef: float
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -193,23 +180,25 @@ class WeightedMeanTrainer(SFTTrainer):
         if self._evaluates_padded:
             self._mask_repeated_rows(inputs)
         scale = None if num_items_in_batch is None else self._weight_scale
-        weights = None
-        if scale is not None or WEIGHT_COLUMN in inputs:
-            check_weights_can_be_used(self.compute_loss_func)
+        evaluated, ids = self._evaluated, inputs.get(SOURCE_IDS)
+        weights = seen = None
+        if scale is not None or any(name in inputs for name in _FOR_THE_LOSS):
+            check_weights_can_be_used(self.compute_loss_func, inputs)
             weights = target_weights(inputs)
-            inputs = {name: value for name, value in inputs.items() if name != WEIGHT_COLUMN}
+            if scale is None:
+                num_trained = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
+                scale = scale_of_weights(num_trained, weights.sum())
+            inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
+        if evaluated is not None and ids is not None and weights is not None:
+            seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
         with (
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),
-            weighted_loss(self, model, weights, scale) as weighted,
+            weighted_loss(self, model, weights, scale, seen) as weighted,
         ):
             result = super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
-        if not self.model.training:
+        if evaluated is not None:
             loss = result[0] if return_outputs else result
-            total = target_weights(inputs).sum() if weights is None else weights.sum()
-            # Of a batch without trained tokens label smoothing makes 0 / 0.
-            share = torch.where(total > 0, loss.detach().float() * total, 0.0)
-            sums = torch.stack([share, total])
-            self._eval_sums = self._eval_sums + sums.double().cpu()
+            evaluated.add(loss, target_weights(inputs).sum() if weights is None else weights.sum())
         return result
 
     def _mask_repeated_rows(self, inputs: Any) -> None:
@@ -224,32 +213,59 @@ class WeightedMeanTrainer(SFTTrainer):
     def _auxiliary_loss_weighted(self, inputs: Any, num_items_in_batch: Any) -> Iterator[None]:
         """Weight a micro-batch's balance of experts by its share of the step's tokens.
 
-        TRL takes the mean over micro-batches, whatever they hold, and DDP that over ranks.
+        TRL takes the mean over micro-batches, whatever they hold, and DDP that over ranks. It
+        depends on what shares a batch, so `eval_loss` is without it; `eval_aux_loss` has it.
         """
-        if not self.aux_loss_enabled or num_items_in_batch is None:
+        if not self.aux_loss_enabled or (num_items_in_batch is None and self.model.training):
             yield
             return
-        share = inputs["input_ids"].numel() / self._step_tokens
-        ranks = self.args.world_size // self.get_tp_size()
         coefficient = self.router_aux_loss_coef
-        self.router_aux_loss_coef = (
-            coefficient * share * (self.current_gradient_accumulation_steps * ranks)
-        )
+        if num_items_in_batch is None:
+            self.router_aux_loss_coef = 0.0
+        else:
+            share = inputs["input_ids"].numel() / self._step_tokens
+            ranks = self.args.world_size // self.get_tp_size()
+            self.router_aux_loss_coef = (
+                coefficient * share * (self.current_gradient_accumulation_steps * ranks)
+            )
         try:
             yield
         finally:
             self.router_aux_loss_coef = coefficient
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Report the mean over all trained tokens, not the mean of micro-batch means."""
+        """Report the mean over all trained tokens, not the mean of micro-batch means.
+
+        Before anybody reads it: best-model selection, early stopping and the log see this one.
+        """
         if self._trl_path:
             return super().evaluation_loop(*args, **kwargs)
-        self._eval_sums = torch.zeros(2, dtype=torch.float64)
-        output = super().evaluation_loop(*args, **kwargs)
-        loss, total = self.accelerator.reduce(
-            self._eval_sums.to(self.args.device, torch.float32), reduction="sum"
-        ).tolist()
+        self._evaluated = evaluated = EvaluationSums(self._sources)
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._evaluated = None
+        reduced = self.accelerator.reduce(
+            evaluated.sums.to(self.args.device, torch.float32), reduction="sum"
+        )
         prefix = kwargs.get("metric_key_prefix", "eval")
-        if f"{prefix}_loss" in output.metrics and total:
-            output.metrics[f"{prefix}_loss"] = loss / total
+        if f"{prefix}_loss" in output.metrics:
+            own = evaluated.metrics(reduced, prefix, is_likelihood=self._loss_is_likelihood())
+            loss = {name: own[name] for name in (f"{prefix}_loss",) if name in own}
+            # Any other name may be one that compute_metrics has given a value of its own.
+            output.metrics.update(own | output.metrics | loss)
         return output
+
+    def _loss_is_likelihood(self) -> bool:
+        is_plain = self.label_smoother is None and self.compute_loss_func is None
+        return is_plain and self.args.loss_type == "nll"
+
+
+def _add_by_source(
+    evaluated: EvaluationSums, weights: Tensor, source_ids: Tensor, losses: Tensor
+) -> None:
+    """Add the `losses` of a batch, whose virtual tokens belong to no source."""
+    virtual = losses.shape[1] - weights.shape[1]
+    evaluated.add_by_source(
+        losses, _of_scores(weights, losses), pad(source_ids, (virtual, 0), value=-1)
+    )

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from trl_packing.arrow_documents import ArrowDocuments, count_after_first
+from trl_packing.document_columns import document_columns_of
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.pieces import (
     Overflow,
@@ -107,13 +108,13 @@ def fit_stream(
     *,
     before: Callable[[pa.Table], pa.Table] | None = None,
 ) -> datasets.IterableDataset:
-    """Return `dataset` with `overflow` applied as it is read; only token columns are kept.
+    """Return `dataset` with `overflow` applied as it is read; its tokens and weights are kept.
 
     `before` changes each batch of documents first. Reading raises ValueError for what
     `fit_documents` refuses, except that a stream may turn out to be empty.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    kept = token_columns_of(columns)
+    kept = [*token_columns_of(columns), *document_columns_of(columns)]
 
     def fit(batch: dict[str, Sequence[Any]]) -> dict[str, list[Any]]:
         table = pa.table({name: pa.array(batch[name]) for name in kept})

@@ -28,8 +28,9 @@ from trl_packing.arguments import (
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.config import PackingOptions
 from trl_packing.dataset_checks import check_columns, check_eos, check_rows
+from trl_packing.document_columns import document_columns_of, weights_of_documents
 from trl_packing.documents_from_rows import can_prepare, documents_from_rows, label_tokenized
-from trl_packing.labels import MASK_COLUMNS
+from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_documents
 from trl_packing.overflow import fit_documents, fit_stream
 from trl_packing.report import PreparationCounts
@@ -96,6 +97,8 @@ class Preparation:
     def _check_columns(self, dataset: AnyDataset, formatting_func: Any, name: str) -> None:
         if formatting_func is None and self.options.prompt_template is None:
             check_columns(dataset, name, self.args.dataset_text_field)
+        if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
+            weights_of_documents(dataset, f"the {name} dataset")  # said of the user's own rows
 
     def _tokenized(self, dataset: AnyDataset, formatting_func: Any, name: str) -> AnyDataset:
         """Return documents with `input_ids` and `labels`, of any length."""
@@ -128,10 +131,15 @@ class Preparation:
                 dataset,
                 supervision,
                 keeps_columns=not self.packing,
+                document_columns=self._document_columns(dataset),
                 num_proc=args.dataset_num_proc,
                 name=name,
             )
         return documents.shuffle(seed=args.seed) if args.shuffle_dataset else documents
+
+    def _document_columns(self, dataset: AnyDataset) -> list[str]:
+        columns = get_dataset_column_names(dataset)
+        return document_columns_of(columns, self.options.source_column)
 
     def _warn_of_tools(self, dataset: AnyDataset, supervision: Supervision, name: str) -> None:
         first = next(iter(dataset))
@@ -205,7 +213,8 @@ class Preparation:
             before = eos_appender(self.tokenizer, stops) if appends else None
             return fit_stream(documents, overflow, before=before), None
         if self.packing:
-            documents = documents.select_columns(token_columns_of(documents.column_names))
+            tokens = token_columns_of(documents.column_names)
+            documents = documents.select_columns([*tokens, *self._document_columns(documents)])
         num_proc = args.dataset_num_proc
         if appends:
             documents = append_eos(documents, self.tokenizer, stops, num_proc=num_proc, name=name)

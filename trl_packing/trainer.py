@@ -32,6 +32,7 @@ from trl.trainer.utils import global_then_local_main_first
 from trl_packing.allocator import pages_kept
 from trl_packing.arguments import (
     check_arguments,
+    check_loss_options,
     generation_config_of,
     packing_hidden,
     reason_for_trl_path,
@@ -43,9 +44,14 @@ from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.dataset_checks import check_token_ids
+from trl_packing.document_columns import (
+    Sources,
+    check_source_column,
+    weights_of_documents,
+)
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
-from trl_packing.labels import WEIGHT_COLUMN
+from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss import WeightedMeanTrainer, check_weights_can_be_used
 from trl_packing.plan import (
@@ -60,10 +66,13 @@ from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
 from trl_packing.streaming import PackedStream
 from trl_packing.token_columns import TOKEN_COLUMNS
+from trl_packing.unpacking import unpack_rows
 
 logger = get_logger(__name__)
 
 _ROW_COLUMNS = (*TOKEN_COLUMNS, WEIGHT_COLUMN, "seq_lengths")
+_WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
+_EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
 class PackedSFTTrainer(WeightedMeanTrainer):
@@ -78,9 +87,10 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     TRL's path unchanged (a warning says so). A `DataCollatorForCompletionOnlyLM` labels the
     documents, and then they are packed as others are.
 
-    Documents may have `loss_weights`, a number for every token: what its loss counts. The loss of a
-    step is the weighted mean over its trained tokens, of all micro-batches and ranks, and so is
-    `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
+    Documents may have `loss_weights`, a number for every token, and `loss_weight`, one for all of
+    them: what their loss counts; `loss_weighting` says how the length of a document enters. The
+    loss of a step is the weighted mean over its trained tokens, of all micro-batches and ranks, and
+    so is `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
 
     `packing_report` holds what a run is made of; it is printed when training starts.
     """
@@ -102,6 +112,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     ):
         self._trl_path = reason_for_trl_path(train_dataset, data_collator)
         self._options = PackingOptions.of(args)
+        check_loss_options(self._options, kwargs.get("compute_loss_func"), self._trl_path)
         if self._trl_path:
             refuse_options(self._options, self._trl_path)
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
@@ -123,6 +134,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
         self._check_parallelism()
+        self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
         self.model_accepts_loss_kwargs = True
@@ -139,10 +151,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             dtype=torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None,
         )
         self.padding_free = True
-        self.data_collator = data_collator or PackedCollator(
-            pad_token_id=self._tokenizer.pad_token_id,
-            pad_to_multiple_of=self._pad_to_multiple_of,
-        )
+        self.data_collator = self._collator(data_collator)
         add_trained_positions_head(self._gate.base_model)
         self.packing_report = self._report()
         self.add_callback(_OnTrainBegin(self))
@@ -157,11 +166,8 @@ class PackedSFTTrainer(WeightedMeanTrainer):
                 "parallelism: sharding a row drops the boundaries between its documents. Set "
                 "`packing=False` and `padding_free=False` for padded rows, or disable it."
             )
-        if self._shards_sequences() and any(map(_has_weights, self._all_datasets())):
-            raise ValueError(
-                f"{WEIGHT_COLUMN} are not applied under context or sequence parallelism; disable "
-                f"it, or drop the column: dataset.remove_columns({WEIGHT_COLUMN!r})"
-            )
+        if self._shards_sequences():
+            self._check_nothing_is_weighted()
         if self.aux_loss_enabled and self._pad_to_multiple_of:
             raise ValueError(
                 f"pad_to_multiple_of={self._pad_to_multiple_of} would let padding take part in the "
@@ -172,6 +178,42 @@ class PackedSFTTrainer(WeightedMeanTrainer):
                 "average_tokens_across_devices=False weights a token by the rank that it falls on, "
                 "and packed ranks hold unequal numbers of trained tokens; leave it True"
             )
+
+    def _check_nothing_is_weighted(self) -> None:
+        for column in _WEIGHT_COLUMNS:
+            if any(column in _columns(dataset) for dataset in self._all_datasets()):
+                raise ValueError(
+                    f"{column} are not applied under context or sequence parallelism; disable "
+                    f"it, or drop the column: dataset.remove_columns({column!r})"
+                )
+        check_loss_options(
+            self._options, None, "context or sequence parallelism drops document boundaries"
+        )
+
+    def _check_losses_can_be_told_apart(self) -> None:
+        if self.compute_loss_func is not None:
+            for dataset in self._all_datasets():
+                check_weights_can_be_used(self.compute_loss_func, _columns(dataset))
+        if self._options.source_column is not None:
+            for dataset in self._all_datasets()[1:]:
+                if dataset is not None:
+                    check_source_column(dataset, self._options.source_column)
+
+    def _collator(self, own: PackedCollator | None) -> PackedCollator:
+        """Return the collator of packed rows, which weighs documents as the config says."""
+        weighting = self._options.loss_weighting
+        if own is None:
+            return PackedCollator(
+                pad_token_id=self._tokenizer.pad_token_id,
+                pad_to_multiple_of=self._pad_to_multiple_of,
+                loss_weighting=weighting,
+            )
+        if own.loss_weighting not in ("token", weighting):
+            raise ValueError(
+                f"the data_collator has loss_weighting={own.loss_weighting!r}, but the config has "
+                f"{weighting!r}; set it in the config, which evaluation reads too"
+            )
+        return own if own.loss_weighting == weighting else replace(own, loss_weighting=weighting)
 
     def _all_datasets(self) -> list[Any]:
         evaluated = self.eval_dataset
@@ -274,17 +316,24 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         if self._trl_path:
             return super()._remove_unused_columns(dataset, description)
         present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
-        documents = ArrowDocuments(dataset, present)
+        check_weights_can_be_used(self.compute_loss_func, dataset.column_names)
+        scalars = {}
+        if DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
+            which = "the prepared data set"
+            scalars[DOCUMENT_WEIGHT_COLUMN] = weights_of_documents(dataset, which)
+        if self._sources is not None and description in _EVALUATIONS:
+            scalars[SOURCE_IDS] = self._sources.ids
+        documents = ArrowDocuments(dataset, present, scalars)
         if WEIGHT_COLUMN in present:
-            check_weights_can_be_used(self.compute_loss_func)
             check_loss_weights(documents)
         return documents
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keep the weights of a stream that is evaluated padded: TRL's columns lack them."""
         super()._set_signature_columns_if_needed()
-        if not self._trl_path and WEIGHT_COLUMN not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, WEIGHT_COLUMN]
+        if not self._trl_path:
+            missing = [c for c in _WEIGHT_COLUMNS if c not in self._signature_columns]
+            self._signature_columns = [*self._signature_columns, *missing]
 
     # --- sampling -----------------------------------------------------------------------------
 
@@ -332,7 +381,8 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         return self.args.world_size // shared, self.args.process_index // shared
 
     def get_train_dataloader(self) -> DataLoader:
-        self._trains_weighted = not self._trl_path and _has_weights(self.train_dataset)
+        weighs = self._options.loss_weighting != "token" or _has_weights(self.train_dataset)
+        self._trains_weighted = not self._trl_path and weighs
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
             accumulation = self.args.gradient_accumulation_steps
             return self._stream(
@@ -358,13 +408,19 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         chosen = self.eval_dataset if dataset is None else dataset
         chosen = self.eval_dataset[dataset] if isinstance(dataset, str) else chosen
         self._pass_gate(self.model, chosen, training=False)
+        if self._evaluates_padded and "seq_lengths" in _columns(chosen):
+            dataset = chosen = unpack_rows(chosen)
+        column = self._options.source_column
+        self._sources = None if column is None else Sources.of(chosen, column)
         if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
             return self._stream(chosen, self._eval_packing, self.args.eval_batch_size)
-        if not self._evaluates_padded or "seq_lengths" in get_dataset_column_names(chosen):
+        if not self._evaluates_padded:
             return parent(dataset)
         # Whoever asks for logits expects a row per document, in data-set order.
         packed = self.data_collator
-        self.data_collator = WeightedPaddedCollator(self._padded_collator)
+        self.data_collator = WeightedPaddedCollator(
+            self._padded_collator, self._options.loss_weighting
+        )
         try:
             return parent(dataset)
         finally:
@@ -486,10 +542,15 @@ class _OnTrainBegin(TrainerCallback):
             print(f"\n{trainer.packing_report}", flush=True)  # a progress bar holds the line
 
 
+def _columns(dataset: Any) -> list[str]:
+    is_known = isinstance(dataset, (Dataset, IterableDataset))
+    return get_dataset_column_names(dataset) if is_known else []
+
+
 def _has_weights(dataset: Any) -> bool:
-    return dataset is not None and WEIGHT_COLUMN in get_dataset_column_names(dataset)
+    return any(column in _columns(dataset) for column in _WEIGHT_COLUMNS)
 
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:
     present = get_dataset_column_names(dataset)
-    return [name for name in _ROW_COLUMNS if name in present]
+    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT_COLUMN) if name in present]

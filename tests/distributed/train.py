@@ -25,6 +25,8 @@ class Scenario:
     leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
     weighted: documents have the `loss_weights` of `token_weights`.
+    document_weights: the `loss_weight` of every document, of the evaluation set too.
+    sources: the `source` of every document of the evaluation set.
     """
 
     output_dir: str
@@ -33,6 +35,8 @@ class Scenario:
     leaks_on_rank: int | None = None
     ignores_loss_kwargs: bool = False
     weighted: bool = False
+    document_weights: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
     packing: bool = True
@@ -59,6 +63,7 @@ def run(scenario: Scenario) -> dict:
 
     batches: the `input_ids` of every micro-batch that was trained on this rank.
     attention: the way that kept documents apart.
+    largest_targets: the largest label of every row that `compute_metrics` was given, in order.
     """
     try:
         return _run(scenario)
@@ -75,6 +80,7 @@ def _run(scenario: Scenario) -> dict:
 
     torch.set_num_threads(1)
     batches: list[list[int]] = []
+    largest_targets: list[int] = []
 
     class Recorder(PackedSFTTrainer):
         def training_step(self, model, inputs, *args, **kwargs):
@@ -91,10 +97,16 @@ def _run(scenario: Scenario) -> dict:
         rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
         if scenario.weighted:
             rows = [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
+        # An evaluation set may be shorter.
+        for row, weight in zip(rows, scenario.document_weights, strict=False):
+            row["loss_weight"] = weight
+        for row, source in zip(rows, scenario.sources if seed else [], strict=False):
+            row["source"] = source
         dataset = Dataset.from_list(rows)
         return dataset.to_iterable_dataset(3) if scenario.stream else dataset
 
     def correct(prediction):
+        largest_targets.extend(prediction.label_ids.max(1).tolist())
         chosen = prediction.predictions[:, :-1].argmax(-1)
         targets = prediction.label_ids[:, 1:]
         return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
@@ -145,6 +157,8 @@ def _run(scenario: Scenario) -> dict:
         "steps": trainer.state.global_step,
         "attention": trainer.attention.backend,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "largest_targets": largest_targets,
         "metrics": metrics,
         "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
     }
