@@ -25,6 +25,7 @@ class Scenario:
     leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
     weighted: documents have the `loss_weights` of `token_weights`.
+    shards: of the stream; two ranks do not divide three, so each reads all of them.
     """
 
     output_dir: str
@@ -41,6 +42,7 @@ class Scenario:
     epochs: int = 1
     max_steps: int = -1
     stream: bool = False
+    shards: int = 3
     workers: int = 0
     save_steps: int = 0
     resume: str | None = None
@@ -58,6 +60,7 @@ def run(scenario: Scenario) -> dict:
     """Return batches, losses, parameters and evaluation of a run, or the error that ended it.
 
     batches: the `input_ids` of every micro-batch that was trained on this rank.
+    inputs: what the model takes of it, as tensors, and the labels.
     attention: the way that kept documents apart.
     """
     try:
@@ -75,10 +78,13 @@ def _run(scenario: Scenario) -> dict:
 
     torch.set_num_threads(1)
     batches: list[list[int]] = []
+    kept: list[dict[str, torch.Tensor]] = []
 
     class Recorder(PackedSFTTrainer):
         def training_step(self, model, inputs, *args, **kwargs):
             batches.append(inputs["input_ids"].flatten().tolist())
+            names = ("input_ids", "position_ids", "labels")
+            kept.append({name: inputs[name].clone() for name in names})
             return super().training_step(model, inputs, *args, **kwargs)
 
         def get_train_dataloader(self):
@@ -92,7 +98,7 @@ def _run(scenario: Scenario) -> dict:
         if scenario.weighted:
             rows = [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
         dataset = Dataset.from_list(rows)
-        return dataset.to_iterable_dataset(3) if scenario.stream else dataset
+        return dataset.to_iterable_dataset(scenario.shards) if scenario.stream else dataset
 
     def correct(prediction):
         chosen = prediction.predictions[:, :-1].argmax(-1)
@@ -142,6 +148,7 @@ def _run(scenario: Scenario) -> dict:
     history = trainer.state.log_history
     return {
         "batches": batches,
+        "inputs": kept,
         "steps": trainer.state.global_step,
         "attention": trainer.attention.backend,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
