@@ -245,7 +245,7 @@ class _CollateDocuments:
     def __init__(self, collate: Callable[[list[Document]], Any]):
         self.collate = collate
 
-    def __call__(self, pair: tuple[list[Document], Place]) -> tuple[Any, Place]:
+    def __call__(self, pair: Any) -> tuple[Any, Place]:
         documents, place = pair
         return self.collate(documents), place
 

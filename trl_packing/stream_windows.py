@@ -6,7 +6,6 @@ windows   number 0      number 1   number 2, begins at a state of the stream, be
 
 import json
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 import datasets
@@ -18,16 +17,15 @@ from trl_packing.stream_parts import Document
 class Source:
     """The documents of a part, in order, with a place to come back to.
 
+    part: an iterable of documents.
     state: what `place` returned; reading goes on behind it.
     skipped: documents to leave out first, for a part that does not know its place.
 
     Raises ValueError, when read, if a document is longer than `capacity`.
     """
 
-    def __init__(
-        self, part: Iterable[Document], capacity: int | None, state: Any = None, skipped: int = 0
-    ):
-        self._part: Any = part
+    def __init__(self, part: Any, capacity: int | None, state: Any = None, skipped: int = 0):
+        self._part = part
         self._capacity = capacity
         self.num_read = skipped
         if state is not None:
@@ -100,7 +98,7 @@ class Window:
     def checksum(self) -> int:
         value = 0
         for document in self.documents:
-            value = zlib.crc32(np.ascontiguousarray(document["input_ids"]), value)
+            value = zlib.crc32(np.asarray(document["input_ids"]).tobytes(), value)
         return value
 
     def place(self) -> str:

@@ -176,11 +176,8 @@ class PackedStream(IterableDataset):
         """Return the documents of each bin; a row that has `seq_lengths` is a bin already."""
         settings, documents = self.settings, window.documents
         assert settings.capacity is not None
-        of_rank = self.rank if self.division.by_rank else 0
-        seed = [settings.seed, self.epoch, of_rank, self.reader, window.number]
-        rows = [
-            i for i, document in enumerate(documents) if document.get("seq_lengths") is not None
-        ]
+        seed = self._seed(window)
+        rows = [i for i, d in enumerate(documents) if d.get("seq_lengths") is not None]
         loose = np.setdiff1d(np.arange(len(documents)), rows)
         bins = [[i] for i in rows]
         if len(loose):
@@ -188,9 +185,15 @@ class PackedStream(IterableDataset):
             if settings.strategy == "wrapped":  # pieces of a text laid end to end: in their order
                 plan = pack(lengths, settings.capacity, "next_fit")
             else:
-                drawn = None if settings.seed is None else seed
-                plan = pack(lengths, settings.capacity, settings.strategy, drawn)
+                plan = pack(lengths, settings.capacity, settings.strategy, seed)
             bins += [loose[packed].tolist() for packed in plan]
-        if settings.seed is None:
+        if seed is None:
             return bins
         return [bins[i] for i in np.random.default_rng([*seed, 1]).permutation(len(bins))]
+
+    def _seed(self, window: Window) -> list[int] | None:
+        if self.settings.seed is None:
+            return None
+        # What all ranks read, they must pack alike.
+        of_rank = self.rank if self.division.by_rank else 0
+        return [self.settings.seed, self.epoch, of_rank, self.reader, window.number]
