@@ -217,7 +217,7 @@ def test_a_run_goes_on_from_any_step(kind, num_ranks, tmp_path):
         return run.steps(1, after=after)
 
     whole = on_ranks(num_ranks, work)
-    for after in range(1, len(whole[0]), 2):
+    for after in range(1, len(whole[0]), 5):
         rest = on_ranks(num_ranks, lambda rank, agree, after=after: work(rank, agree, after))
         assert rest == [steps[after:] for steps in whole]
 
