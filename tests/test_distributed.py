@@ -4,9 +4,13 @@ Tolerance, float32: the two differ in the order of a sum over two micro-batches 
 all-reduce, a few roundings of 6e-8 a step; ten steps of SGD stay far below 1e-5.
 """
 
+from collections import Counter
+from itertools import pairwise
+
 import pytest
 import torch
 from distributed.train import Scenario, run, run_on_ranks
+from tiny import documents_of_lengths, tiny_model
 
 TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}
@@ -53,7 +57,16 @@ EVALUATIONS = {
     "unpacked": {"options": {"eval_packing": False}},
     "fewer documents than ranks": {"eval_lengths": [9]},
     "stream": {"stream": True, "max_steps": 1},
+    "stream, by rank": {"stream": True, "max_steps": 1, "shards": 2},
     "one padded row a document": {"counts_correct": True, "batch_size": 2},
+}
+# Each rank reads two of four shards; the documents of rank 1 fill a quarter of the bins.
+UNEVEN = [*[31] * 8, *[7] * 8] * 2
+BY_RANK = {
+    "packed": {},
+    "two bins a micro-batch, accumulated": {"batch_size": 2, "accumulation": 2},
+    "with two workers": {"workers": 2},
+    "unpacked": {"packing": False, "lengths": UNEVEN[:27]},  # 14 and 13 documents
 }
 REFUSED = {
     "packed": {},
@@ -74,6 +87,15 @@ def scenarios(base, accumulation: int) -> dict[str, Scenario]:
         "leaks_on_rank": 1,
         "options": {"isolation_check": "error"},
     }
+    for name, arguments in BY_RANK.items():
+        made[f"by rank: {name}"] = {
+            "lengths": UNEVEN,
+            "stream": True,
+            "shards": 4,
+            "max_steps": 20,
+            "options": SGD | {"max_grad_norm": 0.0},
+            **arguments,
+        }
     for name, arguments in REFUSED.items():
         made[f"refused: {name}"] = {"lengths": [9], **arguments}
     return {
@@ -140,6 +162,66 @@ def test_a_stream_reaches_two_ranks_exactly_once_an_epoch(two_ranks):
     assert lengths == [[32, 32] * 2, [32, 1] * 2]
     first, second, third = ranks[0]["batches"][0], ranks[1]["batches"][0], ranks[0]["batches"][1]
     assert len({tuple(batch) for batch in (first, second, third)}) == 3
+
+
+def documents_of(inputs: dict) -> list[tuple[int, ...]]:
+    """Return the documents of a micro-batch that train anything."""
+    starts = [*(inputs["position_ids"][0] == 0).nonzero().flatten().tolist(), None]
+    found = []
+    for start, stop in pairwise(starts):
+        if (inputs["labels"][0, start:stop] != -100).any():
+            found.append(tuple(inputs["input_ids"][0, start:stop].tolist()))
+    return found
+
+
+def trained_by_hand(ranks: list[dict], accumulation: int, rate: float) -> dict:
+    """Return the parameters after SGD on the mean over all trained tokens of each step."""
+    model = tiny_model("llama")
+    num_batches = len(ranks[0]["inputs"])
+    for first in range(0, num_batches, accumulation):
+        step = [b for rank in ranks for b in rank["inputs"][first : first + accumulation]]
+        trained = sum(int((batch["labels"] != -100).sum()) for batch in step)
+        for batch in step:
+            # No mask and no cache: llama keeps documents apart by their positions.
+            logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+            loss = torch.nn.functional.cross_entropy(
+                logits.logits[0, :-1], batch["labels"][0, 1:], reduction="sum"
+            )
+            (loss / trained).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+        model.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_RANK)
+def test_ranks_that_read_their_own_shards_train_every_document_once_an_epoch(name, two_ranks):
+    """Rank 1 ends early and goes on with masked micro-batches; the weights are those by hand."""
+    ranks = two_ranks[f"by rank: {name}"]
+    lengths = BY_RANK[name].get("lengths", UNEVEN)
+    assert len(ranks[0]["inputs"]) == len(ranks[1]["inputs"])
+    made = documents_of_lengths(lengths, prompt=2, seed=0)
+    expected = Counter(tuple(row["input_ids"]) for row in made)
+    seen: Counter = Counter()
+    epoch = []
+    for batches in zip(*(rank["inputs"] for rank in ranks), strict=True):
+        documents = [document for batch in batches for document in documents_of(batch)]
+        epoch.append(documents)
+        seen.update(documents)
+        if seen == expected:
+            break
+    assert seen == expected, "the first epoch"
+    assert all(len(documents_of(b)) == 0 for b in ranks[1]["inputs"][len(epoch) - 1 : len(epoch)])
+    accumulation = BY_RANK[name].get("accumulation", 1)
+    weights = trained_by_hand(ranks, accumulation, SGD["learning_rate"])
+    for rank in ranks:
+        torch.testing.assert_close(rank["parameters"], weights, rtol=0, atol=TOLERANCE)
+    without_last = [rank | {"inputs": rank["inputs"][:-accumulation]} for rank in ranks]
+    weights = trained_by_hand(without_last, accumulation, SGD["learning_rate"])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(ranks[0]["parameters"], weights, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow

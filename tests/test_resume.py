@@ -14,6 +14,14 @@ MODES = {
     "packed": {"batch_size": 2, "accumulation": 2},
     "unpacked": {"packing": False, "batch_size": 3, "accumulation": 2},
     "stream": {"stream": True, "batch_size": 2, "accumulation": 2, "max_steps": 18},
+    "stream by rank": {
+        "stream": True,
+        "shards": 4,
+        "workers": 1,
+        "batch_size": 2,
+        "accumulation": 2,
+        "max_steps": 18,
+    },
     "workers": {"batch_size": 2, "accumulation": 2, "workers": 1},
 }
 
@@ -68,12 +76,31 @@ def test_resuming_from_another_step_fails_the_same_comparison(tmp_path):
         assert_continues(resumed, whole)
 
 
+def test_a_stream_without_its_position_is_read_again(tmp_path):
+    """A checkpoint of an earlier version, or one that was killed half written."""
+    arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES["stream"]}
+    whole = run(Scenario(str(tmp_path), LENGTHS, **arguments))
+    checkpoint = Path(checkpoint_within_epoch(tmp_path, whole["steps"], 1))
+    (checkpoint / "stream_0.json").unlink()
+    again = Scenario(str(tmp_path), LENGTHS, resume=str(checkpoint), **arguments)
+    assert_continues(run(again), whole)
+
+
+def test_a_stream_may_begin_anew(tmp_path):
+    arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES["stream"]}
+    whole = run(Scenario(str(tmp_path), LENGTHS, **arguments))
+    checkpoint = checkpoint_within_epoch(tmp_path, whole["steps"], 1)
+    options = {"ignore_data_skip": True}
+    anew = run(Scenario(str(tmp_path), LENGTHS, resume=checkpoint, options=options, **arguments))
+    assert anew["batches"] == whole["batches"][: len(anew["batches"])]
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     """Uninterrupted runs and runs resumed within the second epoch, with and without the mend."""
     base = tmp_path_factory.mktemp("resume")
     whole, resumed = {}, {}
-    for mode in ("packed", "unpacked", "stream"):
+    for mode in ("packed", "unpacked", "stream", "stream by rank"):
         arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode], "accumulation": 1}
         whole[mode] = Scenario(str(base / mode), LENGTHS, **arguments)
     results = run_on_ranks(whole, base / "whole")
@@ -81,13 +108,13 @@ def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
         checkpoint = checkpoint_within_epoch(base / mode, results[mode][0]["steps"], 1)
         again = vars(scenario) | {"resume": checkpoint}
         resumed[f"resumed {mode}"] = Scenario(**again)
-        if mode != "stream":
+        if not MODES[mode].get("stream"):
             resumed[f"forgetful {mode}"] = Scenario(**(again | {"forgets_epoch_on_resume": True}))
     return results | run_on_ranks(resumed, base / "resumed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["packed", "unpacked", "stream"])
+@pytest.mark.parametrize("mode", ["packed", "unpacked", "stream", "stream by rank"])
 def test_two_ranks_resume_within_a_later_epoch(mode, on_two_ranks):
     for rank in range(2):
         assert_continues(on_two_ranks[f"resumed {mode}"][rank], on_two_ranks[mode][rank])

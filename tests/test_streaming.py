@@ -1,6 +1,7 @@
-"""A stream is packed as it is read: no document lost or repeated on any ranks and workers."""
+"""A stream is packed in windows as it is read: no document lost or repeated by any reader."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,14 +9,11 @@ from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from trl_packing.streaming import PackedStream, pack_stream
+from trl_packing.stream_parts import division_of
+from trl_packing.streaming import PackedStream, Place, StreamSettings
 
 CAPACITY = 32
-
-# Two workers are tested on machines with one core too.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def documents(lengths) -> list[dict]:
@@ -23,53 +21,66 @@ def documents(lengths) -> list[dict]:
     return [{"input_ids": [i] * length} for i, length in enumerate(lengths)]
 
 
+def sharded(lengths, num_shards: int) -> IterableDataset:
+    return Dataset.from_list(documents(lengths)).to_iterable_dataset(num_shards)
+
+
 def names(batch) -> list[int]:
-    return [document["input_ids"][0] for document in batch]
+    return [int(document["input_ids"][0]) for document in batch]
+
+
+def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, division=None, **options):
+    """Return the documents of the micro-batches of one reader, by name."""
+    where = {name: options.pop(name) for name in ("epoch", "place") if name in options}
+    made = StreamSettings(capacity, window_bins=window_bins, **options)
+    stream = PackedStream(source, made, rank=rank, reader=reader, division=division, **where)
+    return [names(batch) for batch, _ in stream]
+
+
+def read_all(source, num_ranks, num_workers=0, **options):
+    """Return the micro-batches of all readers of each rank, one reader behind the other."""
+    division = division_of(source, num_ranks, num_workers)
+    return [
+        [
+            batch
+            for reader in range(division.num_readers)
+            for batch in read(
+                source, rank=rank, reader=reader, division=division, num_ranks=num_ranks, **options
+            )
+        ]
+        for rank in range(num_ranks)
+    ]
 
 
 def assert_exactly_once(ranks, num_documents):
-    """Every document in exactly one micro-batch; all ranks have equally many micro-batches."""
-    assert sorted(d for batches in ranks for b in batches for d in names(b)) == list(
-        range(num_documents)
-    )
-    assert len({len(batches) for batches in ranks}) == 1
-
-
-def read_all(source, num_ranks, num_workers=0, capacity=CAPACITY, **options):
-    """Return the micro-batches that a dataloader of each rank delivers."""
-    return [
-        list(
-            DataLoader(
-                PackedStream(source, capacity, num_ranks=num_ranks, rank=rank, **options),
-                batch_size=None,
-                num_workers=num_workers,
-                collate_fn=list,
-            )
-        )
-        for rank in range(num_ranks)
-    ]
+    """Every document is in exactly one micro-batch of one rank."""
+    assert sorted(d for batches in ranks for b in batches for d in b) == list(range(num_documents))
 
 
 # --- bins -----------------------------------------------------------------------------------------
 
 
-def test_a_document_goes_to_the_tightest_open_bin():
-    lengths = (20, 25, 6, 12, 7)  # 6 fits beside 20 and 25, and tighter beside 25; 12 fills 20
-    packed = [names(b) for b in pack_stream(documents(lengths), CAPACITY)]
-    assert packed == [[0, 3], [1, 2], [4]]
-
-
-def test_the_fullest_bin_leaves_when_all_are_open():
-    packed = [names(b) for b in pack_stream(documents((20, 25, 22, 10)), CAPACITY, open_bins=2)]
-    assert packed == [[1], [2, 3], [0]]
-
-
 @settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60), open_bins=st.integers(1, 8))
-def test_bins_hold_every_document_once_and_no_more_than_capacity(lengths, open_bins):
-    packed = list(pack_stream(documents(lengths), CAPACITY, open_bins))
-    assert sorted(d for b in packed for d in names(b)) == list(range(len(lengths)))
-    assert all(sum(len(d["input_ids"]) for d in b) <= CAPACITY for b in packed)
+@given(
+    lengths=st.lists(st.integers(1, CAPACITY), max_size=80),
+    window_bins=st.integers(1, 8),
+    bins_per_batch=st.integers(1, 3),
+    strategy=st.sampled_from(["bfd", "next_fit", "greedy", "wrapped"]),
+    seed=st.sampled_from([None, 0, 7]),
+)
+def test_bins_hold_every_document_once_and_no_more_than_capacity(
+    lengths, window_bins, bins_per_batch, strategy, seed
+):
+    batches = read(
+        documents(lengths),
+        window_bins=window_bins,
+        bins_per_batch=bins_per_batch,
+        strategy=strategy,
+        seed=seed,
+    )
+    assert_exactly_once([batches], len(lengths))
+    most = bins_per_batch * CAPACITY
+    assert all(sum(lengths[d] for d in batch) <= most for batch in batches)
 
 
 def test_rows_packed_before_stay_as_they_are():
@@ -77,7 +88,9 @@ def test_rows_packed_before_stay_as_they_are():
         {"input_ids": [0] * 5, "seq_lengths": [3, 2]},
         {"input_ids": [1] * 4, "seq_lengths": [4]},
     ]
-    assert list(pack_stream(rows, CAPACITY)) == [[rows[0]], [rows[1]]]
+    assert read(rows) == [[0], [1]]
+    loose = [{"input_ids": [0] * 5}, {"input_ids": [1] * 4}]
+    assert read(loose) == [[0, 1]], "the control"
 
 
 @pytest.mark.parametrize("row", [{}, {"seq_lengths": [20, 20]}])
@@ -86,111 +99,287 @@ def test_a_document_or_row_beyond_capacity_is_an_error(row):
     with pytest.raises(
         ValueError, match="document 1 of the stream has 40 tokens but capacity is 32"
     ):
-        list(pack_stream(stream, CAPACITY))
+        read(stream)
 
 
-def test_chat_lengths_fill_bins_to_99_percent():
-    """Log-normal lengths, mean 550; 99.6 % was measured."""
-    lengths = np.random.default_rng(0).lognormal(6, 0.8, 20_000).astype(int).clip(8, 4096)
-    number = sum(1 for _ in pack_stream([{"input_ids": range(n)} for n in lengths], 4096))
-    assert lengths.sum() / (number * 4096) >= 0.99
+def test_micro_batches_of_a_window_are_of_about_equal_size():
+    """Ten bins by four a micro-batch: not 4, 4, 2."""
+    batches = read(documents([CAPACITY] * 10), window_bins=10, bins_per_batch=4)
+    assert sorted(map(len, batches)) == [3, 3, 4]
 
 
-def test_the_search_for_a_bin_does_not_grow_with_the_open_bins():
-    """0.5 µs a document were measured with any number of open bins; a linear search takes 50."""
-    lengths = np.random.default_rng(0).lognormal(6, 0.8, 20_000).astype(int).clip(8, 4096)
-    stream = [{"input_ids": range(n)} for n in lengths]
+def test_without_capacity_a_micro_batch_is_a_number_of_documents_in_their_order():
+    batches = read(documents([5] * 200), None, bins_per_batch=3, seed=0)
+    assert [name for batch in batches for name in batch] == list(range(200))
+    assert [len(batch) for batch in batches] == [3] * 66 + [2]
+
+
+def chat_lengths(mean: float, number: int) -> np.ndarray:
+    lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.32, 0.8, number)
+    return lengths.astype(int).clip(8, 4096)
+
+
+def fill(lengths, window_bins: int) -> float:
+    stream = [{"input_ids": range(length)} for length in lengths]
+    made = StreamSettings(4096, window_bins=window_bins, seed=0)
+    return lengths.sum() / (sum(1 for _ in PackedStream(stream, made)) * 4096)
+
+
+@pytest.mark.parametrize("mean", [300, 550])
+def test_chat_lengths_fill_bins_to_99_percent(mean):
+    """Log-normal lengths of mean 299 and 547: 99.7 and 99.6 % were measured."""
+    lengths = chat_lengths(mean, 20_000)
+    assert fill(lengths, StreamSettings(4096).window_bins) >= 0.99
+    assert fill(lengths, window_bins=2) < 0.99, "the control: too few bins at a time"
+
+
+def test_packing_does_not_grow_with_the_window():
+    lengths = chat_lengths(300, 20_000)
     start = time.process_time()
-    list(pack_stream(stream, 4096, open_bins=2048))
-    assert (time.process_time() - start) / len(stream) < 20e-6
+    fill(lengths, window_bins=4096)
+    assert (time.process_time() - start) / len(lengths) < 100e-6
 
 
-# --- micro-batches of a rank ----------------------------------------------------------------------
+# --- windows --------------------------------------------------------------------------------------
+
+
+class Watched:
+    """Documents of one bin each that count how many were read."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.num_read = 0
+
+    def __iter__(self):
+        for document in documents([CAPACITY] * self.number):
+            self.num_read += 1
+            yield document
+
+
+@pytest.mark.parametrize("number", [100, 1000])
+def test_two_windows_at_most_are_in_memory(number):
+    source = Watched(number)
+    stream = PackedStream(source, StreamSettings(CAPACITY, window_bins=8, seed=0))
+    ahead = [source.num_read - taken for taken, _ in enumerate(stream)]
+    assert max(ahead) <= 2 * 8
+
+
+def test_reading_is_spread_over_the_micro_batches():
+    """Or a worker would let the device wait for a whole window, once a window."""
+    source, counts = Watched(100), []
+    for _ in PackedStream(source, StreamSettings(CAPACITY, window_bins=8, seed=0)):
+        counts.append(source.num_read)
+    assert max(after - before for before, after in pairwise(counts)) == 1
+
+
+def test_bins_of_a_window_leave_in_random_order():
+    """Documents of one bin each, as of a sorted file; without a seed they stay sorted."""
+    ordered = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64)]
+    shuffled = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64, seed=0)]
+    assert ordered == sorted(ordered) == sorted(shuffled)
+    assert abs(np.corrcoef(shuffled, np.arange(64))[0, 1]) < 0.3
+
+
+def test_every_epoch_is_drawn_anew_and_again_the_same():
+    lengths = [3 + (i * 7) % 29 for i in range(60)]
+    first, second, again, other = (
+        read(documents(lengths), window_bins=8, seed=seed, epoch=epoch)
+        for seed, epoch in ((0, 0), (0, 1), (0, 1), (1, 1))
+    )
+    assert second == again
+    assert first != second != other
+    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}
+
+
+def test_a_stream_that_shuffles_is_told_the_epoch():
+    source = sharded([CAPACITY] * 30, 1).shuffle(seed=0, buffer_size=10)
+    epochs = [read(source, window_bins=2, epoch=epoch) for epoch in (0, 1, 1)]
+    assert epochs[0] != epochs[1] == epochs[2]
+    for epoch in epochs:
+        assert_exactly_once([epoch], 30)
+
+
+# --- ranks and readers ----------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 8),
+    lengths=st.lists(st.integers(1, CAPACITY), min_size=8, max_size=60),
+    num_ranks=st.integers(1, 4),
+    num_workers=st.integers(0, 3),
+    num_shards=st.integers(0, 8),
     bins_per_batch=st.integers(1, 3),
     capacity=st.sampled_from([CAPACITY, None]),
+    shuffles=st.booleans(),
 )
-def test_every_document_reaches_exactly_one_rank(lengths, num_ranks, bins_per_batch, capacity):
-    ranks = read_all(
-        documents(lengths), num_ranks, capacity=capacity, bins_per_batch=bins_per_batch
-    )
-    assert_exactly_once(ranks, len(lengths))
-    most = bins_per_batch * CAPACITY
-    assert all(sum(len(d["input_ids"]) for d in b) <= most for batches in ranks for b in batches)
+def test_every_document_reaches_exactly_one_reader_of_one_rank(
+    lengths, num_ranks, num_workers, num_shards, bins_per_batch, capacity, shuffles
+):
+    source = sharded(lengths, num_shards) if num_shards else documents(lengths)
+    if num_shards and shuffles:
+        source = source.shuffle(seed=0, buffer_size=5)
+    for epoch in (0, 1):
+        ranks = read_all(
+            source,
+            num_ranks,
+            num_workers,
+            capacity=capacity,
+            bins_per_batch=bins_per_batch,
+            seed=0,
+            epoch=epoch,
+        )
+        assert_exactly_once(ranks, len(lengths))
 
 
-@pytest.mark.parametrize("damage", ["dropped", "repeated", "moved"])
+@pytest.mark.parametrize("damage", ["dropped", "repeated"])
 def test_the_exactly_once_check_notices_a_damaged_epoch(damage):
     ranks = read_all(documents([10] * 40), 2)
     assert_exactly_once(ranks, 40)
     if damage == "dropped":
         ranks[1][3] = ranks[1][3][1:]
-    elif damage == "repeated":
-        ranks[0][2] = [*ranks[0][2], ranks[1][0][0]]
     else:
-        ranks[0].append(ranks[1].pop())
+        ranks[0][2] = [*ranks[0][2], ranks[1][0][0]]
     with pytest.raises(AssertionError):
         assert_exactly_once(ranks, 40)
 
 
-def test_the_last_round_is_completed_by_empty_micro_batches():
-    ranks = read_all(documents([CAPACITY] * 4), 3)
-    assert [[names(b) for b in batches] for batches in ranks] == [[[0], [3]], [[1], []], [[2], []]]
+@pytest.mark.parametrize(
+    ("num_shards", "num_ranks", "num_workers", "by_rank", "num_readers"),
+    [
+        (8, 2, 2, True, 2),
+        (8, 2, 9, True, 4),  # a worker more would have no shard
+        (8, 2, 0, True, 1),
+        (3, 2, 2, False, 2),  # two shards against one: a rank would idle for half of the epoch
+        (17, 2, 1, True, 1),  # nine against eight
+        (1, 2, 2, False, 1),
+        (4, 1, 2, False, 2),
+    ],
+)
+def test_ranks_read_shards_of_their_own_if_these_are_about_equally_many(
+    num_shards, num_ranks, num_workers, by_rank, num_readers
+):
+    source = sharded([9] * 40, num_shards)
+    division = division_of(source, num_ranks, num_workers)
+    assert (division.by_rank, division.num_readers) == (by_rank, num_readers)
+    assert_exactly_once(read_all(source, num_ranks, num_workers), 40)
 
 
-def test_the_last_step_is_completed_for_all_its_accumulated_micro_batches():
-    """`Trainer` would carry the gradient of half a step over to the next epoch."""
-    ranks = read_all(documents([CAPACITY] * 5), 2, accumulation=2)
-    assert [[names(b) for b in batches] for batches in ranks] == [
-        [[0], [2], [4], []],
-        [[1], [3], [], []],
-    ]
+@pytest.mark.parametrize(("num_shards", "expected"), [(4, [20, 20]), (3, [40, 40])])
+def test_a_rank_prepares_only_the_documents_of_its_shards(num_shards, expected):
+    prepared = []
+
+    def prepare(document):
+        prepared.append(document)
+        return document
+
+    counts = []
+    for rank in range(2):
+        prepared.clear()
+        read(sharded([9] * 40, num_shards).map(prepare), rank=rank, num_ranks=2)
+        counts.append(len(prepared))
+    assert counts == expected
 
 
-def test_without_capacity_a_micro_batch_is_a_number_of_documents():
-    (batches,) = read_all(documents([5] * 7), 1, capacity=None, bins_per_batch=3)
-    assert [names(b) for b in batches] == [[0, 1, 2], [3, 4, 5], [6]]
+WHOLE_ONLY = {
+    "take": lambda source: source.take(20),
+    "skip": lambda source: source.skip(3),
+    "row numbers": lambda source: source.filter(lambda row, i: i < 20, with_indices=True),
+    "whole batches": lambda source: source.map(
+        lambda batch: batch, batched=True, batch_size=9, drop_last_batch=True
+    ),
+}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_workers_divide_the_shards_of_a_data_set(num_ranks, num_workers, num_shards):
-    """A `datasets.IterableDataset` gives each worker shards of its own, whether asked to or not."""
-    source = Dataset.from_list(documents([9, 30, 14] * 9)).to_iterable_dataset(num_shards)
-    assert_exactly_once(read_all(source, num_ranks, num_workers), 27)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_workers_take_turns_on_a_stream_that_each_reads_whole(num_ranks):
-    assert_exactly_once(read_all(documents([9, 30, 14] * 9), num_ranks, num_workers=2), 27)
-
-
-def test_a_stream_that_shuffles_is_told_the_epoch():
-    source = Dataset.from_list(documents([9] * 30)).to_iterable_dataset().shuffle(seed=0)
-    stream = PackedStream(source, CAPACITY)
-    epochs = []
-    for epoch in (0, 1, 1):
-        stream.set_epoch(epoch)
-        epochs.append([names(batch) for batch in stream])
-    assert epochs[0] != epochs[1] == epochs[2]
+@pytest.mark.parametrize("change", WHOLE_ONLY)
+def test_a_stream_whose_parts_are_not_the_whole_is_not_divided(change):
+    source = WHOLE_ONLY[change](sharded([9 + i % 5 for i in range(40)], 4))
+    whole = sorted(names(source))
+    ranks = read_all(source, 2, num_workers=2)
+    assert sorted(name for batches in ranks for batch in batches for name in batch) == whole
+    parts = [names(source.shard(2, index)) for index in range(2)]
+    assert sorted(parts[0] + parts[1]) != whole, "the control: dividing it changes it"
 
 
 def test_a_stream_divided_among_ranks_before_is_refused():
-    source = split_dataset_by_node(
-        Dataset.from_list(documents([9] * 8)).to_iterable_dataset(2), rank=0, world_size=2
-    )
+    source = split_dataset_by_node(sharded([9] * 8, 2), rank=0, world_size=2)
     with pytest.raises(ValueError, match="divided among ranks already"):
-        PackedStream(source.select_columns(["input_ids"]), CAPACITY, num_ranks=2)
+        PackedStream(source.select_columns(["input_ids"]), StreamSettings(CAPACITY, num_ranks=2))
 
 
-def test_a_stream_without_documents_is_an_error():
-    source: IterableDataset = Dataset.from_list(documents([9])).to_iterable_dataset()
-    nothing = source.filter(lambda document: False)
-    with pytest.raises(ValueError, match="the stream has no documents left to train on"):
-        list(PackedStream(nothing, CAPACITY))
+# --- places ---------------------------------------------------------------------------------------
+
+LENGTHS = [3 + (i * 7) % 29 for i in range(90)]
+
+
+def batched(batch):
+    return {"input_ids": [list(ids) for ids in batch["input_ids"]]}
+
+
+SOURCES = {
+    "a list": lambda: documents(LENGTHS),
+    "shards": lambda: sharded(LENGTHS, 3),
+    "batched map": lambda: sharded(LENGTHS, 3).map(batched, batched=True, batch_size=7),
+    "generator": lambda: IterableDataset.from_generator(lambda: iter(documents(LENGTHS))),
+    "shuffled": lambda: sharded(LENGTHS, 3).shuffle(seed=3, buffer_size=20),
+    "skip": lambda: sharded(LENGTHS, 3).skip(5),
+    "shuffled, then mapped": lambda: (
+        sharded(LENGTHS, 3).shuffle(seed=3, buffer_size=20).map(batched, batched=True, batch_size=7)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("capacity", [CAPACITY, None])
+def test_a_stream_goes_on_from_any_place(kind, epoch, capacity):
+    made = StreamSettings(capacity, bins_per_batch=2, window_bins=6, seed=0)
+    whole = list(PackedStream(SOURCES[kind](), made, epoch=epoch))
+    for number, (_, place) in list(enumerate(whole))[::3]:
+        rest = read(
+            SOURCES[kind](),
+            capacity,
+            bins_per_batch=2,
+            window_bins=6,
+            seed=0,
+            epoch=epoch,
+            place=place,
+        )
+        assert rest == [names(batch) for batch, _ in whole[number + 1 :]]
+
+
+def test_a_place_of_another_micro_batch_leads_elsewhere():
+    """The control of the test before."""
+    whole = list(PackedStream(documents(LENGTHS), StreamSettings(CAPACITY, window_bins=6, seed=0)))
+    rest = read(documents(LENGTHS), window_bins=6, seed=0, place=whole[4][1])
+    assert rest != [names(batch) for batch, _ in whole[6:]]
+
+
+@pytest.mark.parametrize(("shuffles", "most"), [(False, 60), (True, 100)])
+def test_only_a_stream_that_shuffles_is_read_again_from_its_start(shuffles, most):
+    """datasets 5.2 forgets what waited in its shuffle buffer: the one way back is to read again."""
+    lengths = [16] * 100
+    prepared = []
+
+    def prepare(document):
+        prepared.append(document)
+        return document
+
+    source = sharded(lengths, 1)
+    source = (source.shuffle(seed=0, buffer_size=10) if shuffles else source).map(prepare)
+    made = StreamSettings(CAPACITY, window_bins=10, seed=0)
+    place = list(PackedStream(source, made))[24][1]
+    prepared.clear()
+    assert len(read(source, window_bins=10, seed=0, place=place)) == 25
+    assert (len(prepared) > 60) is shuffles
+    assert len({int(document["input_ids"][0]) for document in prepared}) <= most
+
+
+def test_a_place_in_other_documents_is_refused():
+    made = StreamSettings(CAPACITY, window_bins=6, seed=0)
+    place = list(PackedStream(sharded(LENGTHS, 3), made))[20][1]
+    with pytest.raises(ValueError, match="the stream has other ones than when the checkpoint was"):
+        read(sharded(LENGTHS[::-1], 3), window_bins=6, seed=0, place=place)
+
+
+def test_the_start_is_a_place():
+    assert read(documents(LENGTHS), place=Place()) == read(documents(LENGTHS))

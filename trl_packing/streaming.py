@@ -1,137 +1,199 @@
-"""Packing an `IterableDataset` as it is read, with a bounded number of open bins.
+"""Packing an `IterableDataset` as it is read, a window of documents at a time.
 
-    document ──► the tightest open bin that it fits ──► a bin that is full enough leaves
-                 (none fits and all are open: the fullest bin leaves and a new one opens)
+    documents ──► a window: tokens for `window_bins` bins ──► best fit ──► random order ──► bins
+                  while they leave, the next window is read
 
-Every rank reads the same stream and packs it the same way; micro-batch m belongs to rank
-m mod ranks. So no document is lost or repeated, and all ranks have equally many micro-batches,
-without communication. A dataloader worker does the same with the shards that it reads.
+A window is packed as a whole data set is, so its bins are full, and they leave in random order: a
+file sorted by length or source does not make sorted steps. It also is what a position is made of:
+where the window began in the stream, and how many micro-batches of it are gone.
+
+A reader reads shards of its own rank, or, where shards do not divide among ranks, what every rank
+reads; micro-batch m then belongs to rank m mod ranks. So no document is lost or repeated. Ranks may
+end at different times: `stream_batches` keeps them in step.
 """
 
-from bisect import bisect_left
+import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import datasets
-from torch.utils.data import IterableDataset, get_worker_info
+import numpy as np
+from torch.utils.data import IterableDataset
 
-Document = dict[str, Any]
+from trl_packing.packing import pack
+from trl_packing.stream_parts import Division, Document, division_of
+from trl_packing.stream_windows import Source, Window
+
+_WINDOW_DOCUMENTS = 64  # micro-batches' worth, where documents are not packed
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """What decides which documents of a stream meet in a micro-batch.
+
+    capacity: tokens a bin may hold; None groups documents in their order, without packing.
+    bins_per_batch: bins (documents, if capacity is None) of a micro-batch.
+    num_ranks: data-parallel ranks.
+    strategy: as in `packing.pack`, or "wrapped": in their order, whatever the seed.
+    seed: None keeps bins in the order in which they are packed.
+    window_bins: bins that are packed together; more of them fill better and shuffle wider.
+    """
+
+    capacity: int | None
+    bins_per_batch: int = 1
+    num_ranks: int = 1
+    strategy: str = "bfd"
+    seed: int | None = None
+    window_bins: int = 256
+
+
+class Place(NamedTuple):
+    """A place between two micro-batches of a reader.
+
+    window: where their window began, in JSON: its number, the documents and micro-batches before
+        it, the state of the stream there, and a checksum of its documents. None: at the start.
+    taken: micro-batches of the window, of all ranks, up to here.
+    """
+
+    window: str | None = None
+    taken: int = 0
 
 
 class PackedStream(IterableDataset):
-    """Micro-batches (lists of documents) of one rank, from an iterable of documents.
+    """Micro-batches of one reader of one rank, each a pair (documents, place behind it).
 
-    capacity: tokens a bin may hold; None groups documents without packing.
-    bins_per_batch: bins (documents, if capacity is None) of a micro-batch.
-    num_ranks, rank, accumulation: data-parallel ranks, which one this is, micro-batches of a step.
-    open_bins: bins kept open while packing; more of them fill better and delay documents longer.
+    documents: the whole stream; tokens come out as NumPy arrays.
+    division: what is this reader's, by default all shards for every rank.
+    epoch, place: where reading starts.
 
-    The last step is completed with empty micro-batches, which `PackedCollator` turns into masked
-    tokens: ranks stay in step, and no gradient is left over for the next epoch's first step (which
-    `Trainer` would add it to, since it does not know where a stream ends; transformers 5.23).
+    Raises ValueError for a stream that was divided among ranks before; and, when read, for a
+    document longer than `capacity`, and if other documents than before lead to `place`.
 
-    Raises ValueError for a stream that was divided among ranks before, and, when read, for one
-    without documents.
+    >>> documents = [{"input_ids": [0] * length} for length in (3, 2, 1, 4)]
+    >>> stream = PackedStream(documents, StreamSettings(capacity=4))
+    >>> [[len(document["input_ids"]) for document in batch] for batch, _ in stream]
+    [[4], [3, 1], [2]]
     """
 
     def __init__(
         self,
         documents: Iterable[Document],
-        capacity: int | None,
+        settings: StreamSettings,
         *,
-        bins_per_batch: int = 1,
-        num_ranks: int = 1,
         rank: int = 0,
-        accumulation: int = 1,
-        open_bins: int = 256,
+        reader: int = 0,
+        division: Division | None = None,
+        epoch: int = 0,
+        place: Place | None = None,
     ):
-        if num_ranks > 1 and getattr(documents, "_distributed", None) is not None:
+        if settings.num_ranks > 1 and getattr(documents, "_distributed", None) is not None:
             raise ValueError(
                 "the stream is divided among ranks already (split_dataset_by_node), and dividing "
                 "it again would lose documents; pass the whole stream to every rank"
             )
         self.documents = documents
-        self.capacity = capacity
-        self.bins_per_batch = bins_per_batch
-        self.num_ranks = num_ranks
+        self.settings = settings
         self.rank = rank
-        self.accumulation = accumulation
-        self.open_bins = open_bins
+        self.reader = reader
+        self.division = division or division_of(documents, settings.num_ranks, 1)
+        self.epoch = epoch
+        self.place = place or Place()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a stream that shuffles by it."""
-        if hasattr(self.documents, "set_epoch"):
-            self.documents.set_epoch(epoch)
+    def __iter__(self) -> Iterator[tuple[list[Document], Place]]:
+        window = self._first_window()
+        number = window.num_batches_before
+        taken, skipped = 0, self.place.taken
+        while window.documents:
+            following = window.following()
+            batches = self._batches(window)
+            place = window.place()
+            for taken, batch in enumerate(batches, start=1):
+                # Read on evenly: reading a window at once would keep the device waiting.
+                following.read_up_to(taken / len(batches))
+                if taken > skipped and self._is_own(number):
+                    yield batch, Place(place, taken)
+                number += 1
+            following.num_batches_before = number
+            window, skipped = following, 0
 
-    def __iter__(self) -> Iterator[list[Document]]:
-        worker = get_worker_info()
-        num_workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
-        if isinstance(self.documents, datasets.IterableDataset):
-            # It reads a part of its shards in each worker by itself, the same part on every rank.
-            num_workers, worker_id = 1, 0
-        number = -1
-        for number, batch in enumerate(self._micro_batches()):
-            turn, rank = divmod(number, self.num_ranks)
-            if rank == self.rank and turn % num_workers == worker_id:
-                yield batch
-        if number < 0 and worker is None:
-            raise ValueError(
-                "the stream has no documents left to train on; check its source, max_length and "
-                "the completion or assistant masks"
-            )
+    def _is_own(self, number: int) -> bool:
+        return self.division.by_rank or number % self.settings.num_ranks == self.rank
 
-    def _micro_batches(self) -> Iterator[list[Document]]:
-        bins = pack_stream(self.documents, self.capacity, self.open_bins)
-        batch: list[Document] = []
-        size = count = 0
-        for packed in bins:
-            batch, size = batch + packed, size + 1
-            if size == self.bins_per_batch:
-                yield batch
-                batch, size, count = [], 0, count + 1
-        if batch:
-            yield batch
-            count += 1
-        yield from ([] for _ in range(-count % (self.num_ranks * self.accumulation)))
+    def _source(self, state: Any = None, skipped: int = 0) -> Source:
+        part = self.division.part(self.documents, self.settings.num_ranks, self.rank, self.reader)
+        if isinstance(part, datasets.IterableDataset):
+            part.set_epoch(self.epoch)
+        return Source(part, self.settings.capacity, state, skipped)
 
+    @property
+    def _full(self) -> int:
+        """Return the size of a window: tokens, or documents if they are not packed."""
+        if self.settings.capacity is None:
+            return self.settings.bins_per_batch * _WINDOW_DOCUMENTS
+        return self.settings.capacity * self.settings.window_bins
 
-def pack_stream(
-    documents: Iterable[Document], capacity: int | None, open_bins: int = 256
-) -> Iterator[list[Document]]:
-    """Yield bins by online best fit; a row that has `seq_lengths` is a bin already.
+    # --- windows ----------------------------------------------------------------------------------
 
-    Raises ValueError if a document is longer than `capacity`.
+    def _first_window(self) -> Window:
+        if self.place.window is None:
+            return Window(self._source(), self._full).read_up_to(1.0)
+        begin = json.loads(self.place.window)
+        # Streams that shuffle forget what waited in their buffer (datasets 5.2), and others have no
+        # state: their documents are read again from the start of the epoch.
+        for state in [begin["state"], None] if begin["state"] else [None]:
+            try:
+                source = self._source(state, begin["documents"])
+                window = Window(source, self._full, begin["number"], begin["batches"])
+                window.read_up_to(1.0)
+            except (AttributeError, IndexError, KeyError, TypeError):
+                if state is None:
+                    raise
+                continue  # the state of a stream that is made in another way
+            if window.checksum() == begin["checksum"]:
+                return window.beginning_at(begin["state"])
+        raise ValueError(
+            f"after {begin['documents']} documents the stream has other ones than when the "
+            "checkpoint was saved, so its place is lost; resume with the same data, seeds and "
+            "dataloader_num_workers, or set ignore_data_skip=True to begin the stream anew"
+        )
 
-    >>> docs = [{"input_ids": [0] * n} for n in (3, 2, 1, 4)]
-    >>> [[len(d["input_ids"]) for d in b] for b in pack_stream(docs, 4)]
-    [[3, 1], [4], [2]]
-    """
-    # Two parallel lists, ascending by the space left: a search finds the tightest bin that fits.
-    spaces: list[int] = []
-    waiting: list[list[Document]] = []
-    for number, document in enumerate(documents):
-        length = len(document["input_ids"])
-        if capacity is not None and length > capacity:
-            raise ValueError(
-                f"document {number} of the stream has {length} tokens but capacity is {capacity}; "
-                "raise max_length or set overflow='truncate' or 'split'"
-            )
-        if capacity is None or document.get("seq_lengths") is not None:
-            yield [document]
-            continue
-        at = bisect_left(spaces, length)
-        if at < len(spaces):
-            space, packed = spaces.pop(at), waiting.pop(at)
-        else:
-            if len(spaces) == open_bins:
-                del spaces[0]
-                yield waiting.pop(0)
-            space, packed = capacity, []
-        packed.append(document)
-        if space == length:
-            yield packed
-        else:
-            at = bisect_left(spaces, space - length)
-            spaces.insert(at, space - length)
-            waiting.insert(at, packed)
-    yield from waiting
+    def _batches(self, window: Window) -> list[list[Document]]:
+        settings, documents = self.settings, window.documents
+        size = settings.bins_per_batch
+        if settings.capacity is None:
+            return [documents[i : i + size] for i in range(0, len(documents), size)]
+        bins = self._bins(window)
+        # Of about equal size, instead of a small one at the end of every window.
+        bounds = np.linspace(0, len(bins), -(-len(bins) // size) + 1).astype(int).tolist()
+        return [
+            [documents[i] for packed in bins[start:stop] for i in packed]
+            for start, stop in pairwise(bounds)
+        ]
+
+    def _bins(self, window: Window) -> list[list[int]]:
+        """Return the documents of each bin; a row that has `seq_lengths` is a bin already."""
+        settings, documents = self.settings, window.documents
+        assert settings.capacity is not None
+        seed = self._seed(window)
+        rows = [i for i, d in enumerate(documents) if d.get("seq_lengths") is not None]
+        loose = np.setdiff1d(np.arange(len(documents)), rows)
+        bins = [[i] for i in rows]
+        if len(loose):
+            lengths = [max(1, len(documents[i]["input_ids"])) for i in loose]
+            if settings.strategy == "wrapped":  # pieces of a text laid end to end: in their order
+                plan = pack(lengths, settings.capacity, "next_fit")
+            else:
+                plan = pack(lengths, settings.capacity, settings.strategy, seed)
+            bins += [loose[packed].tolist() for packed in plan]
+        if seed is None:
+            return bins
+        return [bins[i] for i in np.random.default_rng([*seed, 1]).permutation(len(bins))]
+
+    def _seed(self, window: Window) -> list[int] | None:
+        if self.settings.seed is None:
+            return None
+        # What all ranks read, they must pack alike.
+        of_rank = self.rank if self.division.by_rank else 0
+        return [self.settings.seed, self.epoch, of_rank, self.reader, window.number]

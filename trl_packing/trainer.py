@@ -3,6 +3,7 @@
 SFTTrainer                     here
 _prepare_dataset               super() renders and tokenizes; then documents are fitted, not packed
 _get_train_sampler             a plan an epoch, from lengths, by rank           (sampler)
+get_train_dataloader           of a stream: packed as it is read         (stream_batches)
 data_collator                  one flat row, boundaries, no mask, no cache      (collator)
 attention of the model         kept within documents, the rest of it unchanged  (attention)
 fused LM head                  trained positions only, also on CPU              (head)
@@ -11,6 +12,7 @@ train, evaluate, predict       stop before the first step if documents leak     
 """
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,7 +66,8 @@ from trl_packing.plan import (
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
-from trl_packing.streaming import PackedStream
+from trl_packing.stream_batches import StreamBatches
+from trl_packing.streaming import StreamSettings
 from trl_packing.token_columns import TOKEN_COLUMNS
 from trl_packing.unpacking import unpack_rows
 
@@ -99,6 +102,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     data_collator: Any
     _completion_only: DataCollatorForCompletionOnlyLM | None = None
     _signature_columns: Any
+    _train_stream: StreamBatches | None = None
 
     def __init__(
         self,
@@ -384,9 +388,8 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         weighs = self._options.loss_weighting != "token" or _has_weights(self.train_dataset)
         self._trains_weighted = not self._trl_path and weighs
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
-            accumulation = self.args.gradient_accumulation_steps
             return self._stream(
-                self.train_dataset, self._packing, self._train_batch_size, accumulation
+                self.train_dataset, self._packing, self._train_batch_size, training=True
             )
         dataloader = super().get_train_dataloader()
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
@@ -413,7 +416,9 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         column = self._options.source_column
         self._sources = None if column is None else Sources.of(chosen, column)
         if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
-            return self._stream(chosen, self._eval_packing, self.args.eval_batch_size)
+            return self._stream(
+                chosen, self._eval_packing, self.args.eval_batch_size, training=False
+            )
         if not self._evaluates_padded:
             return parent(dataset)
         # Whoever asks for logits expects a row per document, in data-set order.
@@ -427,27 +432,69 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             self.data_collator = packed
 
     def _stream(
-        self, dataset: IterableDataset, packing: bool, batch_size: int, accumulation: int = 1
+        self, dataset: IterableDataset, packing: bool, batch_size: int, *, training: bool
     ) -> DataLoader:
-        ranks, rank = self._data_ranks()
-        stream = PackedStream(
+        args, (ranks, rank) = self.args, self._data_ranks()
+        shuffles = training and packing and args.train_sampling_strategy != "sequential"
+        seed = args.data_seed if args.data_seed is not None else args.seed
+        stream = StreamBatches(
             dataset.select_columns(_stream_columns(dataset)),
-            self.args.max_length if packing else None,
-            bins_per_batch=batch_size,
-            num_ranks=ranks,
+            StreamSettings(
+                args.max_length if packing else None,
+                bins_per_batch=batch_size,
+                num_ranks=ranks,
+                # The pieces of "bfd_split" are documents by the time of packing.
+                strategy=args.packing_strategy.removesuffix("_split"),
+                seed=seed if shuffles else None,
+            ),
+            self.data_collator,
             rank=rank,
-            accumulation=accumulation,
+            accumulation=args.gradient_accumulation_steps if training else 1,
+            num_workers=args.dataloader_num_workers,
+            global_step=lambda: self.state.global_step if training else 0,
+            loading={
+                "pin_memory": args.dataloader_pin_memory,
+                "prefetch_factor": args.dataloader_prefetch_factor,
+            },
         )
+        if training:
+            self._train_stream = stream
         # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches
         # of unequal size, and repeat documents at the end.
         return DataLoaderShard(
             stream,
             device=self.accelerator.device if self.accelerator.device_placement else None,
             batch_size=None,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
+            collate_fn=_as_it_is,
         )
+
+    # --- resuming a stream --------------------------------------------------------------------
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the position in a stream too: what every rank saves for itself, it saves here."""
+        super()._save_rng_state(output_dir)
+        if self._train_stream is not None:
+            self._train_stream.save(self._stream_file(output_dir))
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Go on where a stream was: it has no length by which `Trainer` could tell its epochs."""
+        epoch, skipped = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self._train_stream is None or resume_from_checkpoint is None or not skipped:
+            return epoch, skipped
+        epoch, steps = self._train_stream.load(self._stream_file(resume_from_checkpoint))
+        return epoch, steps * self.args.gradient_accumulation_steps
+
+    def _stream_file(self, folder: str) -> str:
+        return os.path.join(folder, f"stream_{self.args.process_index}.json")
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
@@ -554,3 +601,7 @@ def _has_weights(dataset: Any) -> bool:
 def _stream_columns(dataset: IterableDataset) -> list[str]:
     present = get_dataset_column_names(dataset)
     return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT_COLUMN) if name in present]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

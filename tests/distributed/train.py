@@ -27,6 +27,7 @@ class Scenario:
     weighted: documents have the `loss_weights` of `token_weights`.
     document_weights: the `loss_weight` of every document, of the evaluation set too.
     sources: the `source` of every document of the evaluation set.
+    shards: of the stream; two ranks do not divide three, so each reads all of them.
     """
 
     output_dir: str
@@ -45,6 +46,7 @@ class Scenario:
     epochs: int = 1
     max_steps: int = -1
     stream: bool = False
+    shards: int = 3
     workers: int = 0
     save_steps: int = 0
     resume: str | None = None
@@ -62,6 +64,7 @@ def run(scenario: Scenario) -> dict:
     """Return batches, losses, parameters and evaluation of a run, or the error that ended it.
 
     batches: the `input_ids` of every micro-batch that was trained on this rank.
+    inputs: what the model takes of it, as tensors, and the labels.
     attention: the way that kept documents apart.
     largest_targets: the largest label of every row that `compute_metrics` was given, in order.
     """
@@ -81,10 +84,13 @@ def _run(scenario: Scenario) -> dict:
     torch.set_num_threads(1)
     batches: list[list[int]] = []
     largest_targets: list[int] = []
+    kept: list[dict[str, torch.Tensor]] = []
 
     class Recorder(PackedSFTTrainer):
         def training_step(self, model, inputs, *args, **kwargs):
             batches.append(inputs["input_ids"].flatten().tolist())
+            names = ("input_ids", "position_ids", "labels")
+            kept.append({name: inputs[name].clone() for name in names})
             return super().training_step(model, inputs, *args, **kwargs)
 
         def get_train_dataloader(self):
@@ -103,7 +109,7 @@ def _run(scenario: Scenario) -> dict:
         for row, source in zip(rows, scenario.sources if seed else [], strict=False):
             row["source"] = source
         dataset = Dataset.from_list(rows)
-        return dataset.to_iterable_dataset(3) if scenario.stream else dataset
+        return dataset.to_iterable_dataset(scenario.shards) if scenario.stream else dataset
 
     def correct(prediction):
         largest_targets.extend(prediction.label_ids.max(1).tolist())
@@ -154,6 +160,7 @@ def _run(scenario: Scenario) -> dict:
     history = trainer.state.log_history
     return {
         "batches": batches,
+        "inputs": kept,
         "steps": trainer.state.global_step,
         "attention": trainer.attention.backend,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
