@@ -58,6 +58,7 @@ def train(folder: Path, ranks: int, started: Path, file_to_die_in: int | None) -
     from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
     from trl_packing import PackedSFTConfig, PackedSFTTrainer
+    from trl_packing.checkpoints import last_whole_checkpoint
 
     torch.set_num_threads(1)
     scenario = Scenario(str(folder / "run"), LENGTHS)
@@ -84,8 +85,8 @@ def train(folder: Path, ranks: int, started: Path, file_to_die_in: int | None) -
     )
     if file_to_die_in is not None:
         dies_in_save(file_to_die_in)
-    begun = any((folder / "run").glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=begun)
+    begun, _ = last_whole_checkpoint(folder / "run")
+    trainer.train(resume_from_checkpoint=begun is not None)
     if trainer.args.process_index == 0:
         torch.save(trainer.model.state_dict(), folder / "weights.pt")
 
@@ -173,6 +174,8 @@ def main() -> None:
         processes, started = forked(killed, ranks, file)
         if file is None:
             while not started.exists():
+                ended = os.waitid(os.P_PID, processes[0], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                assert ended is None, (killed / "log.0").read_text()[-3000:]
                 time.sleep(0.005)
             time.sleep(random.uniform(0.1, 5 * SAVE_STEPS * STEP_SECONDS))
             kill(processes)
