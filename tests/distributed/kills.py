@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from distributed.train import Scenario
 
-EPOCHS = 3
+EPOCHS = 5
 LENGTHS = [3 + (i * 7) % 29 for i in range(90)]
 SAVE_STEPS = 3
 STEP_SECONDS = 0.03  # so that there is a moment to be killed in
@@ -177,7 +177,7 @@ def main() -> None:
                 ended = os.waitid(os.P_PID, processes[0], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 assert ended is None, (killed / "log.0").read_text()[-3000:]
                 time.sleep(0.005)
-            time.sleep(random.uniform(0.1, 5 * SAVE_STEPS * STEP_SECONDS))
+            time.sleep(random.uniform(0.2, 1.1))
             kill(processes)
         finish(processes)
         if (killed / "weights.pt").exists():
