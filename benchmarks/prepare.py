@@ -4,15 +4,15 @@
         --output benchmarks/results/prepare.md                          # about 2 minutes, 2 cores
 
 Both trainers prepare the same rows, one process each, nothing cached; the documents must be the
-same token by token and label by label. `--memory` prepares 1,000,000 rows and prints how much the
-process grows.
+same token by token and label by label. `--memory 100000 1000000` prepares so many rows and
+prints how much the process grows.
 """
 
 import argparse
 import json
-import resource
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -89,24 +89,44 @@ def compare(form: str, pairs: list[tuple[str, str]], tokenizer: Any, repeats: in
     return [form, *speeds, f"{ratio:.1f}×", f"≥ {promised}×{missed}" if promised else ""]
 
 
-def growth_over_a_million(pairs: list[tuple[str, str]], tokenizer: Any) -> str:
-    """Prepare 1,000,000 conversations from a file; say how much the process grew."""
+def anonymous_mib() -> float:
+    """Return the memory of this process that no file backs (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 2**10
+
+
+class Peak(threading.Thread):
+    """Looks at the memory ten times a second until it is told to stop."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.stop, self.mib = threading.Event(), 0.0
+
+    def run(self):
+        while not self.stop.wait(0.1):
+            self.mib = max(self.mib, anonymous_mib())
+
+
+def growth_over(number: int, pairs: list[tuple[str, str]], tokenizer: Any) -> str:
+    """Prepare so many conversations from a file; say how much the process grew."""
     row, _ = FORMS["conversations"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "million.jsonl"
         with path.open("w") as file:
-            for number in range(1_000_000):
-                question, answer = pairs[number % len(pairs)]
-                short = row(f"{number}. {question[:60]}", answer[:60])
+            for i in range(number):
+                question, answer = pairs[i % len(pairs)]
+                short = row(f"{i}. {question[:60]}", answer[:60])
                 file.write(json.dumps(short) + "\n")
         rows = load_dataset("json", data_files=str(path), split="train", cache_dir=folder)
         one = trainer(PackedSFTTrainer, rows, tokenizer, folder)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before, peak = anonymous_mib(), Peak()
+        peak.start()
         taken, documents = seconds(one, rows)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        peak.stop.set()
+        peak.join()
         return (
             f"{len(documents):,} short conversations: {len(rows) / taken:,.0f} rows/s, the process "
-            f"grew by {grown / 2**10:,.0f} MiB at its peak (files that it has mapped included).\n"
+            f"grew by {peak.mib - before:,.0f} MiB at its peak (mapped files aside).\n"
         )
 
 
@@ -115,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="a chat model's folder or hub id")
     parser.add_argument("--data", required=True, help="a .jsonl with question and answer")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--memory", action="store_true", help="also prepare a million rows")
+    parser.add_argument("--memory", type=int, nargs="*", default=[], help="also so many rows")
     parser.add_argument("--output", help="write the table there too")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -127,8 +147,8 @@ def main() -> None:
     rows = [compare(form, pairs, tokenizer, arguments.repeats) for form in FORMS]
     header = [f"{len(pairs):,} rows", "TRL rows/s", "ours rows/s", "ratio", "promised"]
     text = f"# Preparing data\n\n{table(header, rows)}\n"
-    if arguments.memory:
-        text += f"{growth_over_a_million(pairs, tokenizer)}\n"
+    for number in arguments.memory:
+        text += f"{growth_over(number, pairs, tokenizer)}\n"
     publish(text + provenance(), arguments.output)
 
 
