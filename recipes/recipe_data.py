@@ -22,9 +22,9 @@ from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builde
 from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.inspection import LOADERS
 from trl_packing.prompt_templates import PromptTemplate
 
-LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 KEPT_COLUMNS = ("tools", "chat_template_kwargs")  # TRL reads these beside a conversation
 
 Row = dict[str, Any]

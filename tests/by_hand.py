@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from tiny import tiny_model
 from transformers import TrainerCallback
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -19,6 +20,7 @@ from trl_packing.labels import IGNORE_INDEX
 from trl_packing.matrix import tiny_tokenizer
 
 TOLERANCE = 1e-4  # relative, float32; without the weights, gradients are off by tens of percent
+LEARNING_RATE = 0.05  # of plain SGD, in runs that tell their parameters and not their gradients
 
 SMOOTHING = 0.1
 LOSSES = {
@@ -143,3 +145,12 @@ def assert_same_step(found, expected, tolerance=TOLERANCE):
     for name, gradient in expected[1].items():
         close = {"rtol": 0, "atol": tolerance * largest, "msg": name}
         torch.testing.assert_close(found[1][name], gradient, **close)
+
+
+def assert_is_one_step_of(result, expected) -> None:
+    """`result` of `distributed.train.run` on a tiny llama: the loss, and where it went by SGD."""
+    loss, gradients = expected
+    assert result["losses"] == pytest.approx([loss], rel=TOLERANCE)
+    for name, start in tiny_model("llama").named_parameters():
+        moved = (start.detach() - result["parameters"][name]) / LEARNING_RATE
+        torch.testing.assert_close(moved, gradients[name], rtol=0, atol=TOLERANCE, msg=name)

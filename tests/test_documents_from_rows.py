@@ -24,6 +24,7 @@ from trl_packing.documents_from_rows import (
     label_tokenized,
     logger,
 )
+from trl_packing.supervision import Supervision
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -195,6 +196,12 @@ def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> l
     return documents(prepared)
 
 
+def supervision_for(rows: Dataset, tokenizer: Any, **settings: Any) -> Supervision:
+    """What our config says of rows without completions."""
+    args = config(PackedSFTConfig, "o", packing=False, **settings)
+    return supervision_of(args, tokenizer, rows[0], chat_template=None, completion_only=False)
+
+
 def documents(dataset: Any) -> list[tuple[list, list]]:
     return [(list(row["input_ids"]), list(row["labels"])) for row in dataset]
 
@@ -348,13 +355,7 @@ def test_weights_of_messages_become_weights_of_tokens():
         assistant("Full."),
     ]
     rows = Dataset.from_list([{"messages": messages}])
-    supervision = supervision_of(
-        config(PackedSFTConfig, "o", packing=False),
-        chat,
-        rows[0],
-        chat_template=None,
-        completion_only=False,
-    )
+    supervision = supervision_for(rows, chat)
     (row,) = documents_from_rows(rows, supervision)
     by_weight: dict[float, list[int]] = {}
     for token, weight in zip(row["input_ids"], row["loss_weights"], strict=True):
@@ -541,13 +542,7 @@ def test_a_second_run_reads_the_cache(tmp_path):
     )
     chat = tokenizer("qwen2_5")
     supervisions = [
-        supervision_of(
-            config(PackedSFTConfig, "o", packing=False, **settings),
-            chat,
-            dataset[0],
-            chat_template=None,
-            completion_only=False,
-        )
+        supervision_for(dataset, chat, **settings)
         for settings in ({}, {}, {"response_template": "a"})
     ]
     first, second, other = (documents_from_rows(dataset, s).cache_files for s in supervisions)
@@ -557,13 +552,7 @@ def test_a_second_run_reads_the_cache(tmp_path):
 def test_other_columns_stay_where_they_are_kept():
     rows = data_set("text").add_column("source", list(range(len(data_set("text")))))
     chat = tokenizer("qwen2_5")
-    supervision = supervision_of(
-        config(PackedSFTConfig, "o", packing=False),
-        chat,
-        rows[0],
-        chat_template=None,
-        completion_only=False,
-    )
+    supervision = supervision_for(rows, chat)
     kept = documents_from_rows(rows, supervision, keeps_columns=True)
     assert kept.column_names == ["text", "source", "input_ids", "labels"]
     assert documents_from_rows(rows, supervision).column_names == ["input_ids", "labels"]
@@ -571,13 +560,7 @@ def test_other_columns_stay_where_they_are_kept():
 
 def test_several_processes_make_the_same_documents():
     chat, rows = tokenizer("qwen2_5"), data_set("messages")
-    supervision = supervision_of(
-        config(PackedSFTConfig, "o", packing=False),
-        chat,
-        rows[0],
-        chat_template=None,
-        completion_only=False,
-    )
+    supervision = supervision_for(rows, chat)
     assert documents(documents_from_rows(rows, supervision, num_proc=2)) == by_us(rows, chat)
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from by_hand import (
     LAYOUTS,
+    LEARNING_RATE,
     LOSSES,
     SMOOTHING,
     TOLERANCE,
+    assert_is_one_step_of,
     assert_same_step,
     by_hand,
     one_step,
@@ -301,7 +303,6 @@ def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypa
 # --- two ranks ------------------------------------------------------------------------------------
 
 LENGTHS = [32, 5, 30, 9, 17, 23, 3, 28]
-LEARNING_RATE = 0.05
 RANKS = {
     "packed": {},
     "not packed": {"packing": False, "batch_size": 4},
@@ -338,14 +339,6 @@ def two_ranks(tmp_path_factory):
 def documents_of(lengths, seed):
     rows = documents_of_lengths(lengths, prompt=2, seed=seed)
     return [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
-
-
-def assert_is_one_step_of(result, expected):
-    loss, gradients = expected
-    assert result["losses"] == pytest.approx([loss], rel=TOLERANCE)
-    for name, start in small_model("llama").named_parameters():
-        moved = (start.detach() - result["parameters"][name]) / LEARNING_RATE
-        torch.testing.assert_close(moved, gradients[name], rtol=0, atol=TOLERANCE, msg=name)
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ import pytest
 import torch
 from by_hand import (
     LAYOUTS,
+    LEARNING_RATE,
     LOSSES,
     TOLERANCE,
+    assert_is_one_step_of,
     assert_same_step,
     by_hand,
     losses_of_tokens,
@@ -235,7 +237,6 @@ def test_a_stream_is_weighted(packing, skips, tmp_path):
 # --- two ranks ------------------------------------------------------------------------------------
 
 LENGTHS = [32, 5, 30, 9, 17, 23, 3, 28]
-LEARNING_RATE = 0.05
 RANKS = {
     f"{mode}, {name}": {**arguments, "mode": mode}
     for mode in MODES
@@ -278,14 +279,10 @@ def documents_of(lengths, seed=0):
     ]
 
 
-def assert_is_one_step_of(result, expected):
-    loss, gradients = expected
-    norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
-    assert result["losses"] == pytest.approx([loss], rel=TOLERANCE)
+def assert_is_one_logged_step_of(result, expected):
+    norm = sum(float(g.square().sum()) for g in expected[1].values()) ** 0.5
     assert result["grad_norms"] == pytest.approx([norm], rel=TOLERANCE)
-    for name, start in small_model("llama").named_parameters():
-        moved = (start.detach() - result["parameters"][name]) / LEARNING_RATE
-        torch.testing.assert_close(moved, gradients[name], rtol=0, atol=TOLERANCE, msg=name)
+    assert_is_one_step_of(result, expected)
 
 
 @pytest.mark.slow
@@ -294,9 +291,9 @@ def test_two_ranks_weigh_documents_as_one(name, two_ranks):
     model, documents = small_model("llama"), documents_of(LENGTHS)
     expected = by_hand(model, documents, "nll", RANKS[name]["mode"])
     for result in two_ranks[name]:
-        assert_is_one_step_of(result, expected)
+        assert_is_one_logged_step_of(result, expected)
     with pytest.raises(AssertionError):
-        assert_is_one_step_of(two_ranks[name][0], by_hand(model, documents))
+        assert_is_one_logged_step_of(two_ranks[name][0], by_hand(model, documents))
 
 
 @pytest.mark.slow

@@ -97,9 +97,13 @@ def plan_report(
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:
     if sampler.documents_per_step is None:
-        return f"{sampler.bins_per_batch} bin{'s' * (sampler.bins_per_batch > 1)}"
+        return _words(sampler.bins_per_batch, "bin")
     per_batch = sampler.documents_per_step / (sampler.num_ranks * sampler.accumulation)
-    return f"{per_batch:g} document{'s' * (per_batch != 1)}"
+    return _words(per_batch, "document")
+
+
+def _words(number: float, what: str) -> str:
+    return f"{number:g} {what}{'s' * (number != 1)}"
 
 
 def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
@@ -112,8 +116,7 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
 
 def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
     """Return what a micro-batch of a stream is, in words."""
-    what = "bin" if packing else "document"
-    return f"{batch_size} {what}{'s' * (batch_size > 1)}"
+    return _words(batch_size, "bin" if packing else "document")
 
 
 def without_plan(args: Any, *, ranks: int, micro_batch: str, attention: str) -> PackingReport:

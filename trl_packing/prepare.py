@@ -9,7 +9,7 @@ dataset        rows of any form, or tokenized, or packed
 documents      each ≤ max_length, each with something to train
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -118,15 +118,16 @@ class Preparation:
             check_eos(dataset, self.tokenizer, name)
             return self.by_trl(dataset, formatting_func, name)
         else:
+            first = next(iter(dataset))  # once: a stream would be asked again each time
             supervision = supervision_of(
                 args,
                 self.processing_class,
-                next(iter(dataset)),
+                first,
                 chat_template=self.chat_template,
                 completion_only=self.completion_only,
                 formatting_func=formatting_func,
             )
-            self._warn_of_tools(dataset, supervision, name)
+            self._warn_of_tools(first, supervision, name)
             documents = documents_from_rows(
                 dataset,
                 supervision,
@@ -141,8 +142,7 @@ class Preparation:
         columns = get_dataset_column_names(dataset)
         return document_columns_of(columns, self.options.source_column)
 
-    def _warn_of_tools(self, dataset: AnyDataset, supervision: Supervision, name: str) -> None:
-        first = next(iter(dataset))
+    def _warn_of_tools(self, first: Mapping[str, Any], supervision: Supervision, name: str) -> None:
         if first.get("tools") and supervision.chat.exists and not supervision.calls_tools:
             logger.warning(
                 f"the {name} dataset has tools, but the chat template renders no tool calls: the "
