@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         lengths_from_eos,
         position_ids_from_lengths,
     )
+    from trl_packing.inspection import load_rows
     from trl_packing.isolation import check_isolation
     from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
     from trl_packing.packing import PackingPlan, pack
@@ -42,6 +43,7 @@ _HOME = {
     "block_diagonal_mask": "documents",
     "resolve_attention": "attention",
     "check_isolation": "isolation",
+    "load_rows": "inspection",
     "show_document": "render",
 }
 
@@ -57,6 +59,7 @@ __all__ = [
     "cu_seqlens_from_lengths",
     "document_ids_from_lengths",
     "lengths_from_eos",
+    "load_rows",
     "pack",
     "position_ids_from_lengths",
     "resolve_attention",

@@ -1,5 +1,6 @@
 """`PackedSFTConfig`: TRL's `SFTConfig` with packing on, and the few settings that packing adds."""
 
+import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -126,7 +127,10 @@ class PackedSFTConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        with warnings.catch_warnings():
+            # TRL 1.16 sets it for everyone, under the name that transformers 5.23 is about to drop.
+            warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
+            super().__post_init__()
         check_options(self)
 
 
