@@ -1,6 +1,7 @@
 """DoRA: LoRA that also trains the length of every column, apart from its direction.
 
     accelerate launch recipes/dora.py --config recipes/dora_8b.yaml
+    accelerate launch recipes/dora.py --config recipes/lora_0.1b.yaml     # a CPU will do
 
 Learns more than LoRA at a small rank, and is slower: the lengths are computed anew in every step.
 So it is merged for use (`--merged_dir`), into weights that load and run as any model does.

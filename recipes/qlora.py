@@ -2,6 +2,7 @@
 
     pip install "trl-packing[qlora]"
     accelerate launch recipes/qlora.py --config recipes/qlora_70b.yaml
+    accelerate launch recipes/qlora.py --config recipes/lora_0.1b.yaml    # to see it work
 
 Needs a CUDA GPU; without one it says so and stops. `--use_cpu true` trains in 4 bits on the CPU,
 slowly: to try it out. What is saved is the adapter; merge it into the model in 16 bits

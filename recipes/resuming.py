@@ -8,12 +8,23 @@ before it is taken. The run goes on with the very batches that it would have see
 and ends with the same weights (to the last bit on a CPU; a GPU's sums vary). Keep the number of
 processes and the settings; to begin anew, name another `--output_dir`.
 
-Expected output of the second command, when the first was killed while it saved:
+Expected output (a model of 55,456 random weights, 300 rows, saving every 20 steps). The first
+command, killed with SIGKILL while it wrote checkpoint-40, ended in
 
-    checkpoint-100 was being written when the run was killed: not used.
-    Going on from checkpoint-50.
-    ────────────────────────────── trl_packing ──────────────────────────────
-    documents    7,473 · 9,936 tokens · 6,430 trained (65%)
+    {'loss': '5.175', 'grad_norm': '0.9703', 'learning_rate': '0.0004862', …
+
+and the second one prints:
+
+    checkpoint-40 was being written when the run was killed: not used.
+    Going on from checkpoint-20.
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    300 · 133,568 tokens · 74,779 trained (56%)
+    packed into  67 bins of 2,048 tokens · 97.34% filled
+    …
+    attention    document-wise SDPA (cpu, float32)
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '5.175', 'grad_norm': '0.9703', 'learning_rate': '0.0004862', … 'epoch': '0.597'}
     …
     The model is in outputs/resuming.
 """

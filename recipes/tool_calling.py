@@ -15,18 +15,25 @@ ShareGPT's `function_call` and `observation` work too. The chat template must kn
 does, SmolLM2's does not (`--chat_template_path` takes that of another model). The last row is held
 out, and what the model writes where its first answer stands is shown before and after.
 
-Expected output (forty rows of Glaive's tool calls, one CPU core):
+Expected output (SmolLM2-135M-Instruct with Qwen2.5's chat template, forty conversations of Glaive's
+up to 768 tokens, six steps of one bin at a learning rate of 2e-4, five minutes on a busy CPU core):
 
     What is trained stands between ⟦ and ⟧.
-    document · 100 tokens · 60 trained (60%) · ends in '\\n', not trained
+    document · 478 tokens · 113 trained (24%) · ends in '\\n', not trained
     …
+    <|im_start|>assistant
     ⟦…<|im_end|>⟧
+
+    before  'You can use the following function to calculate the distance between New York and …'
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    30 · 13,154 tokens · 2,860 trained (22%)
+    packed into  21 bins of 768 tokens · 81.56% filled
     …
-    before  '…'
-    ────────────────────────────── trl_packing ──────────────────────────────
-    documents    50 · 9,936 tokens · 6,430 trained (65%)
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '0.903', … 'epoch': '0.09524'}
     …
-    after   '…'
+    after   '<tool_call>\\n{"name": "calculate_distance", "arguments": {"location1": "New York", …'
     The model is in outputs/tool_calling.
 """
 
