@@ -6,8 +6,10 @@ the accelerate configuration, which says on how many devices and how the model i
     accelerate launch recipes/full.py --config recipes/full_0.1b.yaml
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml \\
         recipes/full.py --config recipes/full_8b_fsdp2.yaml
-    # on every node; full_70b_fsdp2_multinode.yaml has the whole command
-    accelerate launch --config_file recipes/accelerate/multi_node.yaml --machine_rank $RANK … \\
+    # On each of four nodes; MACHINE_RANK is its number, MASTER the address of node 0.
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml \\
+        --num_machines 4 --num_processes 32 --machine_rank $MACHINE_RANK \\
+        --main_process_ip $MASTER --main_process_port 29500 \\
         recipes/full.py --config recipes/full_70b_fsdp2_multinode.yaml
 
 Each YAML file begins with its memory arithmetic. Every option of `PackedSFTConfig` can be given on
