@@ -42,6 +42,8 @@ def add_trained_positions_head(model: Any) -> None:
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         head = self.get_output_embeddings()
+        if fused_lm_head:
+            _keep_gathered(self, head)
         if not fused_lm_head or kwargs.get("shift_labels") is not None or _has_triton(head.weight):
             return fused_by_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
@@ -96,6 +98,20 @@ def _score_logits(logits: Tensor, labels: Tensor) -> FusedCausalLMOutput:
         -(every.exp() * every).sum(-1).detach(),
         every.argmax(-1) == targets,
     )
+
+
+def _keep_gathered(model: Any, head: Any) -> None:
+    """Let DeepSpeed ZeRO-3 gather the head's parameters for `model` too, whose forward reads them.
+
+    It notices by itself who reads another module's parameters, but only if they are partitioned at
+    that moment. After an ordinary forward (the isolation check, an evaluation that asks for logits)
+    they are gathered already, and the backward stops at an empty weight (DeepSpeed 0.19).
+    """
+    for parameter in (head.weight, getattr(head, "bias", None)):
+        if hasattr(parameter, "ds_id"):
+            from deepspeed.zero import register_external_parameter
+
+            register_external_parameter(model, parameter)
 
 
 def _has_triton(weight: Tensor) -> bool:

@@ -28,11 +28,13 @@ class Scenario:
     document_weights: the `loss_weight` of every document, of the evaluation set too.
     sources: the `source` of every document of the evaluation set.
     shards: of the stream; two ranks do not divide three, so each reads all of them.
+    engine: what shards the model (engines.ENGINES); None leaves it to DDP.
     """
 
     output_dir: str
     lengths: list[int]
     model: str = "llama"
+    engine: str | None = None
     leaks_on_rank: int | None = None
     ignores_loss_kwargs: bool = False
     weighted: bool = False
@@ -79,9 +81,12 @@ def _run(scenario: Scenario) -> dict:
     from datasets import Dataset
     from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
+    from distributed import engines
     from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
     torch.set_num_threads(1)
+    if scenario.engine == "fsdp2":
+        engines.fsdp_on_cpu()
     batches: list[list[int]] = []
     largest_targets: list[int] = []
     kept: list[dict[str, torch.Tensor]] = []
@@ -139,6 +144,8 @@ def _run(scenario: Scenario) -> dict:
         "isolation_check": "off",
     }
 
+    settings |= engines.options(scenario.engine, scenario.model)
+
     def leak(module, inputs, output):
         counts = torch.arange(1, output.shape[1] + 1)[:, None]
         return output + 0.1 * output.cumsum(1) / counts
@@ -167,7 +174,8 @@ def _run(scenario: Scenario) -> dict:
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
         "largest_targets": largest_targets,
         "metrics": metrics,
-        "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+        "is_sharded": engines.is_sharded(scenario.engine, trainer),
+        "parameters": engines.whole_parameters(scenario.engine, trainer),
     }
 
 

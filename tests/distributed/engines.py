@@ -1,0 +1,95 @@
+"""The engines that shard a model, made to shard on CPUs too, and the whole parameters afterwards.
+
+    fsdp2           parameters, gradients and optimizer are DTensors
+    zero2, zero3    DeepSpeed: gradients and optimizer are sharded; zero3: parameters too
+
+accelerate 1.15 knows FSDP on devices only: on CPUs it takes DDP instead, without a message. The
+sharding itself (torch, gloo) works on them. `fsdp_on_cpu` lets accelerate believe so.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+LAYERS = {"llama": "LlamaDecoderLayer", "falcon_mamba": "FalconMambaBlock"}
+ENGINES = ("fsdp2", "zero2", "zero3")
+
+
+def options(engine: str | None, model: str) -> dict[str, Any]:
+    """Return the training arguments by which a user asks for `engine`."""
+    if engine == "fsdp2":
+        wrapped = {"transformer_layer_cls_to_wrap": [LAYERS.get(model, "LlamaDecoderLayer")]}
+        return {"fsdp": True, "fsdp_config": {"version": 2, **wrapped}}
+    if engine is None:
+        return {}
+    return {
+        "deepspeed": {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": int(engine[-1]),
+                # By default parameters this small stay whole on every rank.
+                "stage3_param_persistence_threshold": 0,
+            },
+        }
+    }
+
+
+def fsdp_on_cpu() -> None:
+    """Let accelerate shard by FSDP2 on CPUs, for the rest of this process."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    known = AcceleratorState.__init__
+
+    def patched(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        known(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    AcceleratorState.__init__ = patched
+
+
+def is_sharded(engine: str | None, trainer: Any) -> bool:
+    """Whether `engine` has sharded what it is said to shard."""
+    parameters = list(trainer.model.parameters())
+    if engine == "fsdp2":
+        sharded = all(isinstance(p, DTensor) for p in parameters)
+        return bool(trainer.accelerator.is_fsdp2) and sharded
+    if engine == "zero3":
+        return all(p.ds_tensor.numel() < p.ds_numel for p in parameters)
+    if engine == "zero2":
+        flat = trainer.deepspeed.optimizer.single_partition_of_fp32_groups
+        return sum(p.numel() for p in flat) < sum(p.numel() for p in parameters)
+    return True
+
+
+def whole_parameters(engine: str | None, trainer: Any) -> dict[str, torch.Tensor]:
+    """Return every parameter as a plain tensor; on all ranks together."""
+    with gathered(engine, trainer.model):
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in trainer.model.named_parameters()
+        }
+
+
+@contextlib.contextmanager
+def gathered(engine: str | None, model: Any) -> Iterator[None]:
+    if engine != "zero3":
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        yield
