@@ -14,7 +14,7 @@ train, evaluate, predict       stop before the first step if documents leak     
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from trl_packing.document_columns import (
     check_source_column,
     weights_of_documents,
 )
+from trl_packing.engines import keep_outputs_precise, whole_model_saved
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
@@ -137,6 +138,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             super().__init__(
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
+        keep_outputs_precise(self.accelerator)
         self._check_parallelism()
         self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -521,6 +523,11 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run, limit, best, use_mtime=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model on any engine; parts of checkpoints are saved as configured."""
+        with nullcontext() if _internal_call else whole_model_saved(self.accelerator):
+            super().save_model(output_dir, _internal_call)
 
     # --- evaluation ---------------------------------------------------------------------------
 

@@ -8,20 +8,26 @@ sharding itself (torch, gloo) works on them. `fsdp_on_cpu` lets accelerate belie
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils.fsdp_utils import _find_final_norm
 from torch.distributed.tensor import DTensor
 
-LAYERS = {"llama": "LlamaDecoderLayer", "falcon_mamba": "FalconMambaBlock"}
+LAYERS = {
+    "llama": "LlamaDecoderLayer",
+    "falcon_mamba": "FalconMambaBlock",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+}
 ENGINES = ("fsdp2", "zero2", "zero3")
 
 
 def options(engine: str | None, model: str) -> dict[str, Any]:
     """Return the training arguments by which a user asks for `engine`."""
     if engine == "fsdp2":
-        wrapped = {"transformer_layer_cls_to_wrap": [LAYERS.get(model, "LlamaDecoderLayer")]}
+        wrapped = {"transformer_layer_cls_to_wrap": [LAYERS[model]]}
         return {"fsdp": True, "fsdp_config": {"version": 2, **wrapped}}
     if engine is None:
         return {}
@@ -42,13 +48,20 @@ def options(engine: str | None, model: str) -> dict[str, Any]:
     }
 
 
-def fsdp_on_cpu() -> None:
-    """Let accelerate shard by FSDP2 on CPUs, for the rest of this process."""
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
+def fsdp_on_cpu(*, head_apart: bool = False) -> None:
+    """Let accelerate shard by FSDP2 on CPUs, for the rest of this process.
 
+    head_apart: it does not find the final norm, as in PEFT and vision-language models.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, fsdp_utils
+
+    fsdp_utils._find_final_norm = (lambda model: None) if head_apart else _find_final_norm
+    if hasattr(AcceleratorState.__init__, "__wrapped__"):
+        return
     known = AcceleratorState.__init__
 
+    @functools.wraps(known)
     def patched(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         known(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
