@@ -149,6 +149,7 @@ TABLE = {
     ),
     "gate": (
         {
+            "engines",
             "arrow_documents",
             "attention",
             "collator",

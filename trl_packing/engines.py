@@ -20,22 +20,29 @@ from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
 
 
-def gather_head(model: Any, head: Any) -> None:
-    """Make the parameters of `head` whole in the forward of `model` that is running, and after.
+def announce_head(model: Any) -> None:
+    """Tell ZeRO-3 that the forward of `model` reads the parameters of its head; before the first.
 
-    ZeRO-3 notices by itself who reads another module's parameters, but only if they are partitioned
-    at that moment. After an ordinary forward (the isolation check, an evaluation that asks for
-    logits) they are gathered already, and the backward stops at an empty weight (DeepSpeed 0.19).
-
-    FSDP2: accelerate 1.15 shards the head together with the final norm, which runs before it. Where
-    it finds no such norm (PEFT, text models inside vision-language ones) the weight is a DTensor
-    here. Its `full_tensor` has a gradient of this rank's documents alone, which nobody sums up.
+    It notices by itself who reads another module's parameters, but only if they are partitioned at
+    that moment. After an ordinary forward (the isolation check, an evaluation that asks for logits)
+    they are gathered already, and the backward stops at an empty weight (DeepSpeed 0.19). Told
+    later, it finds that the order of modules has changed and stops too.
     """
-    for parameter in (head.weight, getattr(head, "bias", None)):
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for parameter in (getattr(head, "weight", None), getattr(head, "bias", None)):
         if hasattr(parameter, "ds_id"):
-            from deepspeed.zero import register_external_parameter
+            from deepspeed.runtime.zero import register_external_parameter
 
             register_external_parameter(model, parameter)
+
+
+def unshard_head(head: Any) -> None:
+    """Make the parameters of `head` whole while FSDP2 runs the model around it.
+
+    accelerate 1.15 shards the head together with the final norm, which runs before it. Where it
+    finds no such norm (PEFT, text models inside vision-language ones) the weight is a DTensor in
+    the forward. Its `full_tensor` has a gradient of this rank's documents, which nobody sums up.
+    """
     if isinstance(head, FSDPModule) and isinstance(head.weight, DTensor):
         head.unshard()
 

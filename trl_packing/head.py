@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from trl_packing.engines import gather_head
+from trl_packing.engines import unshard_head
 from trl_packing.labels import IGNORE_INDEX
 
 # Logits of a chunk: 2**26 float32 are 256 MiB.
@@ -44,7 +44,7 @@ def add_trained_positions_head(model: Any) -> None:
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         head = self.get_output_embeddings()
         if fused_lm_head:
-            gather_head(self, head)
+            unshard_head(head)
         if not fused_lm_head or kwargs.get("shift_labels") is not None or _has_triton(head.weight):
             return fused_by_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)

@@ -561,7 +561,9 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     def _vocabulary_size(self) -> int:
         embeddings = self.model.get_input_embeddings()
         weight = getattr(embeddings, "weight", None)
-        return self.model.config.get_text_config().vocab_size if weight is None else len(weight)
+        if weight is None:
+            return self.model.config.get_text_config().vocab_size
+        return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves none of it here
 
     # --- report -------------------------------------------------------------------------------
 

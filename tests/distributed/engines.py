@@ -41,6 +41,7 @@ def options(engine: str | None, model: str) -> dict[str, Any]:
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
                 "stage": int(engine[-1]),
+                "stage3_gather_16bit_weights_on_model_save": True,
                 # By default parameters this small stay whole on every rank.
                 "stage3_param_persistence_threshold": 0,
             },
@@ -72,6 +73,21 @@ def fsdp_on_cpu(*, head_apart: bool = False) -> None:
             PartialState._shared_state["distributed_type"] = self.distributed_type
 
     AcceleratorState.__init__ = patched
+
+
+def start(engine: str | None) -> None:
+    """Let DeepSpeed know the ranks, which its launcher does, but not on CPUs."""
+    if engine in ("zero2", "zero3"):
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+
+
+def forget_zero3() -> None:
+    """Let models be built whole: one that is built under ZeRO-3 starts from other weights."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
 
 
 def is_sharded(engine: str | None, trainer: Any) -> bool:

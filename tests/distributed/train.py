@@ -165,11 +165,13 @@ def _run(scenario: Scenario) -> dict:
         counts = torch.arange(1, output.shape[1] + 1)[:, None]
         return output + 0.1 * output.cumsum(1) / counts
 
+    engines.forget_zero3()
     model = tiny_model(scenario.model, **scenario.config)
     model.accepts_loss_kwargs = not scenario.ignores_loss_kwargs
     if scenario.leaks_on_rank == int(os.environ.get("RANK", 0)):
         model.model.layers[0].mlp.register_forward_hook(leak)
     config = PackedSFTConfig(**{**settings, **scenario.options})
+    engines.start(scenario.engine)
     if scenario.by_name:
         if config.process_index == 0:
             model.save_pretrained(f"{scenario.output_dir}/model")
@@ -203,18 +205,20 @@ def _run(scenario: Scenario) -> dict:
         "metrics": metrics,
         "saved": saved(trainer, scenario.output_dir) if scenario.saves else {},
         "is_sharded": is_sharded,
+        "scores_own_logits": any(
+            hasattr(vars(m).get("forward"), "scores_own_logits") for m in trainer.model.modules()
+        ),
         "parameters": engines.whole_parameters(scenario.engine, trainer),
     }
 
 
 def saved(trainer, folder: str) -> dict:
-    """Return the parameters that `from_pretrained` reads from what the trainer saves."""
-    from transformers import AutoModelForCausalLM
+    """Return what is in the file that `trainer.save_model` writes: tied weights are in it once."""
+    from safetensors.torch import load_file
 
     trainer.save_model(f"{folder}/final")
     trainer.accelerator.wait_for_everyone()
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/final")
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return load_file(f"{folder}/final/model.safetensors")
 
 
 def run_on_ranks(
