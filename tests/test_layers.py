@@ -70,6 +70,7 @@ TABLE = {
     ),
     "length_constants": (set(), set()),
     "architectures": (set(), {"torch", "transformers"}),
+    "engines": (set(), {"torch"}),
     "attention.interface": (set(), {"torch", "transformers"}),
     "attention.document_sdpa": ({"attention.interface"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
@@ -78,7 +79,7 @@ TABLE = {
         {"attention.interface", "documents", "length_constants"},
         {"torch"},
     ),
-    "attention.padded_rows": ({"attention.interface", "labels"}, {"torch", "transformers"}),
+    "attention.padded_rows": ({"attention.interface", "engines", "labels"}, {"torch", "transformers"}),
     "attention": (
         {
             "length_constants",
@@ -91,7 +92,7 @@ TABLE = {
         },
         {"torch"},
     ),
-    "head": ({"labels"}, {"torch", "trl"}),
+    "head": ({"engines", "labels"}, {"torch", "trl"}),
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
         {"document_columns", "evaluation", "label_smoothing", "labels"},
@@ -104,13 +105,14 @@ TABLE = {
             "attention",
             "attention.interface",
             "collator",
+            "engines",
             "labels",
             "probes",
             "undisturbed",
         },
         {"numpy", "torch"},
     ),
-    "exact_way": ({"attention", "isolation"}, {"accelerate", "numpy", "torch"}),
+    "exact_way": ({"attention", "engines", "isolation"}, {"accelerate", "numpy", "torch"}),
     "config": ({"weighting"}, {"trl"}),
     "arguments": (
         {
@@ -147,6 +149,7 @@ TABLE = {
     ),
     "gate": (
         {
+            "engines",
             "arrow_documents",
             "attention",
             "collator",
@@ -176,6 +179,7 @@ TABLE = {
             "config",
             "dataset_checks",
             "document_columns",
+            "engines",
             "gate",
             "head",
             "labels",
