@@ -599,14 +599,16 @@ def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, ca
 
 def on_two_ranks(recipe: str, model: str, folder: Path, *further: str) -> str:
     """Run a recipe as a user does, in two processes, and return what it printed."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *(str(FOLDER / f"{recipe}.py"), *options(recipe, model, folder), *further),
-    ]
+    arguments = [*options(recipe, model, folder), *further]
+    return torchrun(folder, str(FOLDER / f"{recipe}.py"), *arguments)
+
+
+def torchrun(folder: Path, *arguments: str) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     done = subprocess.run(
-        command,
+        [sys.executable, *launcher, *arguments],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -645,3 +647,25 @@ def test_two_processes_read_parts_of_their_own_of_a_stream(model, tmp_path):
     assert "Shards in the stream: 4. Ranks: 2; each reads its own part, 2 at a time." in output
     assert output.count("is in ") == 1
     assert weights(tmp_path / "out")
+
+
+FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+
+
+@pytest.mark.slow
+def test_full_trains_sharded_weights_with_its_configuration_for_fsdp2(model, tmp_path):
+    """As in recipes/accelerate/fsdp2.yaml, FSDP checkpoints the activations; float32, not bf16."""
+    settings = yaml.safe_load((FOLDER / "full_8b_fsdp2.yaml").read_text())
+    settings |= {"fsdp": True, "fsdp_config": FSDP2 | {"activation_checkpointing": True}}
+    (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(settings))
+    chats = write(tmp_path / "rows.jsonl", tiny_rows("conversational_language_modeling", 48))
+    arguments = ["--model_name_or_path", model, "--dataset_name", chats, "--output_dir", "out"]
+    small = ["--max_length", "128", "--max_steps", "3", "--use_cpu", "true", "--bf16", "false"]
+    config = ["--config", str(tmp_path / "sharded.yaml")]
+    output = torchrun(tmp_path, "-m", "distributed.recipe", "full", *config, *arguments, *small)
+    assert "Every parameter is sharded." in output
+    assert "2 ranks" in output
+    saved = weights(tmp_path / "out")
+    for weight, before in weights(Path(model)).items():
+        assert saved[weight].shape == before.shape
+        assert weight.endswith("norm.weight") or not torch.equal(saved[weight], before)
