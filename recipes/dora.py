@@ -1,10 +1,11 @@
-"""DoRA: LoRA that also trains the length of every column, apart from its direction.
+"""DoRA: LoRA for the directions of the weights, and their lengths trained apart.
 
     accelerate launch recipes/dora.py --config recipes/dora_8b.yaml
     accelerate launch recipes/dora.py --config recipes/lora_0.1b.yaml     # a CPU will do
 
-Learns more than LoRA at a small rank, and is slower: the lengths are computed anew in every step.
-So it is merged for use (`--merged_dir`), into weights that load and run as any model does.
+Its paper (https://huggingface.co/papers/2402.09353) reports better results than LoRA's at half the
+rank. It is slower: the lengths of all weights are computed anew in every forward. So it is merged
+for use (`--merged_dir`), into a model that loads and runs as any other.
 
 Expected output (`--config recipes/lora_0.1b.yaml --merged_dir outputs/merged`, one CPU core):
 

@@ -1,4 +1,4 @@
-"""QLoRA: LoRA on a model whose weights are kept in 4 bits, so that a 70B fits one 80 GB GPU.
+"""QLoRA: LoRA on a model whose weights are kept in 4 bits, so that a 70B fits on an 80 GB GPU.
 
     pip install "trl-packing[qlora]"
     accelerate launch recipes/qlora.py --config recipes/qlora_70b.yaml
