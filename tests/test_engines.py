@@ -1,16 +1,15 @@
-"""FSDP2, ZeRO-2 and ZeRO-3 on two gloo ranks train what one rank with twice the accumulation trains.
+"""FSDP2, ZeRO-2, ZeRO-3 on two gloo ranks train what one rank with twice the accumulation trains.
 
 Tolerance, float32: as in test_distributed. The largest difference of losses of around 6 that was
 measured is 9.5e-7 on every engine, that of parameters 1.2e-7.
 """
 
 import importlib.util
-import json
 
 import pytest
 import torch
 from distributed.engines import ENGINES
-from distributed.train import Scenario, launch, run, run_on_ranks
+from distributed.train import Scenario, run, run_on_ranks
 
 TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}
@@ -88,6 +87,7 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
             1,
         ),
         "bf16": scenario(base, engine, "bf16", {"options": {"bf16": True}, **EVALUATED}, 1),
+        "evaluated": scenario(base, engine, "evaluated", {"eval_lengths": FEW}, 1),
         "few": scenario(base, engine, "few", {"lengths": [9]}, 1),
     }
     return run_on_ranks(made, base / "results", timeout_seconds=400)
@@ -185,3 +185,11 @@ def test_bf16_keeps_the_loss_in_float32(two_ranks, one_rank):
 def test_fewer_documents_than_ranks_are_refused_on_every_rank(two_ranks):
     for rank in two_ranks["few"]:
         assert rank["error"].startswith("1 documents cannot keep 2 ranks busy")
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_training_is_refused_on_every_rank(engine, two_ranks):
+    """By accelerate, by transformers, and by us where training would have failed."""
+    says = {"fsdp2": "a model and optimizer", "zero2": "ZeRO inference", "zero3": "eval_on_start"}
+    for rank in two_ranks["evaluated"]:
+        assert says[engine] in rank["error"]

@@ -47,6 +47,19 @@ def unshard_head(head: Any) -> None:
         head.unshard()
 
 
+def check_engine_can_train(trainer: Any) -> None:
+    """Raise ValueError if an evaluation has set ZeRO-3 up without an optimizer.
+
+    `train` would stop in the first backward (transformers 5.23). FSDP2 and ZeRO-2 refuse such an
+    evaluation by themselves.
+    """
+    if trainer.is_deepspeed_enabled and trainer.deepspeed is not None and trainer.optimizer is None:
+        raise ValueError(
+            "evaluate() or predict() before train() sets DeepSpeed ZeRO-3 up without an optimizer; "
+            "set eval_on_start=True instead, or evaluate after training"
+        )
+
+
 def keep_outputs_precise(accelerator: Any) -> None:
     """Let FSDP2 hand on log-probabilities as they are: in bf16 a loss has 3 digits.
 
