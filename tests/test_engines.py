@@ -15,6 +15,7 @@ TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 MANY = [3 + (i * 11) % 29 for i in range(41)]
 FEW = [5, 9, 30, 22]
+ADAMW = {"save_steps": 4, "options": {"optim": "adamw_torch", "learning_rate": 0.01}}
 EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}
 
 # Each as one rank with twice the accumulation. The gate is on where it says so, the head's is on.
@@ -32,6 +33,11 @@ SAME = {
         "weighted": True,
         "options": {"loss_weighting": "document"},
         **EVALUATED,
+    },
+    "documents weighted, none on a rank": {
+        "lengths": [32, 32, 32],
+        "weighted": True,
+        "options": {"loss_weighting": "document"},
     },
     "tied embeddings": {"config": {"tie_word_embeddings": True}, "saves": True},
     "balance of experts": {
@@ -90,7 +96,10 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
         "evaluated": scenario(base, engine, "evaluated", {"eval_lengths": FEW}, 1),
         "few": scenario(base, engine, "few", {"lengths": [9]}, 1),
     }
-    return run_on_ranks(made, base / "results", timeout_seconds=400)
+    made["whole"] = scenario(base, engine, "whole", ADAMW, 1)
+    checkpoint = f"{made['whole'].output_dir}/checkpoint-4"
+    made["resumed"] = scenario(base, engine, "resumed", ADAMW | {"resume": checkpoint}, 1)
+    return run_on_ranks(made, base / "results", timeout_seconds=600)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +162,15 @@ def test_the_whole_model_is_saved(name, two_ranks):
         assert len(rank["parameters"].keys() - saved.keys()) <= 0 + ("tied" in name)
         for parameter in saved.keys() & rank["parameters"].keys():
             torch.testing.assert_close(saved[parameter], rank["parameters"][parameter])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_with_the_same_bits(two_ranks):
+    for whole, resumed in zip(two_ranks["whole"], two_ranks["resumed"], strict=True):
+        assert (len(whole["batches"]), len(resumed["batches"])) == (11, 7)
+        assert resumed["batches"] == whole["batches"][4:]
+        for name, parameter in whole["parameters"].items():
+            assert torch.equal(resumed["parameters"][name], parameter), name
 
 
 @pytest.mark.slow

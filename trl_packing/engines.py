@@ -43,7 +43,7 @@ def unshard_head(head: Any) -> None:
     finds no such norm (PEFT, text models inside vision-language ones) the weight is a DTensor in
     the forward. Its `full_tensor` has a gradient of this rank's documents, which nobody sums up.
     """
-    if isinstance(head, FSDPModule) and isinstance(head.weight, DTensor):
+    if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
         head.unshard()
 
 
