@@ -79,7 +79,10 @@ TABLE = {
         {"attention.interface", "documents", "length_constants"},
         {"torch"},
     ),
-    "attention.padded_rows": ({"attention.interface", "engines", "labels"}, {"torch", "transformers"}),
+    "attention.padded_rows": (
+        {"attention.interface", "engines", "labels"},
+        {"torch", "transformers"},
+    ),
     "attention": (
         {
             "length_constants",
