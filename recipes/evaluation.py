@@ -57,11 +57,12 @@ def right_documents(prediction: Any) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
-    """Evaluate, train, evaluate again, print both; return the trainer."""
+    """Evaluate, train, evaluate the best model, print both; return the trainer."""
     parser = TrlParser(
         (Arguments, PackedSFTConfig), usage="evaluation.py --config FILE [--OPTION VALUE]"
     )
-    parser.set_defaults(output_dir="outputs/evaluation")
+    # At the start of training, as FSDP2 and ZeRO-2 cannot evaluate before.
+    parser.set_defaults(output_dir="outputs/evaluation", eval_on_start=True)
     if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
@@ -79,8 +80,8 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         # Of each token one number is gathered from all ranks, instead of the whole vocabulary.
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
-    before = trainer.evaluate()
     trainer.train(training_args.resume_from_checkpoint)
+    before = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
     after = trainer.evaluate()
     say = trainer.accelerator.print
     say(f"\n{'':<32} before  after")

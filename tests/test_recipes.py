@@ -580,18 +580,19 @@ def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, ca
     output = capsys.readouterr().out
     assert_prints("evaluation", output)
     evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
-    assert [e["step"] for e in evaluated] == [4, 8, 8]
-    best = min(evaluated[:2], key=lambda entry: entry["eval_loss"])
+    assert [e["step"] for e in evaluated] == [0, 4, 8, 8]
+    best = min(evaluated[1:3], key=lambda entry: entry["eval_loss"])
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best['step']}")
-    assert evaluated[2]["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-6)
+    assert evaluated[3]["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-6)
     table = {
         name: map(float, n) for name, *n in re.findall(r"(eval_\w+) +([\d.]+) +([\d.]+)", output)
     }
     assert len(table) == 5
     for name, (before, after) in table.items():
-        assert after == pytest.approx(evaluated[2][name], rel=1e-3)
+        assert before == pytest.approx(evaluated[0][name], rel=1e-3)
+        assert after == pytest.approx(evaluated[3][name], rel=1e-3)
         assert after <= before if name == "eval_right_documents" else after < before
-    assert evaluated[2]["eval_perplexity"] == pytest.approx(np.exp(evaluated[2]["eval_loss"]))
+    assert evaluated[3]["eval_perplexity"] == pytest.approx(np.exp(evaluated[3]["eval_loss"]))
 
 
 # --- in two processes -----------------------------------------------------------------------------
