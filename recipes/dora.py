@@ -7,20 +7,21 @@ Its paper (https://huggingface.co/papers/2402.09353) reports better results than
 rank. It is slower: the lengths of all weights are computed anew in every forward. So it is merged
 for use (`--merged_dir`), into a model that loads and runs as any other.
 
-Expected output of the second command with `--merged_dir outputs/merged` (a model of 39,072 random
-weights, ten seconds on a CPU; SmolLM2 takes minutes a step):
+Expected output of the second command with `--merged_dir outputs/merged --dataset_train_split
+"train[:16]" --max_length 512 --max_steps 2 --logging_steps 1`, five minutes on a busy CPU core:
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
-    documents    50 · 22,647 tokens · 12,276 trained (54%)
-    packed into  23 bins of 1,024 tokens · 96.16% filled
-    an epoch     23 micro-batches · 23 optimizer steps · 2.2 documents, 534 trained tokens a step …
-    padded       50 steps of 1 document; documents_per_step=1 keeps them
-    …
+    documents    16 · 3,222 tokens · 2,116 trained (66%)
+    packed into  7 bins of 512 tokens · 89.90% filled
+    an epoch     7 micro-batches · 7 optimizer steps · 2.3 documents, 302 trained tokens a step …
+    padded       16 steps of 1 document; documents_per_step=1 keeps them
+                 warning: 7 optimizer steps an epoch; …
     attention    document-wise SDPA (cpu, float32)
     ──────────────────────────────────────────────────────────────────────────────────────
-    {'loss': '6.405', 'grad_norm': '2.115', … 'epoch': '0.08696'}
+    {'loss': '1.374', 'grad_norm': '1.081', … 'epoch': '0.1429'}
+    {'loss': '1.658', 'grad_norm': '1.269', … 'epoch': '0.2857'}
     …
-    Trained 16,896 of 55,968 parameters (30.2%).
+    Trained 5,040,000 of 139,555,008 parameters (3.6%).
     The adapter is in outputs/dora.
     Base model and adapter, merged, are in outputs/merged.
 """

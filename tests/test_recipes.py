@@ -400,7 +400,7 @@ def data_of(recipe: str, folder: Path) -> list[str]:
             write(folder / "shards" / f"{shard}.jsonl", chats[shard::4])
         return ["--dataset_name", str(folder / "shards"), "--dataset_config", "default", *split]
     if recipe == "evaluation":
-        chats = [row | {"source": "ab"[i % 3 == 0]} for i, row in enumerate(chats)]
+        chats = [row | {"source": "gsm8k" if i % 3 else "alpaca"} for i, row in enumerate(chats)]
         write(folder / "splits" / "train.jsonl", chats)
         write(folder / "splits" / "test.jsonl", chats[:12])
         name = ["--dataset_name", str(folder / "splits"), "--dataset_config", "default"]
