@@ -402,12 +402,19 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         return dataloader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        return self._evaluation_dataloader(super().get_eval_dataloader, eval_dataset)
+        return self._evaluation_dataloader(
+            super().get_eval_dataloader, eval_dataset, self._options.source_column
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        return self._evaluation_dataloader(super().get_test_dataloader, test_dataset)
+        column = self._options.source_column
+        if column not in _columns(test_dataset):  # `predict` may be asked of anything
+            column = None
+        return self._evaluation_dataloader(super().get_test_dataloader, test_dataset, column)
 
-    def _evaluation_dataloader(self, parent: Any, dataset: Any) -> DataLoader:
+    def _evaluation_dataloader(
+        self, parent: Any, dataset: Any, source_column: str | None
+    ) -> DataLoader:
         if self._trl_path:
             return parent(dataset)
         chosen = self.eval_dataset if dataset is None else dataset
@@ -415,8 +422,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         self._pass_gate(self.model, chosen, training=False)
         if self._evaluates_padded and "seq_lengths" in _columns(chosen):
             dataset = chosen = unpack_rows(chosen)
-        column = self._options.source_column
-        self._sources = None if column is None else Sources.of(chosen, column)
+        self._sources = None if source_column is None else Sources.of(chosen, source_column)
         if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
             return self._stream(
                 chosen, self._eval_packing, self.args.eval_batch_size, training=False
