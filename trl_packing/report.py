@@ -115,6 +115,7 @@ class PackingReport:
     """What a training run is made of, as the plan of its first epoch knows it.
 
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
+    `tokens_per_micro_batch` is None unless shapes are held; then it counts the padding too.
     """
 
     ranks: int
@@ -131,6 +132,7 @@ class PackingReport:
     documents_per_step: float | None = None
     padded_documents_per_step: int | None = None
     largest_micro_batch: int | None = None
+    tokens_per_micro_batch: int | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
 
     @property
@@ -155,6 +157,7 @@ class PackingReport:
         lines = [
             self._data(),
             self._plan(),
+            self._shapes(),
             self._step(),
             *self._padded(),
             f"attention    {self.attention}" if self.attention else "",
@@ -182,6 +185,15 @@ class PackingReport:
             f"packed into  {self.bins:,} bins of {self.capacity:,} tokens · "
             f"{self.utilization:.2%} filled"
         )
+
+    def _shapes(self) -> str:
+        held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
+        if not held:
+            return ""
+        line = f"shapes       every micro-batch has {held:,} tokens"
+        if not batches or self.tokens is None:
+            return line
+        return f"{line} · {1 - self.tokens / (batches * held):.2%} of an epoch is padding"
 
     def _step(self) -> str:
         if self.steps_per_epoch is None:
