@@ -51,7 +51,7 @@ TABLE = {
     "streaming": ({"packing", "stream_parts", "stream_windows"}, {"datasets", "numpy", "torch"}),
     "stream_batches": ({"stream_parts", "streaming"}, {"numpy", "torch"}),
     "length_constants": (set(), set()),
-    "static_shapes": ({"length_constants"}, set()),
+    "static_shapes": ({"length_constants"}, {"torch"}),
     "collator": ({"documents", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
     "templates": (set(), {"numpy"}),
     "conversations": (set(), set()),

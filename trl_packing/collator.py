@@ -92,10 +92,11 @@ class PackedCollator:
             for document, ids in zip(documents, input_ids, strict=True)
         ]
         rows = list(_seq_lengths(documents, input_ids))
-        lengths = [length for row in rows for length in row]
+        lengths = [length for row in rows for length in row if length]
         tails = self._tails(sum(lengths))
         tail = sum(tails)
-        lengths += tails
+        empty = self._empty_documents(len(lengths) + len(tails))
+        lengths += [0] * empty + tails
         input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
         labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
         batch = _batch(
@@ -110,8 +111,13 @@ class PackedCollator:
                 np.concatenate([*weights, np.ones(tail)]),
                 batch["labels"],
                 lengths,
-                [document_weight(d) for d, row in zip(documents, rows, strict=True) for _ in row]
-                + [1.0] * len(tails),
+                [
+                    document_weight(document)
+                    for document, row in zip(documents, rows, strict=True)
+                    for length in row
+                    if length
+                ]
+                + [1.0] * (empty + len(tails)),
                 self.loss_weighting,
             )
         if any(SOURCE_IDS in document for document in documents):
@@ -127,6 +133,10 @@ class PackedCollator:
         multiple = self.pad_to_multiple_of or 1
         tail = -num_tokens % multiple if num_tokens else multiple
         return [tail] if tail else []
+
+    def _empty_documents(self, num_documents: int) -> int:
+        """Return how many documents without tokens stand in front of the masked ones."""
+        return self.static_shapes.empty_documents(num_documents) if self.static_shapes else 0
 
 
 @dataclass
@@ -202,16 +212,12 @@ def _seq_lengths(
 def _batch(
     input_ids: np.ndarray, labels: np.ndarray, lengths: list[int], shapes: StaticShapes | None
 ) -> dict[str, Any]:
-    seq_lengths = torch.tensor([length for length in lengths if length], dtype=torch.int64)
+    seq_lengths = torch.tensor(lengths, dtype=torch.int64)
     cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
+    seq_lengths = seq_lengths[seq_lengths > 0]
     flat_labels = torch.from_numpy(labels)
-    flat_labels[cu_seqlens[:-1].long()] = IGNORE_INDEX
-    longest = int(seq_lengths.max())
-    if shapes is not None:
-        missing = shapes.documents(len(seq_lengths)) - len(seq_lengths)
-        # Documents of length 0: the last boundary, repeated.
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)])
-        longest = max(longest, shapes.max_length)
+    flat_labels[seq_lengths.cumsum(0) - seq_lengths] = IGNORE_INDEX  # where documents begin
+    longest = max(max(lengths), shapes.max_length if shapes else 0)
     return {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": flat_labels[None],

@@ -1,15 +1,19 @@
 """Batches of one shape, so that `torch.compile` and a GPU's allocator see the same one every time.
 
-    documents      a a a a a | b b | c c c                         10 tokens of 16
-    row            a a a a a | b b | c c c | . . . . . .           a masked document behind them
-    cu_seqlens     0           5     7       10            16 16 16 16    documents of length 0
-    max_length     16                                              whatever the row holds
+    documents      a a a a a | b b | c c c                    10 tokens of 16
+    row            a a a a a | b b | c c c | . . . . . .      filled up by a masked document
+    seq_lengths    5           2     3   0 0 0 0 6           four documents have no tokens
+    cu_seqlens     0 5 7 10 10 10 10 10 16
+    max_length     16                                         whatever the row holds
 
 Nothing masked is a target, and nobody but itself sees it, so losses and gradients stay as they are.
+The first document without tokens says where the documents end and the padding begins.
 """
 
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from trl_packing.length_constants import rope_thresholds, text_config
 
@@ -23,8 +27,8 @@ class StaticShapes:
 
     num_tokens: T of a row; a row with more is filled up to a multiple of it.
     max_length: what kernels are told is the longest document.
-    num_documents: boundaries of a row, less one; a row with more documents has twice as many, or
-        four times, ...
+    num_documents: boundaries of a row, less one; a row that needs more has twice as many, or four
+        times, ...
     longest_tail: most tokens of a masked document; a longer tail is several of them.
     """
 
@@ -58,7 +62,7 @@ class StaticShapes:
         return cls(
             num_tokens=num_tokens,
             max_length=capacity,
-            num_documents=-(-(expected + 1) // _STEP) * _STEP,
+            num_documents=-(-(expected + 2) // _STEP) * _STEP,  # one without tokens, and a tail
             longest_tail=min([capacity, *(limit for limit in limits if limit)]),
         )
 
@@ -72,14 +76,25 @@ class StaticShapes:
         full, rest = divmod(missing, self.longest_tail)
         return [self.longest_tail] * full + [rest] * bool(rest)
 
-    def documents(self, num_documents: int) -> int:
-        """Return how many documents a row with `num_documents` is said to have.
+    def empty_documents(self, num_documents: int) -> int:
+        """Return how many documents without tokens a row with `num_documents` needs, at least one.
 
         >>> shapes = StaticShapes(16, max_length=8, num_documents=8, longest_tail=8)
-        >>> shapes.documents(3), shapes.documents(9)
-        (8, 16)
+        >>> shapes.empty_documents(3), shapes.empty_documents(8)
+        (5, 8)
         """
         held = self.num_documents
-        while held < num_documents:
+        while held <= num_documents:
             held *= 2
-        return held
+        return held - num_documents
+
+
+def num_padding(cu_seqlens: Tensor) -> Tensor:
+    """Return the tokens behind the documents of a row of static shape, a number.
+
+    >>> import torch
+    >>> num_padding(torch.tensor([0, 5, 7, 10, 10, 10, 16]))
+    tensor(6)
+    """
+    # Of equal values argmax returns the first.
+    return cu_seqlens[-1] - cu_seqlens[(cu_seqlens.diff() == 0).int().argmax()]

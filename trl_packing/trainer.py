@@ -66,7 +66,7 @@ from trl_packing.plan import (
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
-from trl_packing.static_shapes import StaticShapes
+from trl_packing.static_shapes import StaticShapes, num_padding
 from trl_packing.stream_batches import StreamBatches
 from trl_packing.streaming import StreamSettings
 from trl_packing.token_columns import TOKEN_COLUMNS
@@ -286,10 +286,12 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         self._gate.check_head(model)
         if self._evaluates_padded and not training:
             return
+        shapes = self.data_collator.static_shapes
         self._gate.check(
             model,
             dataset,
-            self.data_collator,
+            # Probes fill one bin or two, not a micro-batch of many.
+            self.data_collator if shapes is None else self._with_shapes(bins=1),
             training=training,
             max_length=self.args.max_length,
         )
@@ -513,6 +515,15 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             batch_size=None,
             collate_fn=_as_it_is,
         )
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Take the padding of static shapes out of TRL's `num_tokens`, once a step."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and not self._trl_path and self.data_collator.static_shapes is not None:
+            padding = torch.stack([num_padding(batch["cu_seq_lens_q"]) for batch in batches]).sum()
+            padding = self.accelerator.gather(padding.to(device)).sum()
+            self._total_train_tokens -= int(padding) // self.get_tp_size()
+        return batches, num_items
 
     # --- resuming a stream --------------------------------------------------------------------
 
