@@ -236,18 +236,22 @@ ON_TWO_RANKS = {
     "two ranks, one idle": {"lengths": [32, 32, 32]},
     "two ranks, weighted by document": {"options": {"loss_weighting": "document"}},
     "two ranks, a stream": {"stream": True, "max_steps": 6},
+    # Evaluated first, which once left every rank to train by itself, compiled (transformers 5.23).
+    "two ranks, compiled": {"compiles": True},
 }
+COMPILES = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 
 def scenarios(folder, arguments):
-    """The run without and with static shapes."""
+    """The run without and with static shapes, and compiled if `arguments` say so."""
+    arguments = dict(arguments)
+    held_options = COMPILES if arguments.pop("compiles", False) else {}
     options = {"optim": "sgd", "learning_rate": 0.05, **arguments.get("options", {})}
     arguments = {"lengths": MANY, "eval_lengths": MANY[:7], **arguments}
+    held_options = options | {"static_shapes": True} | held_options
     return [
-        Scenario(
-            str(folder / str(held)), **arguments | {"options": options | {"static_shapes": held}}
-        )
-        for held in (False, True)
+        Scenario(str(folder / "plain"), **arguments | {"options": options}),
+        Scenario(str(folder / "held"), **arguments | {"options": held_options}),
     ]
 
 

@@ -560,6 +560,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every
             # rank trains by itself, without a message (transformers 5.23, accelerate 1.15).
             self.model._is_accelerate_prepared = False
+            self.model_wrapped = self.model  # compiled by then, under torch_compile
             self.accelerator._models.remove(self.model)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         with pages_kept(on_cpu=self.args.device.type == "cpu"):
