@@ -350,7 +350,7 @@ def test_the_report_says_what_is_padding(tmp_path):
     bins = report.micro_batches_per_epoch
     assert report.tokens_per_micro_batch == 40
     share = 1 - sum(MANY) / (40 * bins)
-    line = f"shapes       every micro-batch has 40 tokens · {share:.2%} of an epoch is padding"
+    line = f"shapes       every micro-batch has 40 tokens · {share:.2%} padding in all"
     assert line in str(report).splitlines()
     assert "shapes" not in str(trainer_for(tmp_path, static_shapes=False).packing_report)
 

@@ -142,6 +142,14 @@ class PackingReport:
             return None
         return self.tokens / (self.bins * self.capacity)
 
+    @property
+    def padding(self) -> float | None:
+        """Share of an epoch's tokens that fills up rows of one shape; None without such rows."""
+        held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
+        if not held or not batches or self.tokens is None:
+            return None
+        return 1 - self.tokens / (batches * held)
+
     def to_json(self) -> str:
         """Return the report as one line of JSON."""
         return json.dumps(asdict(self) | {"utilization": self.utilization})
@@ -187,13 +195,10 @@ class PackingReport:
         )
 
     def _shapes(self) -> str:
-        held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
-        if not held:
+        if not self.tokens_per_micro_batch:
             return ""
-        line = f"shapes       every micro-batch has {held:,} tokens"
-        if not batches or self.tokens is None:
-            return line
-        return f"{line} · {1 - self.tokens / (batches * held):.2%} of an epoch is padding"
+        line = f"shapes       every micro-batch has {self.tokens_per_micro_batch:,} tokens"
+        return line if self.padding is None else f"{line} · {self.padding:.2%} padding in all"
 
     def _step(self) -> str:
         if self.steps_per_epoch is None:
