@@ -364,6 +364,13 @@ def test_evaluation_holds_the_shape_of_its_own_micro_batches(tmp_path):
     assert len({batch["input_ids"].shape for batch in documents.get_eval_dataloader()}) > 1
 
 
+def test_a_smaller_batch_that_was_found_has_smaller_rows(tmp_path):
+    trainer = trainer_for(tmp_path, per_device_train_batch_size=4)
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, 128)
+    trainer._update_auto_batch_size(2)
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, 64)
+
+
 def test_padded_rows_say_that_their_shapes_follow_the_documents(tmp_path, caplog):
     """The gate finds that falcon_mamba needs them; the dataloader is there by then."""
     run = trainer_for(tmp_path, "falcon_mamba", max_steps=2)

@@ -432,6 +432,10 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     def get_train_dataloader(self) -> DataLoader:
         weighs = self._options.loss_weighting != "token" or _has_weights(self.train_dataset)
         self._trains_weighted = not self._trl_path and weighs
+        if not self._trl_path and self._tokens_per_micro_batch is not None:
+            held = self._with_shapes(self._train_batch_size).static_shapes
+            if held is not None and held.num_tokens != self._tokens_per_micro_batch:
+                self._hold_shapes()  # auto_find_batch_size has changed it
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
             return self._stream(
                 self.train_dataset, self._packing, self._train_batch_size, training=True
