@@ -29,7 +29,7 @@ from trl_packing.matrix import tiny_tokenizer
 
 CAPACITY = 1024
 VOCABULARY = 1024
-FIRST = 15  # steps in which graphs are still compiled
+FIRST = 8  # steps in which graphs are still compiled
 COMPILED = {"torch_compile": True, "torch_compile_backend": "inductor"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
@@ -64,7 +64,7 @@ def documents(steps: int) -> Dataset:
     return Dataset.from_list([{"input_ids": rng.integers(3, VOCABULARY, n)} for n in lengths])
 
 
-def measure(options: dict[str, Any], steps: int, result: Any) -> None:
+def measure(options: dict[str, Any], steps: int, layers: int, result: Any) -> None:
     """Train in this process; send seconds of steps, losses, graphs, breaks and the report."""
     from torch._dynamo.utils import counters
 
@@ -77,7 +77,7 @@ def measure(options: dict[str, Any], steps: int, result: Any) -> None:
             vocab_size=VOCABULARY,
             hidden_size=128,
             intermediate_size=384,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             max_position_embeddings=CAPACITY,
         )
@@ -109,11 +109,11 @@ def measure(options: dict[str, Any], steps: int, result: Any) -> None:
     result.send((timer.seconds, losses, graphs, padding))
 
 
-def run(options: dict[str, Any], steps: int) -> tuple[list[float], list[float], int, float]:
+def run(options: dict[str, Any], *sizes: int) -> tuple[list[float], list[float], int, float]:
     """Return what `measure` sends from a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     received, result = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=measure, args=(options, steps, result))
+    process = spawn.Process(target=measure, args=(options, *sizes, result))
     process.start()
     result.close()  # or a process that fails would be waited for
     taken = received.recv()
@@ -124,6 +124,7 @@ def run(options: dict[str, Any], steps: int) -> tuple[list[float], list[float], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--output", help="write the table there too")
     arguments = parser.parse_args()
     # Read when a process starts; compile in this one, not in workers whose time nobody counts.
@@ -134,7 +135,7 @@ def main() -> None:
     }
     rows, expected = [], None
     for name, options in VARIANTS.items():
-        seconds, losses, graphs, padding = run(options, arguments.steps)
+        seconds, losses, graphs, padding = run(options, arguments.steps, arguments.layers)
         expected = expected or losses
         assert np.allclose(losses, expected, rtol=1e-3), (name, losses, expected)
         median = statistics.median(seconds[FIRST:])

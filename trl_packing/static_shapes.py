@@ -2,7 +2,7 @@
 
     documents      a a a a a | b b | c c c                    10 tokens of 16
     row            a a a a a | b b | c c c | . . . . . .      filled up by a masked document
-    seq_lengths    5           2     3   0 0 0 0 6           four documents have no tokens
+    seq_lengths    5           2     3       0 0 0 0 6        four documents have no tokens
     cu_seqlens     0 5 7 10 10 10 10 10 16
     max_length     16                                         whatever the row holds
 
