@@ -49,9 +49,8 @@ def add_trained_positions_head(model: Any) -> None:
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         backbone = self.base_model(*args, **kwargs)
-        output = _score(backbone.last_hidden_state[:, :-1], head, labels[:, 1:], scale, softcap)
-        count = output.label_mask.sum().clamp(min=1) if num_items is None else num_items
-        output.loss = -output.log_probs.sum() / count
+        hidden = backbone.last_hidden_state[:, :-1]
+        output = _score(hidden, head, labels[:, 1:], num_items, scale, softcap)
         if kwargs.get("output_router_logits"):
             output.aux_loss = _aux_loss(backbone, text_config, kwargs.get("attention_mask"))
             coefficient = getattr(text_config, "router_aux_loss_coef", 0.0)
@@ -74,9 +73,8 @@ def use_own_head(model: Any) -> None:
             return fused_by_trl(*args, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         own = fused_by_trl(*args, **kwargs | {"use_cache": False})
-        output = _score_logits(own.logits[:, :-1], labels[:, 1:].to(own.logits.device))
-        count = output.label_mask.sum().clamp(min=1) if num_items is None else num_items
-        output.loss = -output.log_probs.sum() / count
+        targets = labels[:, 1:].to(own.logits.device)
+        output = _score_logits(own.logits[:, :-1], targets, num_items)
         output.aux_loss = getattr(own, "aux_loss", None)
         return output
 
@@ -86,12 +84,13 @@ def use_own_head(model: Any) -> None:
 
 
 @torch.compiler.disable
-def _score_logits(logits: Tensor, labels: Tensor) -> FusedCausalLMOutput:
+def _score_logits(logits: Tensor, labels: Tensor, num_items: Any) -> FusedCausalLMOutput:
     mask = labels != IGNORE_INDEX
     every = logits[mask].float().log_softmax(-1)
     targets = labels[mask]
     return _laid_out(
         mask,
+        num_items,
         every.gather(-1, targets[:, None])[:, 0],
         -(every.exp() * every).sum(-1).detach(),
         every.argmax(-1) == targets,
@@ -115,10 +114,16 @@ def _logit_scale(text_config: Any) -> float:
     return float(scaling) if text_config.model_type == "hyperclovax" else 1.0 / float(scaling)
 
 
-# How many positions are trained changes every batch: compiled, each batch would be a new graph.
+# How many positions are trained changes every batch: compiled, each batch would be a new graph. The
+# loss is taken in here too, or that alone would be one more graph.
 @torch.compiler.disable
 def _score(
-    hidden: Tensor, head: Any, labels: Tensor, scale: float, softcap: float | None
+    hidden: Tensor,
+    head: Any,
+    labels: Tensor,
+    num_items: Any,
+    scale: float,
+    softcap: float | None,
 ) -> FusedCausalLMOutput:
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # FSDP2: gather the head once
@@ -129,19 +134,26 @@ def _score(
         if not torch.is_grad_enabled():  # the gradients are taken in the forward: not in evaluation
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         scored = _TrainedLogProbs.apply(hidden[mask], weight, bias, labels[mask], scale, softcap)
-    return _laid_out(mask, *scored)
+    return _laid_out(mask, num_items, *scored)
 
 
 def _laid_out(
-    mask: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor
+    mask: Tensor, num_items: Any, log_probs: Tensor, entropy: Tensor, is_top1: Tensor
 ) -> FusedCausalLMOutput:
-    """Put values of the trained positions where they belong in the row."""
+    """Put values of the trained positions where they belong in the row.
+
+    num_items: what the sum of their losses is divided by; None: their number.
+    """
     # masked_scatter keeps the graph even if no position is trained: a differentiable zero.
     log_probs, entropy, is_top1 = (
         x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy, is_top1)
     )
     return FusedCausalLMOutput(
-        log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask
+        loss=-log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items),
+        log_probs=log_probs,
+        entropy=entropy,
+        is_top1=is_top1,
+        label_mask=mask,
     )
 
 

@@ -152,6 +152,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return [np.asarray(g) for step in range(self._num_steps) for g in self._groups(step)]
         return list(self._packed_steps())
 
+    def most_documents(self) -> int:
+        """Return the documents of the micro-batch that has most of them, in this epoch."""
+        if self.documents_per_step is not None:
+            return max(map(len, self.micro_batches()))
+        return self._packed_steps().most_documents()
+
     # --- packed: a micro-batch is bins --------------------------------------------------------
 
     def _plan_of(self, epoch: int) -> PackingPlan:

@@ -79,6 +79,8 @@ def group_documents(
     tokens = 0
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length = lengths[document]
+        if not length:  # what fills up cu_seqlens
+            break
         if group:
             longest = lengths[group[0]]
             cells = longest * (len(group) + 1)
