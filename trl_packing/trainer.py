@@ -8,6 +8,7 @@ data_collator                  one flat row, boundaries, no mask, no cache      
 attention of the model         kept within documents, the rest of it unchanged  (attention)
 fused LM head                  trained positions only, also on CPU              (head)
 compute_loss, evaluation_loop  one weighted mean a step, and an evaluation set  (loss)
+log                            tokens a second and their like, too          (measured)
 train, evaluate, predict       stop before the first step if documents leak     (isolation)
 """
 
@@ -55,7 +56,8 @@ from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loss import WeightedMeanTrainer, check_weights_can_be_used
+from trl_packing.loss import check_weights_can_be_used
+from trl_packing.measured import MeasuredTrainer, ThroughputOnBar
 from trl_packing.plan import (
     attention_cost,
     micro_batch_of_stream,
@@ -78,7 +80,7 @@ _WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
-class PackedSFTTrainer(WeightedMeanTrainer):
+class PackedSFTTrainer(MeasuredTrainer):
     """Supervised fine-tuning that never computes on padding and keeps documents apart.
 
     Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig`
@@ -159,6 +161,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         add_trained_positions_head(self._gate.base_model)
         self.packing_report = self._report()
         self.add_callback(_OnTrainBegin(self))
+        self.add_callback(ThroughputOnBar(self))
 
     # --- arguments ----------------------------------------------------------------------------
 
@@ -211,13 +214,16 @@ class PackedSFTTrainer(WeightedMeanTrainer):
                 pad_token_id=self._tokenizer.pad_token_id,
                 pad_to_multiple_of=self._pad_to_multiple_of,
                 loss_weighting=weighting,
+                host_row=True,
             )
         if own.loss_weighting not in ("token", weighting):
             raise ValueError(
                 f"the data_collator has loss_weighting={own.loss_weighting!r}, but the config has "
                 f"{weighting!r}; set it in the config, which evaluation reads too"
             )
-        return own if own.loss_weighting == weighting else replace(own, loss_weighting=weighting)
+        own = copy.copy(own)
+        own.loss_weighting, own.host_row = weighting, True
+        return own
 
     def _all_datasets(self) -> list[Any]:
         evaluated = self.eval_dataset
@@ -388,11 +394,15 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         weighs = self._options.loss_weighting != "token" or _has_weights(self.train_dataset)
         self._trains_weighted = not self._trl_path and weighs
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
+            capacity = self.args.max_length if self._packing else None
+            self._room = capacity and capacity * self._train_batch_size
             return self._stream(
                 self.train_dataset, self._packing, self._train_batch_size, training=True
             )
         dataloader = super().get_train_dataloader()
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
+        planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
+        self._room = planned.room if isinstance(planned, PackedBatchSampler) else None
         if isinstance(sampler, PackedBatchSampler):
             # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
             # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
@@ -464,6 +474,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         return DataLoaderShard(
             stream,
             device=self.accelerator.device if self.accelerator.device_placement else None,
+            _non_blocking=self.accelerator.non_blocking,
             batch_size=None,
             collate_fn=_as_it_is,
         )
@@ -514,13 +525,14 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         checkpoint = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            with marked_while_written(checkpoint, self.accelerator):
+            with self._not_timed(), marked_while_written(checkpoint, self.accelerator):
                 super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(run, limit, best, use_mtime=True)
+            with self._not_timed():
+                rotate_checkpoints(run, limit, best, use_mtime=True)
 
     # --- evaluation ---------------------------------------------------------------------------
 
