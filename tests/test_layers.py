@@ -77,7 +77,7 @@ TABLE = {
     "attention.flash_attn": (set(), {"transformers"}),
     "attention.explicit_mask": (
         {"attention.interface", "documents", "host", "length_constants"},
-        {"torch"},
+        {"numpy", "torch"},
     ),
     "attention.padded_rows": (
         {"attention.interface", "host", "labels"},

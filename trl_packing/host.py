@@ -90,6 +90,12 @@ def is_trained(labels: Tensor) -> np.ndarray:
     return found.reshape(labels.shape)
 
 
-def sent(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return `values` on `device`, without waiting for it."""
+def sent(values: np.ndarray, device: torch.device | None) -> Tensor:
+    """Return `values` on `device` (None: the CPU), without waiting for it."""
     return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when `device` has done all that is queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

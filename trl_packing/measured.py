@@ -21,7 +21,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from trl_packing.device_peaks import peak_flops
-from trl_packing.host import HOST_ROW, HostRow, keep_row
+from trl_packing.host import HOST_ROW, HostRow, keep_row, wait_for
 from trl_packing.loss import WeightedMeanTrainer
 from trl_packing.model_flops import ModelFlops, NotCountable, model_flops
 from trl_packing.throughput import Counts, Machine, Throughput, in_short, machine_of
@@ -160,8 +160,7 @@ class MeasuredTrainer(WeightedMeanTrainer):
         if self._waited_after == self.state.global_step:
             return
         self._waited_after = self.state.global_step
-        if self.args.device.type != "cpu":
-            torch.accelerator.synchronize(self.args.device)
+        wait_for(self.args.device)
 
     def _peak_flops(self) -> float | None:
         """Return the peak of this process' devices in FLOP/s, None if it is not known."""

@@ -7,15 +7,16 @@ A finished mask replaces every mask that the model would build, so windows and c
 here: one mask for all layers, or one a layer type where the model says that it has several.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.interface import BOUNDARIES, wrap_packed_calls
-from trl_packing.documents import document_ids_from_lengths, mask_from_document_ids
-from trl_packing.host import host_boundaries
+from trl_packing.documents import mask_from_document_ids
+from trl_packing.host import host_boundaries, sent
 from trl_packing.length_constants import text_config
 
 NAME = "mask"
@@ -26,7 +27,7 @@ def mask_packed_calls(backbone: nn.Module) -> None:
     text = text_config(backbone)
 
     def masked(forward: Callable[..., Any], **kwargs: Any) -> Any:
-        lengths = torch.tensor(host_boundaries(kwargs["cu_seq_lens_q"])).diff()
+        lengths = np.diff(host_boundaries(kwargs["cu_seq_lens_q"]))
         unmasked = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
         mask = packed_mask(lengths, text, _dtype(backbone), kwargs["position_ids"].device)
         return forward(**unmasked | {"attention_mask": mask})
@@ -35,19 +36,24 @@ def mask_packed_calls(backbone: nn.Module) -> None:
 
 
 def packed_mask(
-    seq_lengths: Tensor, config: Any, dtype: torch.dtype, device: torch.device | None = None
+    seq_lengths: Sequence[int] | np.ndarray,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> Any:
     """Return the additive mask ``(1, 1, T, T)`` on `device`, or a dict of them by layer type.
 
-    `seq_lengths` are on the CPU: on a device every look at them would make the host wait.
+    Only the document of each token goes to the device, from where nothing has to come back.
     """
     types = set(getattr(config, "layer_types", None) or ())
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
 
-    def mask(lengths: Tensor, window: int | None = None) -> Tensor:
-        ids = document_ids_from_lengths(lengths[None]).to(device, non_blocking=True)
-        return mask_from_document_ids(ids, window=window, dtype=dtype)
+    def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
+        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+        return mask_from_document_ids(sent(ids, device), window=window, dtype=dtype)
+
+    seq_lengths = np.asarray(seq_lengths)
 
     masks = {
         "full_attention": lambda: mask(seq_lengths),
@@ -61,14 +67,14 @@ def packed_mask(
     return masks["sliding_attention" if window else "full_attention"]()
 
 
-def _chunks(seq_lengths: Tensor, chunk: int) -> Tensor:
+def _chunks(seq_lengths: np.ndarray, chunk: int) -> np.ndarray:
     """Return the lengths ``(pieces,)`` of documents cut into chunks, isolated like documents."""
     pieces = [
         min(chunk, length - start)
         for length in seq_lengths.tolist()
         for start in range(0, length, chunk)
     ]
-    return torch.tensor(pieces)
+    return np.array(pieces)
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
