@@ -110,7 +110,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+FAST = ("packed, two bins", "padding-free", "stream", "pad_to_multiple_of")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
+)
 def test_what_is_logged_is_what_was_trained(name, tmp_path):
     arguments, room = RUNS[name]
     result = run(scenario(tmp_path, **arguments))
@@ -150,6 +155,26 @@ def test_evaluation_and_saving_take_no_time_of_training(tmp_path):
     finally:
         MeasuredTrainer._not_timed = counting
     assert slow["totals"]["train_seconds"] > 1000
+
+
+def test_the_gate_takes_no_time_of_training(tmp_path):
+    now = [0.0]
+
+    class Counted(PackedSFTTrainer):
+        _clock = staticmethod(lambda: now[0])
+
+        def _pass_gate(self, *args, **kwargs):
+            now[0] += 1000
+            super()._pass_gate(*args, **kwargs)
+
+        def training_step(self, *args, **kwargs):
+            now[0] += 1
+            return super().training_step(*args, **kwargs)
+
+    rows = documents_of_lengths(LENGTHS)
+    trainer = trainer_of(rows, tmp_path, cls=Counted, max_steps=3, isolation_check="error")
+    assert trainer.train().metrics["train_seconds"] == 3
+    assert now == [1003]
 
 
 def test_num_tokens_are_those_of_training_also_at_an_evaluation(tmp_path):
@@ -380,9 +405,7 @@ RANKS = {
 def two_ranks(tmp_path_factory):
     base = tmp_path_factory.mktemp("ranks")
     scenarios = {
-        name: Scenario(
-            str(base / name), counted_clock=True, **{"lengths": LENGTHS, **arguments}
-        )
+        name: Scenario(str(base / name), counted_clock=True, **{"lengths": LENGTHS, **arguments})
         for name, (arguments, _) in RANKS.items()
     }
     return run_on_ranks(scenarios, base / "results")

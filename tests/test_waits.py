@@ -48,7 +48,9 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
     model = tiny_model(model) if model in ("llama", "mistral", "gemma2") else architecture(model)
     rows = documents_of_lengths(LENGTHS, prompt=2)
     vocabulary = model.get_input_embeddings().num_embeddings
-    rows = Dataset.from_list([{"input_ids": [i % vocabulary for i in r["input_ids"]]} for r in rows])
+    rows = Dataset.from_list(
+        [{"input_ids": [i % vocabulary for i in r["input_ids"]]} for r in rows]
+    )
     if options.pop("stream", False):
         rows = rows.to_iterable_dataset()
     own_head, peft_config = options.pop("own_head", False), options.pop("peft_config", None)
@@ -101,7 +103,14 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
     trainer.train()
 
 
-@pytest.mark.parametrize("name", RUNS)
+def some(cases, fast):
+    """Return the names of `cases`, those marked slow that are not `fast`."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in cases]
+
+
+@pytest.mark.parametrize(
+    "name", some(RUNS, {"documents", "padded rows", "explicit mask", "experts", "own head"})
+)
 def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path, **RUNS[name])
@@ -179,7 +188,7 @@ _CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("name", _CONTROLS)
+@pytest.mark.parametrize("name", some(_CONTROLS, {"item", "mask", "blocking copy"}))
 def test_a_wait_that_is_added_is_counted(name, tmp_path, monkeypatch):
     path = trl_packing.__file__.replace("__init__", "control")  # as if it were in the project
     scope = {"torch": torch}
@@ -200,7 +209,9 @@ def test_what_is_not_on_the_device_is_no_wait(tmp_path, monkeypatch):
     assert not waits.of("trl_packing")
 
 
-@pytest.mark.parametrize("name", ["documents", "padded rows", "explicit mask", "own head"])
+@pytest.mark.parametrize(
+    "name", some(["documents", "padded rows", "explicit mask", "own head"], {"documents"})
+)
 def test_without_what_the_collator_knows_every_micro_batch_waits(name, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.measured.keep_row", lambda *args: None)
     with counted_waits(monkeypatch) as waits:

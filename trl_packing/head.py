@@ -239,9 +239,9 @@ def _weighted_weight_grads(ctx, grad):
     hidden, weight, bias, targets, *_ = ctx.saved_tensors
     dtype, scale, softcap = ctx.options
     _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-    with maybe_gather_lm_head_ctx(weight, bias):
+    with maybe_gather_lm_head_ctx(weight, bias):  # under ZeRO-3 it has no shape before
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for rows in _chunks(hidden, weight):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
             d_logits = _d_logits(logits.softmax(-1), targets[rows, None], slope)

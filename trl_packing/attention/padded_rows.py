@@ -149,9 +149,7 @@ def _rows_of(group: list[int], boundaries: Sequence[int], device: torch.device) 
     is_real = token < ends
     token = np.minimum(token, ends - 1)
     real = np.flatnonzero(is_real)
-    return _Rows(
-        sent(token, device), sent(is_real, device), len(real) < is_real.size, token, real
-    )
+    return _Rows(sent(token, device), sent(is_real, device), len(real) < is_real.size, token, real)
 
 
 def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
