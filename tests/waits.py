@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 _VALUES = (
-    "item", "tolist", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__", "__contains__"
+    "item", "tolist", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__",
+    "__contains__",
 )  # fmt: skip
 _SIZES = (
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
@@ -121,7 +122,10 @@ def counted_waits(monkeypatch) -> Iterator[Waits]:
         targets = [x for x in (*args, kwargs.get("device")) if isinstance(x, (str, torch.device))]
         if targets and not kwargs.get("non_blocking") and not waits.on_device(self):
             waits.wait("to")
-        return to(self, *args, **kwargs)
+        result = to(self, *args, **kwargs)
+        if targets:
+            waits.mark(result)
+        return result
 
     def made(name, original):
         def make(*args, **kwargs):

@@ -83,7 +83,7 @@ def host_boundaries(cu_seqlens: Tensor) -> list[int]:
 
 
 def is_trained(labels: Tensor) -> np.ndarray:
-    """Return where `labels` are trained, bool in their shape; asks the device if nothing is kept."""
+    """Return where `labels` are trained, bool in their shape; asks the device if it must."""
     found = known(labels)
     if found is None:
         found = labels.detach().cpu().numpy() != IGNORE_INDEX

@@ -62,9 +62,8 @@ class MeasuredTrainer(WeightedMeanTrainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(model, inputs, *args, **kwargs)
-        row = inputs.get(HOST_ROW)
-        if row is not None and self._throughput is not None:
-            self._throughput.add(self._counts(row))
+        if HOST_ROW in inputs and self._throughput is not None:
+            self._throughput.add(self._counts(inputs[HOST_ROW]))
         return loss
 
     def _counts(self, row: HostRow) -> Counts:
@@ -87,15 +86,15 @@ class MeasuredTrainer(WeightedMeanTrainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Take what the host knows of the row out of the batch; attention and head ask for it."""
         prepared = super()._prepare_inputs(inputs)
-        row = prepared.pop(HOST_ROW, None)
-        if row is not None:
+        if HOST_ROW in inputs:
+            row = prepared.pop(HOST_ROW)
             keep_row(prepared["labels"], prepared["cu_seq_lens_q"], row)
         return prepared
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tell padding by its place: by its id, transformers leaves out EOS where it is the pad."""
-        row = inputs.get(HOST_ROW)
-        if row is not None and self.args.include_num_input_tokens_seen == "non_padding":
+        if HOST_ROW in inputs and self.args.include_num_input_tokens_seen == "non_padding":
+            row = inputs[HOST_ROW]
             inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
         super()._track_num_input_tokens(inputs)
 
@@ -144,16 +143,14 @@ class MeasuredTrainer(WeightedMeanTrainer):
             self._waited_after = self.state.global_step
         else:
             self._wait_for_device()
-        *counted, peaks, memories = zip(*ranks, strict=True)
-        *whole, flops = map(sum, counted)
-        counts = Counts(*(int(number) for number in whole), flops).shared_by(self.get_tp_size())
-        self._throughput.add_shared(counts)
+        counts = Counts.summed([row[:-2] for row in ranks])
+        self._throughput.add_shared(counts.shared_by(self.get_tp_size()))
         # TRL counts the padding of `pad_to_multiple_of` and of ranks without documents too.
         tokens = self._tokens_of_earlier_runs + self._throughput.run.tokens
         self._total_train_tokens = tokens
         if self._metrics["train"].get("num_tokens"):
             self._metrics["train"]["num_tokens"] = [tokens]
-        return machine_of(peaks, memories)
+        return machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
 
     def _wait_for_device(self) -> None:
         """Let the device finish what is queued, at most once after an optimizer step."""
@@ -226,9 +223,9 @@ class ThroughputOnBar(TrainerCallback):
         if not text or not state.is_world_process_zero:
             return
         for callback in self.trainer.callback_handler.callbacks:
-            bar = getattr(callback, "training_bar", None)
+            bar: Any = getattr(callback, "training_bar", None)
             if hasattr(bar, "set_postfix_str"):  # rich's has none, and shows all logs
                 bar.set_postfix_str(text)
-            tracker = getattr(callback, "training_tracker", None)
+            tracker: Any = getattr(callback, "training_tracker", None)
             if hasattr(tracker, "prefix"):
                 tracker.prefix = text

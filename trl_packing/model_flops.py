@@ -161,7 +161,7 @@ def _attention(base: Any) -> dict[int | None, float]:
     """Return the operations of attention per pair, by window."""
     config = base.config
     heads, layers = config.num_attention_heads, config.num_hidden_layers
-    found = [
+    found: list[tuple[Any, int]] = [
         (module, passes)
         for _, module, passes in _in_order(base)
         if hasattr(module, "layer_idx") and (hasattr(module, "head_dim") or _is_latent(module))

@@ -38,8 +38,21 @@ class Counts:
 
     def shared_by(self, ranks: int) -> "Counts":
         """Return the counts of `ranks` ranks that all counted the same, as of one of them."""
-        *whole, flops = astuple(self)
-        return Counts(*(number // ranks for number in whole), flops / ranks)
+        return Counts(
+            self.documents // ranks,
+            self.tokens // ranks,
+            self.trained_tokens // ranks,
+            self.room // ranks,
+            self.flops / ranks,
+        )
+
+    @staticmethod
+    def summed(rows: Sequence[Sequence[float]]) -> "Counts":
+        """Return the sum of counts that came as rows of numbers."""
+        documents, tokens, trained, room, flops = (
+            sum(numbers) for numbers in zip(*rows, strict=True)
+        )
+        return Counts(int(documents), int(tokens), int(trained), int(room), flops)
 
 
 @dataclass(frozen=True)
