@@ -12,6 +12,7 @@
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
     max_length_q/k       3                        int
     use_cache            False
+    host_row             boundaries and trained tokens once more, for the host; only if asked for
 
 With `static_shapes` T, N and max_length are the same in every batch (static_shapes).
 
@@ -32,6 +33,7 @@ from trl_packing.documents import (
     document_ids_from_lengths,
     position_ids_from_lengths,
 )
+from trl_packing.host import HOST_ROW, HostRow
 from trl_packing.labels import (
     DOCUMENT_WEIGHT_COLUMN,
     IGNORE_INDEX,
@@ -60,6 +62,8 @@ class PackedCollator:
     loss_weighting: "token", "document" or "sqrt", how a document's length enters its weights
         (weighting); the batch has `loss_weights` under the last two, also without documents.
     static_shapes: every batch is of this shape; takes the place of `pad_to_multiple_of`.
+    host_row: the batch also has a `HostRow` (host), which is not for the model: `PackedSFTTrainer`
+        asks for it, and takes it out again.
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
     left still takes part in the step.
@@ -79,6 +83,7 @@ class PackedCollator:
     pad_to_multiple_of: int | None = None
     loss_weighting: str = "token"
     static_shapes: StaticShapes | None = None
+    host_row: bool = False
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch described in this module's docstring.
@@ -124,6 +129,10 @@ class PackedCollator:
             ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
             source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
+        if self.host_row:
+            is_trained = batch["labels"][0].numpy() != IGNORE_INDEX
+            boundaries = np.cumsum([0, *lengths], dtype=np.int64)
+            batch[HOST_ROW] = HostRow(boundaries, is_trained, padding=tail)
         return batch
 
     def _tails(self, num_tokens: int) -> list[int]:

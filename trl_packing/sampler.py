@@ -126,6 +126,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def _slots(self) -> int:
         return self.num_ranks * self.accumulation
 
+    @property
+    def room(self) -> int | None:
+        """Return the tokens that a micro-batch has room for, None where it is no bins."""
+        if self.documents_per_step is not None or self.capacity is None:
+            return None
+        return self.bins_per_batch * self.capacity
+
     def set_epoch(self, epoch: int) -> None:
         """Draw epoch `epoch` on the next iteration."""
         self.epoch = epoch

@@ -7,13 +7,10 @@
     max_length     16                                         whatever the row holds
 
 Nothing masked is a target, and nobody but itself sees it, so losses and gradients stay as they are.
-The first document without tokens says where the documents end and the padding begins.
 """
 
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from trl_packing.length_constants import rope_thresholds, text_config
 
@@ -87,14 +84,3 @@ class StaticShapes:
         while held <= num_documents:
             held *= 2
         return held - num_documents
-
-
-def num_padding(cu_seqlens: Tensor) -> Tensor:
-    """Return the tokens behind the documents of a row of static shape, a number.
-
-    >>> import torch
-    >>> num_padding(torch.tensor([0, 5, 7, 10, 10, 10, 16]))
-    tensor(6)
-    """
-    # Of equal values argmax returns the first.
-    return cu_seqlens[-1] - cu_seqlens[(cu_seqlens.diff() == 0).int().argmax()]

@@ -8,6 +8,7 @@ data_collator                  one flat row, boundaries, no mask, no cache      
 attention of the model         kept within documents, the rest of it unchanged  (attention)
 fused LM head                  trained positions only, also on CPU              (head)
 compute_loss, evaluation_loop  one weighted mean a step, and an evaluation set  (loss)
+log                            tokens a second and their like, too          (measured)
 train, evaluate, predict       stop before the first step if documents leak     (isolation)
 """
 
@@ -55,7 +56,8 @@ from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loss import WeightedMeanTrainer, check_weights_can_be_used
+from trl_packing.loss import check_weights_can_be_used
+from trl_packing.measured import MeasuredTrainer, ThroughputOnBar
 from trl_packing.plan import (
     attention_cost,
     micro_batch_of_stream,
@@ -66,7 +68,7 @@ from trl_packing.plan import (
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
-from trl_packing.static_shapes import StaticShapes, num_padding
+from trl_packing.static_shapes import StaticShapes
 from trl_packing.stream_batches import StreamBatches
 from trl_packing.streaming import StreamSettings
 from trl_packing.token_columns import TOKEN_COLUMNS
@@ -80,7 +82,7 @@ _WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
-class PackedSFTTrainer(WeightedMeanTrainer):
+class PackedSFTTrainer(MeasuredTrainer):
     """Supervised fine-tuning that never computes on padding and keeps documents apart.
 
     Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig`
@@ -163,6 +165,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         add_trained_positions_head(self._gate.base_model)
         self.packing_report = self._report()
         self.add_callback(_OnTrainBegin(self))
+        self.add_callback(ThroughputOnBar(self))
 
     # --- arguments ----------------------------------------------------------------------------
 
@@ -219,13 +222,16 @@ class PackedSFTTrainer(WeightedMeanTrainer):
                 pad_token_id=self._tokenizer.pad_token_id,
                 pad_to_multiple_of=self._pad_to_multiple_of,
                 loss_weighting=weighting,
+                host_row=True,
             )
         if own.loss_weighting not in ("token", weighting):
             raise ValueError(
                 f"the data_collator has loss_weighting={own.loss_weighting!r}, but the config has "
                 f"{weighting!r}; set it in the config, which evaluation reads too"
             )
-        return own if own.loss_weighting == weighting else replace(own, loss_weighting=weighting)
+        own = copy.copy(own)
+        own.loss_weighting, own.host_row = weighting, True
+        return own
 
     def _hold_shapes(self) -> None:
         """Let every training micro-batch have one shape, if the config asks for it."""
@@ -439,11 +445,15 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             if held is not None and held.num_tokens != self._tokens_per_micro_batch:
                 self._hold_shapes()  # auto_find_batch_size has changed it
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
+            capacity = self.args.max_length if self._packing else None
+            self._room = capacity and capacity * self._train_batch_size
             return self._stream(
                 self.train_dataset, self._packing, self._train_batch_size, training=True
             )
         dataloader = super().get_train_dataloader()
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
+        planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
+        self._room = planned.room if isinstance(planned, PackedBatchSampler) else None
         if isinstance(sampler, PackedBatchSampler):
             # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
             # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
@@ -526,18 +536,10 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         return DataLoaderShard(
             stream,
             device=self.accelerator.device if self.accelerator.device_placement else None,
+            _non_blocking=self.accelerator.non_blocking,
             batch_size=None,
             collate_fn=_as_it_is,
         )
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Take the padding of static shapes out of TRL's `num_tokens`, once a step."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if batches and not self._trl_path and self.data_collator.static_shapes is not None:
-            padding = torch.stack([num_padding(batch["cu_seq_lens_q"]) for batch in batches]).sum()
-            padding = self.accelerator.gather(padding.to(device)).sum()
-            self._total_train_tokens -= int(padding) // self.get_tp_size()
-        return batches, num_items
 
     # --- resuming a stream --------------------------------------------------------------------
 
@@ -586,13 +588,14 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         checkpoint = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            with marked_while_written(checkpoint, self.accelerator):
+            with self._not_timed(), marked_while_written(checkpoint, self.accelerator):
                 super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(run, limit, best, use_mtime=True)
+            with self._not_timed():
+                rotate_checkpoints(run, limit, best, use_mtime=True)
 
     # --- evaluation ---------------------------------------------------------------------------
 

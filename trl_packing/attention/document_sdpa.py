@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trl_packing.attention.interface import host_boundaries, register_packed_kernel
+from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.host import host_boundaries
 
 NAME = "packed_documents"
 
