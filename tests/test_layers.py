@@ -90,6 +90,7 @@ TABLE = {
         {"datasets", "numpy", "torch", "transformers", "trl"},
     ),
     "architectures": (set(), {"torch", "transformers"}),
+    "engines": (set(), {"torch"}),
     "attention.interface": (set(), {"torch", "transformers"}),
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
@@ -99,7 +100,7 @@ TABLE = {
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
-        {"attention.interface", "host", "labels"},
+        {"attention.interface", "engines", "host", "labels"},
         {"numpy", "torch", "transformers"},
     ),
     "attention": (
@@ -114,7 +115,7 @@ TABLE = {
         },
         {"torch"},
     ),
-    "head": ({"host", "labels"}, {"numpy", "torch", "trl"}),
+    "head": ({"engines", "host", "labels"}, {"numpy", "torch", "trl"}),
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
         {"document_columns", "evaluation", "label_smoothing", "labels"},
@@ -135,13 +136,14 @@ TABLE = {
             "attention.interface",
             "collator",
             "host",
+            "engines",
             "labels",
             "probes",
             "undisturbed",
         },
         {"numpy", "torch"},
     ),
-    "exact_way": ({"attention", "isolation"}, {"accelerate", "numpy", "torch"}),
+    "exact_way": ({"attention", "engines", "isolation"}, {"accelerate", "numpy", "torch"}),
     "config": ({"weighting"}, {"trl"}),
     "arguments": (
         {
@@ -179,6 +181,7 @@ TABLE = {
     ),
     "gate": (
         {
+            "engines",
             "arrow_documents",
             "attention",
             "collator",
@@ -217,6 +220,7 @@ TABLE = {
             "config",
             "dataset_checks",
             "document_columns",
+            "engines",
             "gate",
             "head",
             "labels",
