@@ -91,7 +91,7 @@ TABLE = {
     "attention.interface": (set(), {"torch", "transformers"}),
     "attention.document_sdpa": ({"attention.interface"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
-    "attention.flash_attn": (set(), {"transformers"}),
+    "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
         {"attention.interface", "documents", "length_constants"},
         {"torch"},
