@@ -124,7 +124,6 @@ def run(notebook: NotebookNode, folder: Path, **environment: str) -> str:
         "HTTP_PROXY": nowhere,
         "HTTPS_PROXY": nowhere,
         "PYTHONPATH": str(REPOSITORY),  # this checkout, whatever is installed
-        "PYTHONWARNINGS": "ignore:IProgress",
         **environment,
     }
     client = NotebookClient(
