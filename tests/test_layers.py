@@ -94,7 +94,7 @@ TABLE = {
     "attention.interface": (set(), {"torch", "transformers"}),
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
-    "attention.flash_attn": (set(), {"transformers"}),
+    "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
         {"attention.interface", "documents", "host", "length_constants"},
         {"numpy", "torch"},
