@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trl_packing.packed_dataset import PackedDataset, RepackEveryEpoch
     from trl_packing.packing import PackingPlan, pack
     from trl_packing.plain_trainer import enable_packing
-    from trl_packing.render import show_document
+    from trl_packing.render import show_document, show_rows
     from trl_packing.sampler import PackedBatchSampler
     from trl_packing.supervised_dataset import make_supervised_dset
     from trl_packing.trainer import PackedSFTTrainer
@@ -47,6 +47,7 @@ _HOME = {
     "resolve_attention": "attention",
     "check_isolation": "isolation",
     "show_document": "render",
+    "show_rows": "render",
     "PackedDataset": "packed_dataset",
     "RepackEveryEpoch": "packed_dataset",
     "make_supervised_dset": "supervised_dataset",
@@ -74,6 +75,7 @@ __all__ = [
     "position_ids_from_lengths",
     "resolve_attention",
     "show_document",
+    "show_rows",
 ]
 
 

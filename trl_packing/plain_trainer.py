@@ -5,15 +5,10 @@
     trainer = Trainer(model, args, train_dataset=dataset)
     trainer.train()
 
-A call of the model is packed if its one row says where documents are:
-
-    attention_mask   1 1 1 2 2        rows of `PackedDataset`, stacked by Trainer's own collators
-    cu_seq_lens_q    0 3 5            batches of `PackedCollator`
-    position_ids     0 1 2 0 1        batches of transformers' `DataCollatorWithFlattening`
-
-It then runs without a mask and without a cache, by the fastest attention that keeps the documents
-apart on this very model (exact_way), and its loss is Σ −log p / `num_items_in_batch` whatever the
-model class makes of that argument. Every other call is as it was.
+A packed call of the model (packed_call) then runs without a mask and without a cache, by the
+fastest attention that keeps the documents apart on this very model (exact_way), and its loss is the
+mean over the step's tokens, whatever the class makes of `num_items_in_batch`. Every other call is
+as it was.
 """
 
 import functools
@@ -30,16 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.utils import ModelOutput
 
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
 from trl_packing.attention.interface import requires
-from trl_packing.collator import boundaries_of_row, lengths_from_numbers
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.isolation import IsolationReport
-from trl_packing.labels import IGNORE_INDEX
 from trl_packing.length_constants import length_constants
+from trl_packing.packed_call import VIRTUAL_TOKENS, next_token_loss, packed_batch, with_own_loss
 from trl_packing.packed_dataset import PackedDataset, enabled_models
 from trl_packing.probes import random_tokens
 from trl_packing.undisturbed import undisturbed
@@ -76,6 +69,8 @@ def enable_packing(
     """
     base = _base(model)
     _check_model(base)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(VIRTUAL_TOKENS)
     if isolation_check not in ISOLATION_CHECKS:
         raise ValueError(
             f"isolation_check={isolation_check!r} is not known; choose one of "
@@ -96,7 +91,7 @@ def enable_packing(
     else:
         packing.below, packing.class_takes_count = before.below, before.class_takes_count
     vars(model)["_packing"] = packing
-    # Trainer then counts the targets of a step, whatever the class says: `_packed_call` divides.
+    # Trainer then counts the targets of a step, whatever the class says: `with_own_loss` divides.
     base.accepts_loss_kwargs = True
     _take_exact_way(model, packing, _kind(model, training=True), documents)
     if isolation_check != "off":
@@ -126,19 +121,20 @@ def _base(model: Any) -> Any:
 
 
 def _check_model(base: Any) -> None:
-    if not isinstance(base, nn.Module) or not hasattr(base, "config"):
+    config: Any = getattr(base, "config", None)
+    if not isinstance(base, nn.Module) or config is None:
         raise TypeError(
             f"enable_packing takes a transformers model, got {type(base).__name__}; load it first, "
             "and call enable_packing(model) before Trainer(model, ...)"
         )
-    if getattr(base.config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(base).__name__} is an encoder-decoder: only decoders are packed")
     if "attention_mask" not in inspect.signature(base.forward).parameters:
         raise ValueError(
             f"{type(base).__name__} takes no attention_mask, by which Trainer would pass on where "
             "the documents of a row are; train it with PackedSFTTrainer"
         )
-    if getattr(base.config.get_text_config(), "output_router_logits", False):
+    if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             "output_router_logits=True adds the balance of experts to the loss, which depends on "
             "what shares a micro-batch; set model.config.output_router_logits = False, or train "
@@ -188,109 +184,17 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     packing: _Packing = self._packing
     names = list(inspect.signature(type(self).forward).parameters)[1:]
     named = dict(zip(names, args, strict=False)) | kwargs
-    batch = _packed_batch(self, named)
+    batch = packed_batch(self, named)
     if batch is not None:
         _check_once(self, packing, batch)
-        return _with_own_loss(_below(self), batch)
+        return with_own_loss(_below(self), batch)
     if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
-        return _with_own_loss(_below(self), named)
+        return with_own_loss(_below(self), named)
     return _below(self)(*args, **kwargs)
 
 
 def _below(model: Any) -> Callable[..., Any]:
     return functools.partial(model._packing.below or type(model).forward, model)
-
-
-@torch.compiler.disable
-def _packed_batch(model: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the call as a packed one, None if it is not."""
-    mask, ids = call.get("attention_mask"), call.get("input_ids")
-    if call.get("cu_seq_lens_q") is not None:
-        if mask is not None:
-            raise ValueError(
-                "a packed batch came with an attention_mask, under which documents see each "
-                "other; leave it out: PackedCollator makes none"
-            )
-        return call | {"use_cache": False}
-    lengths = _lengths_of_row(model, call)
-    if lengths is None:
-        return None
-    if ids is None or call.get("past_key_values") is not None or _has_other_length(mask, ids):
-        raise ValueError(
-            "a packed row came with inputs_embeds, a cache or virtual tokens, and says nothing of "
-            "their documents; call enable_packing on the model that get_peft_model returns"
-        )
-    labels = call.get("labels")
-    starts = torch.from_numpy(np.cumsum(lengths) - lengths)
-    if labels is not None and (labels[0, starts.to(labels.device)] != IGNORE_INDEX).any():
-        raise ValueError(
-            "the first token of a packed document has a label, which the document before it would "
-            "predict; keep the labels of PackedDataset (a collator for language modeling makes "
-            "its own)"
-        )
-    boundaries = boundaries_of_row(torch.from_numpy(lengths))
-    batch = {name: value for name, value in call.items() if name != "attention_mask"}
-    return batch | {
-        name: value.to(ids.device) if torch.is_tensor(value) else value
-        for name, value in boundaries.items()
-    }
-
-
-def _lengths_of_row(model: nn.Module, call: dict[str, Any]) -> np.ndarray | None:
-    """Return the lengths of several documents in the call's row, None if it is no packed one."""
-    mask, position_ids = call.get("attention_mask"), call.get("position_ids")
-    generates = call.get("past_key_values") is not None and not model.training
-    if generates:
-        return None
-    if torch.is_tensor(mask):
-        # Of any number type: PEFT's virtual tokens make floats of it.
-        if mask.dim() != 2 or mask.dtype == torch.bool or int(mask.max()) < 2:
-            return None
-        if len(mask) > 1:
-            raise ValueError(
-                f"a packed batch is one row, got {len(mask)} with numbered documents; give Trainer "
-                "the PackedDataset itself, whose micro-batches are one row"
-            )
-        return lengths_from_numbers(mask[0].cpu().numpy())
-    if mask is not None or not torch.is_tensor(position_ids) or len(position_ids) != 1:
-        return None
-    if position_ids.dim() != 2 or int((position_ids == 0).sum()) < 2:
-        return None
-    return lengths_from_numbers((position_ids[0] == 0).cumsum(0).cpu().numpy())
-
-
-def _has_other_length(mask: Any, ids: Tensor) -> bool:
-    return torch.is_tensor(mask) and mask.shape[-1] != ids.shape[-1]
-
-
-def _with_own_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
-    """Run `forward` without labels, and put the loss into what it returns."""
-    labels, num_items = call.pop("labels", None), call.pop("num_items_in_batch", None)
-    output = forward(**call)
-    if labels is None:
-        return output
-    is_tuple = isinstance(output, tuple)
-    logits = output[0] if is_tuple else output.logits
-    loss = next_token_loss(logits, labels, num_items)
-    if is_tuple:
-        return (loss, *output)
-    others = {name: value for name, value in output.items() if name != "loss"}
-    make: type[ModelOutput] = type(output)
-    return make(loss=loss, **others)
-
-
-def next_token_loss(logits: Tensor, labels: Tensor, num_items: Any = None) -> Tensor:
-    """Return Σ −log p over the trained tokens / `num_items`, by default their number; a scalar.
-
-    logits: ``(rows, T, vocabulary)``; labels: ``(rows, T)``, `IGNORE_INDEX` on what is not trained.
-    """
-    targets = labels[:, 1:].to(logits.device)
-    is_trained = targets != IGNORE_INDEX
-    total = nn.functional.cross_entropy(
-        logits[:, :-1][is_trained].float(), targets[is_trained], reduction="sum"
-    )
-    count = is_trained.sum() if num_items is None else torch.as_tensor(num_items)
-    return total / count.to(total.device).clamp(min=1)
 
 
 # --- what is exact --------------------------------------------------------------------------------
@@ -363,8 +267,8 @@ def _take_exact_way(
         packing.checked.clear()
         logger.info(f"{type(base).__name__} runs packed rows by {way}")
     packing.way = way
-    packing.checked.add(kind)
     if isinstance(found, IsolationReport) and found:
+        packing.checked.add(kind)
         return
     message = (
         f"{type(base).__name__} does not keep the documents of a packed row apart: {found}. Train "
@@ -373,6 +277,7 @@ def _take_exact_way(
     leaks = isinstance(found, str) or found.verdict == "leaks"
     if leaks and packing.isolation_check == "error":
         raise RuntimeError(message)
+    packing.checked.add(kind)
     logger.warning(message)
 
 
