@@ -98,7 +98,7 @@ def test_rows_of_a_plan_keep_the_letters_of_their_documents():
 
 
 def test_a_cell_is_what_its_middle_token_belongs_to():
-    assert show_rows([[10, 6]], tokens_per_cell=4) == "AAAB"
+    assert show_rows([[10, 6]], tokens_per_cell=4) == "AABB"
     assert show_rows([[9, 7]], tokens_per_cell=4, capacity=24) == "AABB··"
     assert show_rows([[2] * 54], tokens_per_cell=2)[-3:] == "zAB"
 
