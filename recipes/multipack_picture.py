@@ -54,6 +54,7 @@ It prints (tests/test_render.py compares):
 """
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ LENGTHS = [n * CELL for n in (11, 6, 7, 4, 8, 5, 3, 4, 3, 4, 5, 3)]
 
 
 def main(color: bool = False) -> None:
-    picture = {"tokens_per_cell": CELL, "color": color}
+    picture: dict[str, Any] = {"tokens_per_cell": CELL, "color": color}
     cells = 0
     print("Padded to the longest of each batch, three steps:\n")
     for start in range(0, len(LENGTHS), BATCH):

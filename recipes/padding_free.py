@@ -8,7 +8,8 @@ padded example"), shown: TRL's trainer pads, `PackedSFTTrainer` with ``packing=F
 both train the same documents in the same steps. Losses differ by rounding alone, at first; with
 the steps small differences grow, as they do between two GPUs. Seconds are those of the steps.
 
-Expected on the demo (steps, documents and fill are always these; seconds of 2 busy CPU cores):
+Expected on the demo (steps, documents and fill are always these; seconds of 2 CPU cores with much
+else to do):
 
                   steps  docs/step       lr  seconds  speed-up    fill  eval loss
     padded           63        7.9  1.0e-03     20.9      1.0×   38.3%     2.4400

@@ -5,6 +5,7 @@ The reference is `by_hand`: each document alone through the untouched model; so 
 
 import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -196,6 +197,13 @@ def test_label_smoothing_sees_the_same_targets(tmp_path):
     assert_same_step(found, expected)
 
 
+def test_gradient_checkpointing_makes_the_same_step(tmp_path):
+    model, dataset = tiny_model("gemma2"), packed()
+    expected = by_hand(model, documents_of_rows(dataset, range(4)))
+    enable_packing(model)
+    assert_same_step(first_step(model, dataset, tmp_path, gradient_checkpointing=True), expected)
+
+
 def test_bf16_autocast_is_checked_again_and_close(tmp_path):
     model, dataset = tiny_model("llama"), packed()
     expected, _ = by_hand(model, documents_of_rows(dataset, range(4)))
@@ -226,6 +234,19 @@ def test_the_check_leaves_random_numbers_and_weights_alone(tmp_path):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     assert run() == run(isolation_check="off", attention="documents")
+
+
+def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
+    """They are sent the data set, and have no model."""
+    enabled_models.clear()
+    sent = pickle.loads(pickle.dumps(packed()))
+    with pytest.raises(RuntimeError, match="call enable_packing"):
+        sent.__getitems__([0])
+    model = tiny_model("llama")
+    enable_packing(model)
+    sent = pickle.loads(pickle.dumps(packed()))
+    enabled_models.clear()
+    assert len(sent.__getitems__([0, 1])) == 1
 
 
 # --- controls -------------------------------------------------------------------------------------
@@ -659,7 +680,12 @@ def test_two_ranks_train_what_one_rank_accumulates(tmp_path):
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert ranks[0]["losses"] == pytest.approx(losses, rel=TOLERANCE)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=1e-5, msg=name)
-        torch.testing.assert_close(ranks[1]["state"][name], value, rtol=0, atol=1e-5, msg=name)
+    assert ranks[0]["fp32"]["losses"] == pytest.approx(losses, rel=TOLERANCE)
+    for rank in ranks:
+        for name, value in model.state_dict().items():
+            close = {"rtol": 0, "atol": 1e-5, "msg": name}
+            torch.testing.assert_close(rank["fp32"]["state"][name], value, **close)
+        # In bf16, and in evaluation, the check runs inside the forwards of both ranks.
+        assert len(rank["bf16"]["checked"]) == 3
+        assert rank["bf16"]["losses"] == pytest.approx(losses, rel=2**-6)
+    assert ranks[0]["fp32"]["eval_loss"] == ranks[1]["fp32"]["eval_loss"]

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -223,19 +222,17 @@ def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
     if packing.isolation_check == "off" and kind[:2] in {known[:2] for known in packing.checked}:
         return
     if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()):
-        # Its ranks must make the same forwards, and its own forward is under way.
+        # A forward inside its forward would gather weights that other ranks do not send.
+        if crossed:
+            raise RuntimeError(
+                f"a document of {longest:,} tokens is beyond a length at which the model changes "
+                f"({crossed[-1]:,}), the check went up to {packing.reach:,}, and the model is "
+                "sharded by now; tell it what comes: enable_packing(model, dataset)"
+            )
         logger.warning(f"the model is sharded: what was checked before is relied on for {kind}")
         packing.checked.add(kind)
         return
-    documents = packing.documents
-    if crossed:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError(
-                f"a document of {longest:,} tokens is beyond a length at which the model changes "
-                f"({crossed[-1]:,}), and the check went up to {packing.reach:,}; tell it what "
-                "comes: enable_packing(model, dataset)"
-            )
-        documents = _documents_of(batch)
+    documents = _documents_of(batch) if crossed else packing.documents
     _take_exact_way(model, packing, kind, documents)
     packing.reach = max(packing.reach, longest if crossed else 0)
 
@@ -261,7 +258,7 @@ def _take_exact_way(
         return
     with _without_ours(model, packing):
         way, found = install_first_exact(
-            model, ways, documents, training=training, max_length=_REACH
+            model, ways, documents, agree=False, training=training, max_length=_REACH
         )
     if packing.way is None or way.backend != packing.way.backend:
         packing.checked.clear()
