@@ -78,7 +78,8 @@ def test_the_comparison_runs_and_its_numbers_are_those_of_the_plans(tmp_path):
     assert fill["padding to max"] < fill["padding to longest"] < fill["this project"]
     assert fill["greedy"] <= fill["this project"]
     # Padding changes nothing but time: both padded runs see the same documents in every step.
-    assert rows["padding to max"][6] == rows["padding to longest"][6]
+    losses = [float(rows[name][6]) for name in ("padding to max", "padding to longest")]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     # Fewer steps, a higher rate; the row with the padded steps keeps it.
     assert float(rows["this project"][2]) > float(rows["padding to max"][2])
     assert rows["... in padded steps"][2] == rows["padding to max"][2]
@@ -108,8 +109,9 @@ def test_they_take_data_and_a_model_of_ones_own(tmp_path):
     model = save_tiny_model(tmp_path, "llama")
     done = run(
         "padding_free.py",
+        *("--config", str(RECIPES / "compare_packing.yaml"), "--num_documents", "12"),
         *("--model_name_or_path", model, "--dataset_name", str(path), "--test_split_size", "0.2"),
-        *("--prompt_column", "q", "--completion_column", "a", "--num_train_epochs", "1"),
+        *("--prompt_column", "q", "--completion_column", "a"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-4000:]

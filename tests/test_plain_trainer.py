@@ -455,6 +455,14 @@ def test_padding_of_the_documents_is_left_out():
         assert [row["input_ids"].tolist() for row in rows] == expected
 
 
+def test_a_transform_makes_the_rows():
+    dataset = Dataset.from_list([{"text": "ab"}, {"text": "c"}])
+    dataset = dataset.with_transform(lambda b: {"input_ids": [list(t.encode()) for t in b["text"]]})
+    rows = PackedDataset(dataset, None, 8, shuffle_seed=None)[:]
+    assert [row["input_ids"].tolist() for row in rows] == [[97, 98, 99]]
+    assert rows[0]["labels"].tolist() == [-100, 98, -100]
+
+
 @pytest.mark.parametrize("seed", [None, -1])
 def test_without_a_seed_nothing_is_shuffled(seed):
     dataset = packed(shuffle_seed=seed, strategy="next_fit")

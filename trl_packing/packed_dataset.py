@@ -82,7 +82,7 @@ class PackedDataset(torch.utils.data.Dataset):
         if rows_multiple_of < 1:
             raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
         self.documents: Any = dataset
-        if isinstance(dataset, Dataset):
+        if _is_stored(dataset):
             self.documents = ArrowDocuments(dataset, [c for c in _COLUMNS if c in columns])
         self.tokenizer = tokenizer
         self.pack_len = pack_len
@@ -186,8 +186,13 @@ class PackedDataset(torch.utils.data.Dataset):
         )
 
 
+def _is_stored(dataset: Any) -> bool:
+    """Whether its rows are what its Arrow table holds, and not what a transform makes of them."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+
+
 def _column_names(dataset: Any) -> list[str]:
-    return list(dataset.column_names) if isinstance(dataset, Dataset) else list(dataset[0])
+    return list(dataset.column_names) if _is_stored(dataset) else list(dataset[0])
 
 
 def _multiple_of(rows: list[np.ndarray], multiple: int) -> list[np.ndarray]:
