@@ -159,8 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="a .jsonl file with question and answer (GSM8K)")
     parser.add_argument("--tokenizer", default=str(TOKENIZER), help="default: the demo's")
-    parser.add_argument("--documents", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--documents", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--output", help="write the table there too")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -185,8 +185,8 @@ def main() -> None:
     text = (
         f"# Packed rows in plain Trainer, on math data\n\n{len(documents)} documents ({what}), a "
         f"step over all of them; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after."
-        " Padding costs more than its\nshare of tokens: on a CPU padded attention is computed over the "
-        "square of the maximum length.\n\n"
+        " Padding costs more than its\nshare of tokens: on a CPU padded attention is computed over "
+        "the square of the maximum length.\n\n"
         f"{table(header, rows)}\n{provenance()}"
     )
     publish(text, arguments.output)
