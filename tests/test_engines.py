@@ -5,12 +5,11 @@ measured is 9.5e-7 on every engine, that of parameters 1.2e-7.
 """
 
 import importlib.util
-import json
 
 import pytest
 import torch
 from distributed.engines import ENGINES
-from distributed.train import Scenario, launch, run, run_on_ranks
+from distributed.train import Scenario, run, run_on_ranks
 
 TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}

@@ -99,10 +99,10 @@ def _run(scenario: Scenario) -> dict:
     import torch
     from accelerate import PartialState
     from datasets import Dataset
+    from peft import LoraConfig
     from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
     from distributed import engines
-    from peft import LoraConfig
     from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
     torch.set_num_threads(1)
