@@ -52,7 +52,7 @@ from trl_packing.document_columns import (
     check_source_column,
     weights_of_documents,
 )
-from trl_packing.engines import keep_outputs_precise, whole_model_saved
+from trl_packing.engines import check_engine_can_train, keep_outputs_precise, whole_model_saved
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
@@ -573,6 +573,7 @@ class PackedSFTTrainer(MeasuredTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
+        check_engine_can_train(self)
         wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if wraps and getattr(self.model, "_is_accelerate_prepared", False):
             # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every
