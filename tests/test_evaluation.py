@@ -21,6 +21,7 @@ from distributed.train import Scenario, run_on_ranks, token_weights
 from tiny import documents_of_lengths
 from tiny import tiny_model as small_model
 
+from trl_packing import PackedSFTConfig
 from trl_packing.architectures import tiny_model
 from trl_packing.document_columns import Sources
 from trl_packing.evaluation import EvaluationSums, perplexity
@@ -455,3 +456,22 @@ def test_a_source_without_weights_has_no_loss():
         "eval_loss_a": 2.0,
         "eval_num_documents_b": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [
+        ("eval_loss", False),
+        ("eval_loss_gsm8k", False),
+        ("loss_gsm8k", False),
+        ("eval_perplexity", False),
+        ("eval_short_loss_gsm8k", False),
+        ("eval_accuracy", True),
+        ("eval_lossless", True),
+    ],
+)
+def test_the_best_model_has_the_smallest_loss_of_a_source_and_perplexity(tmp_path, metric, greater):
+    options = {"use_cpu": True, "bf16": False, "metric_for_best_model": metric}
+    assert PackedSFTConfig(str(tmp_path), **options).greater_is_better is greater
+    told = PackedSFTConfig(str(tmp_path), greater_is_better=not greater, **options)
+    assert told.greater_is_better is not greater

@@ -8,7 +8,7 @@ from tiny import tiny_dataset, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.cli import main
-from trl_packing.inspection import inspect
+from trl_packing.inspection import inspect, load_rows
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
@@ -76,3 +76,17 @@ def test_what_the_command_cannot_do_is_one_sentence(tmp_path, capsys, data, opti
         code = exit.code
     assert code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_rows_are_those_of_a_file_of_a_folder_or_of_a_part(tmp_path):
+    lines = [json.dumps({"text": str(i)}) + "\n" for i in range(10)]
+    for name, part in (("train", lines[:8]), ("test", lines[8:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    assert load_rows(str(tmp_path / "test.jsonl"))["text"][:] == ["8", "9"]
+    assert load_rows(str(tmp_path), "test")["text"][:] == ["8", "9"]
+    assert load_rows(str(tmp_path), "train[6:]")["text"][:] == ["6", "7"]
+
+
+def test_a_file_that_is_not_there_is_not_taken_for_a_hub_id():
+    with pytest.raises(ValueError, match=r"missing\.jsonl does not exist"):
+        load_rows("missing.jsonl")

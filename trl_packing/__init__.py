@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         lengths_from_eos,
         position_ids_from_lengths,
     )
+    from trl_packing.inspection import load_rows
     from trl_packing.isolation import check_isolation
     from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
     from trl_packing.packed_dataset import PackedDataset, RepackEveryEpoch
@@ -46,6 +47,7 @@ _HOME = {
     "block_diagonal_mask": "documents",
     "resolve_attention": "attention",
     "check_isolation": "isolation",
+    "load_rows": "inspection",
     "show_document": "render",
     "show_rows": "render",
     "PackedDataset": "packed_dataset",
@@ -70,6 +72,7 @@ __all__ = [
     "document_ids_from_lengths",
     "enable_packing",
     "lengths_from_eos",
+    "load_rows",
     "make_supervised_dset",
     "pack",
     "position_ids_from_lengths",

@@ -73,9 +73,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _look_ahead(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    from datasets import disable_progress_bars
     from transformers import AutoTokenizer
 
     from trl_packing.inspection import inspect, load_rows, plan
+
+    disable_progress_bars()
 
     # Of options that TRL sets and transformers renames; there is nothing that a user could do.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -1,5 +1,7 @@
 """`PackedSFTConfig`: TRL's `SFTConfig` with packing on, and the few settings that packing adds."""
 
+import re
+import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -134,8 +136,21 @@ class PackedSFTConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.greater_is_better is None and _names_a_loss(self.metric_for_best_model):
+            self.greater_is_better = False
+        with warnings.catch_warnings():
+            # TRL 1.16 sets it for everyone, under the name that transformers 5.23 is about to drop.
+            warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
+            super().__post_init__()
         check_options(self)
+
+
+def _names_a_loss(metric: str | None) -> bool:
+    """Whether `metric` is a perplexity, or the loss of a source: smaller is better.
+
+    transformers 5.23 knows names that end in "loss", and would keep the worst model by another.
+    """
+    return metric is not None and re.search(r"(^|_)(perplexity$|loss_)", metric) is not None
 
 
 @dataclass(frozen=True)

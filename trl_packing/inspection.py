@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars, load_dataset
+from datasets import Dataset, load_dataset
 from transformers import HfArgumentParser
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -26,12 +26,16 @@ LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _FIXED = ("--output_dir", "unused", "--use_cpu", "--bf16", "false", "--report_to", "none")
 
 
-def load_rows(data: str, split: str) -> Dataset:
-    """Return the rows of a file, or of a data set by its hub id."""
-    disable_progress_bars()
+def load_rows(data: str, split: str = "train", *, config: str | None = None) -> Dataset:
+    """Return the rows of a .json, .jsonl or .parquet file, a folder of them, or a hub id.
+
+    split: "train[:1000]" works too. config: of a data set on the hub, where it has several.
+
+    Raises ValueError for a file that does not exist.
+    """
     loader = LOADERS.get(Path(data).suffix)
     if loader is None:
-        return load_dataset(data, split=split)
+        return load_dataset(data, config, split=split)
     if not Path(data).is_file():
         raise ValueError(f"{data} does not exist")
     return load_dataset(loader, data_files=data, split=split)

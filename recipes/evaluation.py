@@ -1,0 +1,100 @@
+"""Evaluation: exact losses by source, perplexity, a metric of your own, and the best model kept.
+
+    accelerate launch recipes/evaluation.py --config recipes/evaluation.yaml
+    accelerate launch recipes/evaluation.py --config recipes/evaluation.yaml \\
+        --dataset_name my.jsonl \\
+        --dataset_train_split "train[:95%]" --dataset_test_split "train[95%:]"
+
+`eval_loss` is the mean over all trained tokens of the test split: the same on any number of
+processes, for any batch size, packed or not. `--loss_weighting document` makes every document
+count alike instead, in training and here. `--source_column source` adds a loss for each value of
+that column. `--load_best_model_at_end true` keeps the checkpoint with the lowest `eval_loss`, or
+whatever `--metric_for_best_model` names. `--counts_right true` adds a metric of your own, written
+below. It needs the logits of every document, so evaluation is padded then, and slower (TRL means
+to drop such metrics in its version 2, and says so). docs/loss.md has the details.
+
+Expected output (gsm8k and alpaca, one CPU core):
+
+    {'eval_loss': '6.4', …
+    …
+                                     before  after
+    eval_loss                         6.507  6.429
+    …
+    eval_perplexity                   669.6  619.4
+    …
+    The best was outputs/evaluation/checkpoint-8.
+    The model is in outputs/evaluation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.hf_argparser import HfArg
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+
+SHOWN = ("eval_loss", "eval_perplexity", "eval_right_documents")
+
+
+@dataclass
+class Arguments:
+    """What to train, and on what."""
+
+    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
+    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    dataset_test_split: str = HfArg(default="test", help="Or a part of one: 'train[1000:]'.")
+    counts_right: bool = HfArg(default=False, help="Count documents predicted without an error.")
+
+
+def right_documents(prediction: Any) -> dict[str, float]:
+    """Return the share of documents of which every trained token was the most likely one."""
+    predicted, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    return {"right_documents": float(((predicted == labels) | (labels == -100)).all(1).mean())}
+
+
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Evaluate, train, evaluate the best model, print both; return the trainer."""
+    parser = TrlParser(
+        (Arguments, PackedSFTConfig), usage="evaluation.py --config FILE [--OPTION VALUE]"
+    )
+    # At the start of training, as FSDP2 and ZeRO-2 cannot evaluate before.
+    parser.set_defaults(output_dir="outputs/evaluation", eval_on_start=True)
+    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    train, test = (
+        load_rows(arguments.dataset_name, split, config=arguments.dataset_config)
+        for split in (arguments.dataset_train_split, arguments.dataset_test_split)
+    )
+    trainer = PackedSFTTrainer(
+        model=arguments.model_name_or_path,
+        args=training_args,
+        train_dataset=train,
+        eval_dataset=test,
+        compute_metrics=right_documents if arguments.counts_right else None,
+        # Of each token one number is gathered from all ranks, instead of the whole vocabulary.
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    trainer.train(training_args.resume_from_checkpoint)
+    before = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    after = trainer.evaluate()
+    say = trainer.accelerator.print
+    say(f"\n{'':<32} before  after")
+    for name in after:
+        if name.startswith(SHOWN):
+            say(f"{name:<32} {before[name]:>6.4g} {after[name]:>6.4g}")
+    if training_args.load_best_model_at_end:
+        say(f"The best was {trainer.state.best_model_checkpoint}.")
+    trainer.save_model()
+    say(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Full fine-tuning: every weight is trained, of a 0.1B on a laptop or of a 70B on four nodes.
+
+The code is the same for all sizes. What differs is the YAML file, which says what is trained, and
+the accelerate configuration, which says on how many devices and how the model is spread over them:
+
+    accelerate launch recipes/full.py --config recipes/full_0.1b.yaml
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml \\
+        recipes/full.py --config recipes/full_8b_fsdp2.yaml
+    # On each of four nodes; MACHINE_RANK is its number, MASTER the address of node 0.
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml \\
+        --num_machines 4 --num_processes 32 --machine_rank $MACHINE_RANK \\
+        --main_process_ip $MASTER --main_process_port 29500 \\
+        recipes/full.py --config recipes/full_70b_fsdp2_multinode.yaml
+
+Each YAML file begins with its memory arithmetic. Every option of `PackedSFTConfig` can be given on
+the command line too, and wins over the file.
+
+Expected output (`--config recipes/full_0.1b.yaml`, one CPU core):
+
+    ────────────────────────────── trl_packing ──────────────────────────────
+    documents    50 · 9,936 tokens · 6,430 trained (65%)
+    packed into  10 bins of 1,024 tokens · 97.03% filled
+    an epoch     10 micro-batches · 10 optimizer steps · 5.0 documents, 643 trained tokens a step …
+    padded       50 steps of 1 document; documents_per_step=1 keeps them
+    …
+    attention    document-wise SDPA (cpu, float32)
+    ─────────────────────────────────────────────────────────────────────────
+    {'loss': '1.4', …
+    …
+    {'loss': '1.2', …
+    The model is in outputs/full_0.1b.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.hf_argparser import HfArg
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+
+
+@dataclass
+class Arguments:
+    """What to train, and on what."""
+
+    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
+    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+
+
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Train all weights, save the model, and return the trainer."""
+    parser = TrlParser((Arguments, PackedSFTConfig), usage="full.py --config FILE [--OPTION VALUE]")
+    parser.set_defaults(output_dir="outputs/full")
+    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    trainer = PackedSFTTrainer(
+        model=arguments.model_name_or_path,
+        args=training_args,
+        train_dataset=load_rows(
+            arguments.dataset_name,
+            arguments.dataset_train_split,
+            config=arguments.dataset_config,
+        ),
+    )
+    trainer.train(training_args.resume_from_checkpoint)
+    trainer.save_model()  # also where it is sharded: the weights are gathered
+    trainer.accelerator.print(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

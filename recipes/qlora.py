@@ -1,0 +1,106 @@
+"""QLoRA: LoRA on a model whose weights are kept in 4 bits, so that a 70B fits on an 80 GB GPU.
+
+    pip install "trl-packing[qlora]"
+    accelerate launch recipes/qlora.py --config recipes/qlora_70b.yaml
+    accelerate launch recipes/qlora.py --config recipes/lora_0.1b.yaml    # to see it work
+
+Needs a CUDA GPU; without one it says so and stops. `--use_cpu true` trains in 4 bits on the CPU,
+slowly: to try it out. What is saved is the adapter; merge it into the model in 16 bits
+(lora.py says how), since 4 bits cannot hold it.
+
+Expected output (`--config recipes/lora_0.1b.yaml --use_cpu true`, one CPU core):
+
+    ────────────────────────────── trl_packing ──────────────────────────────
+    documents    50 · 9,936 tokens · 6,430 trained (65%)
+    packed into  10 bins of 1,024 tokens · 97.03% filled
+    an epoch     10 micro-batches · 10 optimizer steps · 5.0 documents, 643 trained tokens a step …
+    padded       50 steps of 1 document; documents_per_step=1 keeps them
+    …
+    attention    document-wise SDPA (cpu, float32)
+    ─────────────────────────────────────────────────────────────────────────
+    {'loss': '1.4', …
+    …
+    {'loss': '1.2', …
+    Trained 4,884,480 parameters beside 134,515,008 in 4 bits: 0.20 GB.
+    The adapter is in outputs/qlora.
+"""
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from transformers.hf_argparser import HfArg
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+
+
+@dataclass
+class Arguments:
+    """What to train, and on what."""
+
+    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
+    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    lora_r: int = HfArg(default=16, help="Rank: the inner size of the two matrices.")
+    lora_alpha: int = HfArg(default=32, help="Their product counts lora_alpha / lora_r.")
+    lora_dropout: float = HfArg(default=0.0, help="Dropout before the two matrices.")
+
+
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Train an adapter, save it, and return the trainer."""
+    parser = TrlParser(
+        (Arguments, PackedSFTConfig), usage="qlora.py --config FILE [--OPTION VALUE]"
+    )
+    parser.set_defaults(output_dir="outputs/qlora")
+    if not torch.cuda.is_available():
+        parser.set_defaults(bf16=False)
+    arguments, training_args = parser.parse_args_and_config(argv)
+    if not torch.cuda.is_available() and not training_args.use_cpu:
+        sys.exit(
+            "qlora.py: training in 4 bits needs a CUDA GPU, and there is none here; use lora.py, "
+            "or try it out on the CPU with --use_cpu true"
+        )
+    if find_spec("bitsandbytes") is None:
+        sys.exit("qlora.py: bitsandbytes is not installed: pip install 'trl-packing[qlora]'")
+
+    trainer = PackedSFTTrainer(
+        model=arguments.model_name_or_path,
+        args=training_args,
+        train_dataset=load_rows(
+            arguments.dataset_name,
+            arguments.dataset_train_split,
+            config=arguments.dataset_config,
+        ),
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,  # 4.1 bits a weight instead of 4.5
+            bnb_4bit_compute_dtype=torch.bfloat16 if training_args.bf16 else torch.float32,
+        ),
+        peft_config=LoraConfig(
+            r=arguments.lora_r,
+            lora_alpha=arguments.lora_alpha,
+            lora_dropout=arguments.lora_dropout,
+            target_modules="all-linear",  # every matrix but the embeddings and the head
+            task_type="CAUSAL_LM",
+        ),
+    )
+    trained, total = trainer.model.get_nb_trainable_parameters()
+    size = trainer.model.get_memory_footprint() / 1e9
+    trainer.train(training_args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.accelerator.print(
+        f"Trained {trained:,} parameters beside {total - trained:,} in 4 bits: {size:.2f} GB.\n"
+        f"The adapter is in {training_args.output_dir}."
+    )
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Plain text with a mark in it: what follows "### Response:" is trained, what precedes it is not.
+
+    accelerate launch recipes/response_template.py --config recipes/response_template.yaml
+
+A row of the data set has a `text` (`--dataset_text_field` names another column):
+
+    {"text": "### Instruction:\\nName a fruit.\\n\\n### Response:\\nApple"}
+
+The mark is looked for in the text, so it does not matter into which tokens it falls. With several
+questions in a text, `--instruction_template "### Instruction:"` trains every answer up to the next
+question. Texts without the mark are counted and left out. This is what TRL's removed
+`DataCollatorForCompletionOnlyLM` did, which `trl_packing` also has under its own name:
+
+    collator = DataCollatorForCompletionOnlyLM("### Response:\\n", tokenizer=tokenizer)
+    PackedSFTTrainer(…, data_collator=collator)
+
+Expected output (fifty texts, one CPU core):
+
+    What is trained stands between ⟦ and ⟧.
+    document · 100 tokens · 60 trained (60%) · ends in '<|im_end|>', trained
+    ### Instruction:
+    …
+    ### Response:
+    ⟦…<|im_end|>⟧
+    ────────────────────────────── trl_packing ──────────────────────────────
+    documents    50 · 9,936 tokens · 6,430 trained (65%)
+    …
+    The model is in outputs/response_template.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.hf_argparser import HfArg
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+
+
+@dataclass
+class Arguments:
+    """What to train, and on what."""
+
+    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
+    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+
+
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Show the first text, train, save the model, and return the trainer."""
+    parser = TrlParser(
+        (Arguments, PackedSFTConfig), usage="response_template.py --config FILE [--OPTION VALUE]"
+    )
+    parser.set_defaults(output_dir="outputs/response_template", response_template="### Response:\n")
+    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    rows = load_rows(
+        arguments.dataset_name, arguments.dataset_train_split, config=arguments.dataset_config
+    )
+    trainer = PackedSFTTrainer(
+        model=arguments.model_name_or_path,
+        args=training_args,
+        train_dataset=rows.select_columns(training_args.dataset_text_field),
+    )
+    say = trainer.accelerator.print
+    say("\nWhat is trained stands between ⟦ and ⟧.")
+    say(show_document(trainer.train_dataset[0], trainer.processing_class))
+    trainer.train(training_args.resume_from_checkpoint)
+    trainer.save_model()
+    say(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

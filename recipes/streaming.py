@@ -1,0 +1,84 @@
+"""A stream: data that is read while it is trained on, larger than the disk or still growing.
+
+    accelerate launch recipes/streaming.py --config recipes/streaming.yaml
+    torchrun --nproc_per_node 2 recipes/streaming.py --config recipes/streaming.yaml \\
+        --dataset_name folder_of_jsonl_files --dataloader_num_workers 2
+
+A stream has no length, so `--max_steps` says how long to train. Its documents are packed in windows
+of 256 bins and leave in random order, drawn anew every epoch. Files are its shards: where they
+divide among the ranks, each rank reads its own, and its dataloader workers divide those. A run that
+was interrupted goes on at the same place (resuming.py). docs/data.md, "Streams", has the details.
+
+Expected output (4 files, one CPU core):
+
+    Shards in the stream: 4. Ranks: 1; each reads its own part, 2 at a time.
+    ────────────────────────────── trl_packing ──────────────────────────────
+    documents    a stream: counted as it is read
+    micro-batch  1 bin
+    attention    document-wise SDPA (cpu, float32)
+    ─────────────────────────────────────────────────────────────────────────
+    {'loss': '1.4', …
+    The model is in outputs/streaming.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from datasets import load_dataset
+from transformers.hf_argparser import HfArg
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.stream_parts import division_of
+
+
+@dataclass
+class Arguments:
+    """What to train, and on what."""
+
+    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="A hub id, or a folder of .jsonl or .parquet files.")
+    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
+    dataset_train_split: str = HfArg(default="train", help="Which split to read.")
+    shuffle_buffer: int = HfArg(
+        default=0, help="Documents to draw from at random; for files sorted by source or length."
+    )
+
+
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Say who reads what, train for `max_steps`, save the model, and return the trainer."""
+    parser = TrlParser(
+        (Arguments, PackedSFTConfig), usage="streaming.py --config FILE [--OPTION VALUE]"
+    )
+    parser.set_defaults(output_dir="outputs/streaming")
+    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    stream = load_dataset(
+        arguments.dataset_name,
+        arguments.dataset_config,
+        split=arguments.dataset_train_split,
+        streaming=True,
+    )
+    if arguments.shuffle_buffer:
+        stream = stream.shuffle(seed=training_args.seed, buffer_size=arguments.shuffle_buffer)
+    trainer = PackedSFTTrainer(
+        model=arguments.model_name_or_path, args=training_args, train_dataset=stream
+    )
+    say, ranks = trainer.accelerator.print, training_args.world_size
+    division = division_of(trainer.train_dataset, ranks, training_args.dataloader_num_workers)
+    how = "its own part" if division.by_rank or ranks == 1 else "all of it, and they take turns"
+    say(
+        f"Shards in the stream: {division.num_shards}. Ranks: {ranks}; each reads {how}, "
+        f"{division.num_readers} at a time."
+    )
+    trainer.train(training_args.resume_from_checkpoint)
+    trainer.save_model()
+    say(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

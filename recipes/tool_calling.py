@@ -1,0 +1,108 @@
+"""Tool calls: the model learns when to call a tool, and how; what the tool answers is not trained.
+
+    accelerate launch recipes/tool_calling.py --config recipes/tool_calling.yaml
+
+A row of the data set is a conversation beside the tools that it may use (a list, or JSON):
+
+    {"messages": [{"role": "user", "content": "Weather in Rome?"},
+                  {"role": "assistant", "tool_calls": [{"type": "function", "function":
+                   {"name": "weather", "arguments": {"city": "Rome"}}}]},
+                  {"role": "tool", "content": "21 degrees"},
+                  {"role": "assistant", "content": "It has 21 degrees."}],
+     "tools": [{"type": "function", "function": {"name": "weather", "parameters": {…}}}]}
+
+ShareGPT's `function_call` and `observation` work too. The chat template must know tools: Qwen's
+does, SmolLM2's does not (`--chat_template_path` takes that of another model). The last row is held
+out, and what the model writes where its first answer stands is shown before and after.
+
+Expected output (SmolLM2-135M-Instruct with Qwen2.5's chat template, forty conversations of Glaive's
+up to 768 tokens, six steps of one bin at a learning rate of 2e-4, five minutes on a busy CPU core):
+
+    What is trained stands between ⟦ and ⟧.
+    document · 478 tokens · 113 trained (24%) · ends in '\\n', not trained
+    …
+    <|im_start|>assistant
+    ⟦…<|im_end|>⟧
+
+    before  'You can use the following function to calculate the distance between New York and …'
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    30 · 13,154 tokens · 2,860 trained (22%)
+    packed into  21 bins of 768 tokens · 81.56% filled
+    …
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '0.903', … 'epoch': '0.09524'}
+    …
+    after   '<tool_call>\\n{"name": "calculate_distance", "arguments": {"location1": "New York", …'
+    The model is in outputs/tool_calling.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.hf_argparser import HfArg
+from trl import TrlParser
+from trl.models import unwrap_model_for_generation
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+
+
+@dataclass
+class Arguments:
+    """What to train, and on what."""
+
+    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
+    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+
+
+def first_answer(trainer: PackedSFTTrainer) -> str:
+    """Return what the model writes where the first answer of the held-out conversation stands."""
+    document = trainer.eval_dataset[0]
+    start = next(i for i, label in enumerate(document["labels"]) if label != -100)
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        model.eval()
+        prompt = torch.tensor([document["input_ids"][:start]], device=model.device)
+        written = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=64,
+        )
+    return trainer.processing_class.decode(written[0, start:])
+
+
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Show what is trained, train, show what was learnt, save; return the trainer."""
+    parser = TrlParser(
+        (Arguments, PackedSFTConfig), usage="tool_calling.py --config FILE [--OPTION VALUE]"
+    )
+    parser.set_defaults(output_dir="outputs/tool_calling", train_on="assistant")
+    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    rows = load_rows(
+        arguments.dataset_name, arguments.dataset_train_split, config=arguments.dataset_config
+    )
+    trainer = PackedSFTTrainer(
+        model=arguments.model_name_or_path,
+        args=training_args,
+        train_dataset=rows.select(range(len(rows) - 1)),
+        eval_dataset=rows.select([len(rows) - 1]),
+    )
+    say = trainer.accelerator.print
+    say("\nWhat is trained stands between ⟦ and ⟧.")
+    say(show_document(trainer.train_dataset[0], trainer.processing_class))
+    say(f"\nbefore  {first_answer(trainer)!r}")
+    trainer.train(training_args.resume_from_checkpoint)
+    say(f"\nafter   {first_answer(trainer)!r}")
+    trainer.save_model()
+    say(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
