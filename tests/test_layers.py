@@ -165,6 +165,7 @@ TABLE = {
     ),
     "checkpoints": (set(), {"accelerate", "transformers"}),
     "allocator": (set(), set()),
+    "recipes": (set(), set()),
     "trainer": (
         {
             "allocator",
