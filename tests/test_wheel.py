@@ -77,7 +77,12 @@ def test_recipes_are_found_as_modules_in_a_checkout():
 
 
 def test_the_check_sees_what_does_not_belong_in_a_wheel():
-    bad = ["tests/test_a.py", "trl_packing/tests_x.py", "trl_packing/__pycache__/a.pyc", "docs/a.md"]
+    bad = [
+        "tests/test_a.py",
+        "trl_packing/tests_x.py",
+        "trl_packing/__pycache__/a.pyc",
+        "docs/a.md",
+    ]
     good = ["trl_packing/packing.py", f"trl_packing-{VERSION}.dist-info/METADATA"]
     assert unwanted([*good, *bad]) == bad
 
