@@ -71,9 +71,10 @@ def plan_report(
     sampler: PackedBatchSampler,
     *,
     attention: str | None,
+    loss: str | None,
     preparation: PreparationCounts,
 ) -> PackingReport:
-    """Return what the first epoch of `sampler` is made of."""
+    """Return what the first epoch of `sampler` is made of; `attention` and `loss` in words."""
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps = -(-len(sampler) // accumulation)
     return PackingReport(
@@ -91,6 +92,7 @@ def plan_report(
         documents_per_step=documents.num_documents / steps,
         padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
         largest_micro_batch=_largest_micro_batch(sampler),
+        loss=loss,
         preparation=preparation,
     )
 
@@ -119,7 +121,9 @@ def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
     return _words(batch_size, "bin" if packing else "document")
 
 
-def without_plan(args: Any, *, ranks: int, micro_batch: str, attention: str) -> PackingReport:
+def without_plan(
+    args: Any, *, ranks: int, micro_batch: str, attention: str, loss: str | None
+) -> PackingReport:
     """Return the report on a stream, which tells its documents only as it is read.
 
     Raises ValueError for documents_per_step.
@@ -135,5 +139,6 @@ def without_plan(args: Any, *, ranks: int, micro_batch: str, attention: str) -> 
         accumulation=args.gradient_accumulation_steps,
         micro_batch=micro_batch,
         attention=attention,
+        loss=loss,
         capacity=args.max_length,
     )

@@ -41,7 +41,8 @@ class Step:
 
     `lost` is what there was before the step less what there was after it. Pieces are documents from
     then on, so a step that splits documents loses a negative number of them.
-    `lost_a_stop` counts the documents that have fewer trained stop tokens than before.
+    `lost_a_stop` counts the documents that have fewer trained stop tokens than before, `empty`
+    those of the concerned that have no token at all.
     """
 
     concerned: int
@@ -50,10 +51,22 @@ class Step:
     lost_a_stop: int = 0
     way_out: str = ""
     unit: str = "document"
+    empty: int = 0
+
+    def __add__(self, other: "Step") -> "Step":
+        """Return the same step on the documents of both."""
+        return replace(
+            self,
+            concerned=self.concerned + other.concerned,
+            lost=self.lost + other.lost,
+            lost_a_stop=self.lost_a_stop + other.lost_a_stop,
+            empty=self.empty + other.empty,
+        )
 
     def __str__(self) -> str:
+        empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
         lost = f"; lost {self.lost}" * (self.lost.tokens > 0 or self.lost.trained > 0)
-        return f"{_number(self.concerned, self.unit)} {self.why}{lost}"
+        return f"{_number(self.concerned, self.unit)} {self.why}{empty}{lost}"
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,17 @@ class PreparationCounts:
         """Whether the steps lost exactly what came in and did not come out."""
         return self.before - sum((step.lost for step in self.steps), Amount()) == self.after
 
-    def with_step_before(self, step: Step) -> "PreparationCounts":
-        """Return the counts of a preparation that began with `step`."""
-        return replace(self, before=self.before + step.lost, steps=(step, *self.steps))
+    def __add__(self, other: "PreparationCounts") -> "PreparationCounts":
+        """Return the counts of two parts of a data set; of notes, those of the first with any."""
+        steps = {step.why: step for step in self.steps}
+        for step in other.steps:
+            steps[step.why] = steps[step.why] + step if step.why in steps else step
+        return PreparationCounts(
+            self.before + other.before,
+            self.after + other.after,
+            tuple(steps.values()),
+            self.notes or other.notes,
+        )
 
     def with_note(self, note: str) -> "PreparationCounts":
         return replace(self, notes=(*self.notes, note))
@@ -131,6 +152,7 @@ class PackingReport:
     documents_per_step: float | None = None
     padded_documents_per_step: int | None = None
     largest_micro_batch: int | None = None
+    loss: str | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
 
     @property
@@ -157,6 +179,7 @@ class PackingReport:
             self._plan(),
             self._step(),
             *self._padded(),
+            f"loss         {self.loss}" if self.loss else "",
             f"attention    {self.attention}" if self.attention else "",
         ]
         lines = [line for line in lines if line]
@@ -166,12 +189,18 @@ class PackingReport:
 
     def _data(self) -> str:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
-            return "documents    a stream: counted as it is read"
+            return f"documents    a stream: {self._read()}"
         share = f" ({self.trained_tokens / self.tokens:.0%})"
         return (
             f"documents    {self.documents:,} · {self.tokens:,} tokens · "
             f"{self.trained_tokens:,} trained{share}"
         )
+
+    def _read(self) -> str:
+        read = self.preparation.before
+        if not read.documents:
+            return "counted as it is read"
+        return f"read so far {_number(read.documents, 'document')} · {read}"
 
     def _plan(self) -> str:
         if self.bins is None:

@@ -70,6 +70,7 @@ from trl_packing.stream_batches import StreamBatches
 from trl_packing.streaming import StreamSettings
 from trl_packing.token_columns import TOKEN_COLUMNS
 from trl_packing.unpacking import unpack_rows
+from trl_packing.weighting import in_words
 
 logger = get_logger(__name__)
 
@@ -114,6 +115,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     _completion_only: DataCollatorForCompletionOnlyLM | None = None
     _signature_columns: Any
     _train_stream: StreamBatches | None = None
+    _evaluated_streams: list[StreamBatches]
 
     def __init__(
         self,
@@ -411,12 +413,19 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         return dataloader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        return self._evaluation_dataloader(super().get_eval_dataloader, eval_dataset)
+        return self._evaluation_dataloader(
+            super().get_eval_dataloader, eval_dataset, self._options.source_column
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        return self._evaluation_dataloader(super().get_test_dataloader, test_dataset)
+        column = self._options.source_column
+        if column not in _columns(test_dataset):  # `predict` may be asked of anything
+            column = None
+        return self._evaluation_dataloader(super().get_test_dataloader, test_dataset, column)
 
-    def _evaluation_dataloader(self, parent: Any, dataset: Any) -> DataLoader:
+    def _evaluation_dataloader(
+        self, parent: Any, dataset: Any, source_column: str | None
+    ) -> DataLoader:
         if self._trl_path:
             return parent(dataset)
         chosen = self.eval_dataset if dataset is None else dataset
@@ -424,8 +433,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         self._pass_gate(self.model, chosen, training=False)
         if self._evaluates_padded and "seq_lengths" in _columns(chosen):
             dataset = chosen = unpack_rows(chosen)
-        column = self._options.source_column
-        self._sources = None if column is None else Sources.of(chosen, column)
+        self._sources = None if source_column is None else Sources.of(chosen, source_column)
         if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
             return self._stream(
                 chosen, self._eval_packing, self.args.eval_batch_size, training=False
@@ -470,6 +478,8 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         )
         if training:
             self._train_stream = stream
+        else:
+            self._evaluated_streams.append(stream)
         # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches
         # of unequal size, and repeat documents at the end.
         return DataLoaderShard(
@@ -557,10 +567,14 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     def _evaluation(self, *, padded: bool) -> Iterator[None]:
         """Whoever asks for logits expects a padded row per document; otherwise rows are packed."""
         before, self._evaluates_padded = self._evaluates_padded, padded
+        self._evaluated_streams = []
         try:
             yield
         finally:
             self._evaluates_padded = before
+        for stream in self._evaluated_streams:
+            if words := str(stream.counts_of_all_ranks()):
+                logger.warning_once(f"evaluation stream: {words}")
 
     def _vocabulary_size(self) -> int:
         embeddings = self.model.get_input_embeddings()
@@ -570,12 +584,16 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     # --- report -------------------------------------------------------------------------------
 
     def _report(self) -> PackingReport:
+        loss = None  # a function of one's own says itself what it computes
+        if self.compute_loss_func is None:
+            loss = in_words(self._options.loss_weighting, _columns(self.train_dataset))
         if isinstance(self.train_dataset, IterableDataset):
             return without_plan(
                 self.args,
                 ranks=self._data_ranks()[0],
                 micro_batch=micro_batch_of_stream(self._packing, self._train_batch_size),
                 attention=str(self.attention),
+                loss=loss,
             )
         documents = self._remove_unused_columns(self.train_dataset)
         check_token_ids(documents, self._vocabulary_size(), "train")
@@ -583,6 +601,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             documents,
             self._get_train_sampler(documents),
             attention=str(self.attention),
+            loss=loss,
             preparation=self._preparation.get("train", PreparationCounts()),
         )
 
@@ -592,12 +611,32 @@ class _OnTrainBegin(TrainerCallback):
 
     def __init__(self, trainer: PackedSFTTrainer):
         self.trainer = trainer
+        self._told = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
+        self._print_report(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say early what a stream loses: it may be read for days."""
+        stream = self.trainer._train_stream
+        if stream is not None and not self._told and (words := str(stream.counts)):
+            read = stream.counts.before.documents
+            logger.warning(f"of the first {read:,} documents of the stream: {words}")
+            self._told = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Complete the report on a stream, which is counted as it is read."""
+        trainer = self.trainer
+        if trainer._train_stream is not None:
+            counts = trainer._train_stream.counts_of_all_ranks()
+            trainer.packing_report = replace(trainer.packing_report, preparation=counts)
+            self._print_report(state)
+
+    def _print_report(self, state: Any) -> None:
         if state.is_world_process_zero:
-            print(f"\n{trainer.packing_report}", flush=True)  # a progress bar holds the line
+            print(f"\n{self.trainer.packing_report}", flush=True)  # a progress bar holds the line
 
 
 def _columns(dataset: Any) -> list[str]:

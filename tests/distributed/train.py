@@ -66,6 +66,7 @@ def run(scenario: Scenario) -> dict:
     batches: the `input_ids` of every micro-batch that was trained on this rank.
     inputs: what the model takes of it, as tensors, and the labels.
     attention: the way that kept documents apart.
+    documents_read: those that preparation has counted, of all ranks; the ends of a stream too.
     largest_targets: the largest label of every row that `compute_metrics` was given, in order.
     """
     try:
@@ -167,6 +168,7 @@ def _run(scenario: Scenario) -> dict:
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
         "largest_targets": largest_targets,
         "metrics": metrics,
+        "documents_read": trainer.packing_report.preparation.before.documents,
         "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
     }
 
