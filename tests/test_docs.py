@@ -249,6 +249,28 @@ def test_what_is_compared_with_trl_are_its_settings():
     assert named <= {f.name for f in dataclasses.fields(SFTConfig)}
 
 
+# --- contributing ---------------------------------------------------------------------------------
+
+
+def test_lint_is_pinned_alike_before_a_commit_and_in_make():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    pins = {pin for hook in hooks for pin in hook.get("additional_dependencies", ())}
+    assert pins == {
+        line for line in (ROOT / "constraints.txt").read_text().split() if "ruff" in line
+    }
+    makefile = (ROOT / "Makefile").read_text()
+    for hook in hooks[:2]:
+        assert f"$(BIN)/{hook['entry'].removesuffix(' --force-exclude')}" in makefile
+
+
+def test_a_bug_report_asks_for_what_the_check_says():
+    forms = {p.stem: yaml.safe_load(p.read_text()) for p in (ROOT / ".github").rglob("*.yml")}
+    assert set(forms) == {"bug", "feature", "config"}
+    verify = next(field for field in forms["bug"]["body"] if field.get("id") == "verify")
+    assert "trl-packing verify" in verify["attributes"]["label"]
+    assert verify["validations"]["required"]
+
+
 # --- numbers --------------------------------------------------------------------------------------
 
 
