@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "hooks"))
 
 import messages
 import nav
+import public_names
 import settings_table
 
 ROOT = Path(__file__).parents[1]
@@ -249,6 +250,107 @@ def test_what_is_compared_with_trl_are_its_settings():
     assert named <= {f.name for f in dataclasses.fields(SFTConfig)}
 
 
+# --- commands and code ----------------------------------------------------------------------------
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Return the code blocks of a page in one language."""
+    fence = rf"^```{language}(?: [^\n]*)?\n(.*?)^```"
+    return re.findall(fence, path.read_text(), re.M | re.S)
+
+
+def code_of(path: Path) -> list[str]:
+    """Return what a page writes as commands: its shell blocks and what stands in backticks."""
+    inline = re.findall(r"`([^`\n]+)`", without_code_blocks(path.read_text()))
+    return [*blocks(path, "bash"), *inline]
+
+
+def unknown_commands(code: str) -> Iterator[str]:
+    """Yield what does not exist of a command's targets, files, modules and options."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    code = code.replace("\\\n", " ")
+    for target in re.findall(r"(?:^|\n)make ([a-z][\w-]*)", code):
+        if target not in targets:
+            yield f"make {target}"
+    for file in re.findall(r"((?:benchmarks|recipes)/\w+\.(?:py|yaml))", code):
+        if not (ROOT / file).exists():
+            yield file
+    for module in re.findall(r"-m (trl_packing[\w.]*)", code):
+        if importlib.util.find_spec(module) is None:
+            yield module
+    for command, rest in re.findall(r"trl-packing (\w+)([^\n|#]*)", code):
+        yield from (f"{command} {o}" for o in options_in(rest) - options_of(command))
+
+
+def options_in(text: str) -> set[str]:
+    return {option.replace("-", "_") for option in re.findall(r"--([a-z][\w-]*)", text)}
+
+
+def options_of(command: str) -> set[str]:
+    from trl_packing.cli import _parser
+    from trl_packing.config import PackedSFTConfig
+
+    (commands,) = (a.choices for a in _parser()._actions if a.dest == "command")
+    if command not in commands:
+        return set()
+    own = {
+        s.lstrip("-").replace("-", "_")
+        for a in commands[command]._actions
+        for s in a.option_strings
+    }
+    fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
+    return own | (fields if command in ("inspect", "plan") else set())
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_on_a_page_exist(path):
+    if path.name == "LOG.md":
+        return  # what was true on its day
+    assert [u for code in code_of(path) for u in unknown_commands(code)] == []
+
+
+def test_the_check_sees_a_command_that_does_not_exist():
+    bad = (
+        "make nothing\npython benchmarks/nothing.py\npython -m trl_packing.recipes.nothing\n"
+        "trl-packing plan --model M \\\n    --no-such-option 3\ntrl-packing verify --train_on all\n"
+    )
+    assert list(unknown_commands(bad)) == [
+        "make nothing",
+        "benchmarks/nothing.py",
+        "trl_packing.recipes.nothing",
+        "plan no_such_option",
+        "verify train_on",
+    ]
+    good = "make check\ntrl-packing plan --model M --max_length 4096 --ranks 8 # bins"
+    assert list(unknown_commands(good)) == []
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_on_a_page_compiles_and_its_imports_exist(path):
+    for block in blocks(path, "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), block
+
+
+@pytest.mark.parametrize("name", ["axolotl", "llama-factory"])
+def test_the_recipe_takes_the_file_that_a_page_migrates_to(tmp_path, name):
+    from trl_packing.recipes import sft_packed
+
+    theirs, ours = blocks(DOCS / "migrating" / f"{name}.md", "yaml")
+    file = tmp_path / "packed.yaml"
+    file.write_text(ours)
+    _, args, model = sft_packed.parse(["--config", str(file)])
+    assert (args.max_length, args.packing, args.per_device_train_batch_size) == (4096, True, 2)
+    assert args.learning_rate == float(yaml.safe_load(theirs)["learning_rate"])
+    assert model.use_peft
+    file.write_text(f"{ours}sequence_len: 4096\n")  # a flag of theirs
+    with pytest.raises(ValueError, match="sequence_len"):
+        sft_packed.parse(["--config", str(file)])
+
+
 # --- contributing ---------------------------------------------------------------------------------
 
 
@@ -345,8 +447,13 @@ def test_the_check_sees_a_thin_docstring():
 
 def test_every_public_name_is_on_the_api_page():
     page = (DOCS / "api.md").read_text()
-    shown = set(re.findall(r"^::: trl_packing\.[\w.]*?(\w+)$", page, re.M))
-    assert set(trl_packing.__all__) - shown == set()
+    named = r"^::: (trl_packing\.[\w.]*?)\.(\w+)$"
+    shown = {name: home for home, name in re.findall(named, public_names.completed(page), re.M)}
+    assert set(trl_packing.__all__) - set(shown) == set()
+    for name, home in shown.items():
+        assert hasattr(importlib.import_module(home), name), f"{home}.{name}"
+    without = page.replace("::: trl_packing.packing.pack\n", "")
+    assert "## More\n\n::: trl_packing.packing.pack" in public_names.completed(without)
 
 
 def test_pictures_are_what_their_script_draws(tmp_path):
