@@ -261,8 +261,8 @@ def blocks(path: Path, language: str) -> list[str]:
 
 def code_of(path: Path) -> list[str]:
     """Return what a page writes as commands: its shell blocks and what stands in backticks."""
-    inline = re.findall(r"`([^`\n]+)`", without_code_blocks(path.read_text()))
-    return [*blocks(path, "bash"), *inline]
+    inline = re.findall(r"`([^`]+)`", without_code_blocks(path.read_text()))
+    return [*blocks(path, "bash"), *(code.replace("\n", " ") for code in inline)]
 
 
 def unknown_commands(code: str) -> Iterator[str]:
@@ -333,6 +333,18 @@ def test_python_on_a_page_compiles_and_its_imports_exist(path):
             if isinstance(node, ast.ImportFrom) and node.module:
                 module = importlib.import_module(node.module)
                 assert all(hasattr(module, alias.name) for alias in node.names), block
+
+
+def test_the_plan_of_the_quick_start_is_what_the_command_prints(capsys):
+    from trl_packing.cli import main
+
+    page = DOCS / "index.md"
+    (shown,) = blocks(page, "text")
+    (command,) = [c for c in code_of(page) if c.startswith("--model recipes/demo")]
+    options = [str(ROOT / o) if o.startswith("recipes/") else o for o in command.split()]
+    assert main(["plan", *options]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if "───" not in line]
+    assert shown.splitlines() == printed
 
 
 @pytest.mark.parametrize("name", ["axolotl", "llama-factory"])
