@@ -419,6 +419,18 @@ def test_the_check_sees_a_number_that_was_not_measured(tmp_path):
     assert unmeasured(page) == ["234", "5.7×"]
 
 
+def test_the_readme_counts_architectures_as_the_matrix_does():
+    matrix = (DOCS / "compatibility.md").read_text()
+    packed, padded = re.search(r"(\d+) packed-exact, (\d+) exact by padded", matrix).groups()
+    by_trl = re.search(r"by TRL: (\d+) exact, (\d+) silent differences, (\d+) refused", matrix)
+    exact, silent, refused = by_trl.groups()
+    promise = " ".join((ROOT / "README.md").read_text().split())
+    assert f"on all {int(packed) + int(padded)} architectures" in promise
+    assert f"{packed} of them packed, {padded} as padded rows" in promise
+    assert f"{exact} are exact, {refused} refuse, and {silent} train on something else" in promise
+    assert "silent differences: 0" in matrix
+
+
 # --- the API --------------------------------------------------------------------------------------
 
 
