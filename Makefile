@@ -40,6 +40,7 @@ bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idl
 	$(BIN)/python benchmarks/balance.py --output benchmarks/results/balance.md
 	$(BIN)/python benchmarks/step.py --output benchmarks/results/step.md
 	$(BIN)/python benchmarks/dataloader.py --output benchmarks/results/dataloader.md
+	$(BIN)/python benchmarks/compile.py --output benchmarks/results/compile.md
 
 # torch first and pinned: on a CPU-only machine an unpinned torch brings several GB of CUDA packages.
 $(READY): pyproject.toml constraints.txt

@@ -136,11 +136,25 @@ def block_diagonal_mask(
     >>> block_diagonal_mask(torch.tensor([[2, 1], [3, 0]])).shape
     torch.Size([2, 1, 3, 3])
     """
+    ids = document_ids_from_lengths(seq_lengths, num_tokens=num_tokens)
+    return mask_from_document_ids(ids, causal=causal, window=window, dtype=dtype)
+
+
+def mask_from_document_ids(
+    ids: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bool,
+) -> Tensor:
+    """Return the mask of `block_diagonal_mask`, given `document_ids` ``(T,)`` or ``(B, T)``.
+
+    Raises ValueError for a window below 1 and other dtypes.
+    """
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
     if dtype != torch.bool and not dtype.is_floating_point:
         raise ValueError(f"dtype must be torch.bool or a float type, got {dtype}")
-    ids = document_ids_from_lengths(seq_lengths, num_tokens=num_tokens)
     allowed = ids.unsqueeze(-1) == ids.unsqueeze(-2)
     token = torch.arange(ids.shape[-1], device=ids.device)
     distance = token.unsqueeze(-1) - token  # documents are contiguous: distances in the row will do

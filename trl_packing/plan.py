@@ -73,8 +73,12 @@ def plan_report(
     attention: str | None,
     loss: str | None,
     preparation: PreparationCounts,
+    tokens_per_micro_batch: int | None = None,
 ) -> PackingReport:
-    """Return what the first epoch of `sampler` is made of; `attention` and `loss` in words."""
+    """Return what the first epoch of `sampler` is made of; `attention` and `loss` in words.
+
+    tokens_per_micro_batch: of every one, its padding too; None if they differ.
+    """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps = -(-len(sampler) // accumulation)
     return PackingReport(
@@ -93,6 +97,7 @@ def plan_report(
         padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
         largest_micro_batch=_largest_micro_batch(sampler),
         loss=loss,
+        tokens_per_micro_batch=tokens_per_micro_batch,
         preparation=preparation,
     )
 
@@ -122,7 +127,13 @@ def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
 
 
 def without_plan(
-    args: Any, *, ranks: int, micro_batch: str, attention: str, loss: str | None
+    args: Any,
+    *,
+    ranks: int,
+    micro_batch: str,
+    attention: str,
+    loss: str | None,
+    tokens_per_micro_batch: int | None = None,
 ) -> PackingReport:
     """Return the report on a stream, which tells its documents only as it is read.
 
@@ -141,4 +152,5 @@ def without_plan(
         attention=attention,
         loss=loss,
         capacity=args.max_length,
+        tokens_per_micro_batch=tokens_per_micro_batch,
     )

@@ -136,6 +136,7 @@ class PackingReport:
     """What a training run is made of, as the plan of its first epoch knows it.
 
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
+    `tokens_per_micro_batch` is None unless shapes are held; then it counts the padding too.
     """
 
     ranks: int
@@ -153,6 +154,7 @@ class PackingReport:
     padded_documents_per_step: int | None = None
     largest_micro_batch: int | None = None
     loss: str | None = None
+    tokens_per_micro_batch: int | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
 
     @property
@@ -161,6 +163,14 @@ class PackingReport:
         if self.tokens is None or not self.bins or not self.capacity:
             return None
         return self.tokens / (self.bins * self.capacity)
+
+    @property
+    def padding(self) -> float | None:
+        """Share of an epoch's tokens that fills up rows of one shape; None without such rows."""
+        held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
+        if not held or not batches or self.tokens is None:
+            return None
+        return 1 - self.tokens / (batches * held)
 
     def to_json(self) -> str:
         """Return the report as one line of JSON."""
@@ -177,6 +187,7 @@ class PackingReport:
         lines = [
             self._data(),
             self._plan(),
+            self._shapes(),
             self._step(),
             *self._padded(),
             f"loss         {self.loss}" if self.loss else "",
@@ -211,6 +222,12 @@ class PackingReport:
             f"packed into  {self.bins:,} bins of {self.capacity:,} tokens · "
             f"{self.utilization:.2%} filled"
         )
+
+    def _shapes(self) -> str:
+        if not self.tokens_per_micro_batch:
+            return ""
+        line = f"shapes       every micro-batch has {self.tokens_per_micro_batch:,} tokens"
+        return line if self.padding is None else f"{line} · {self.padding:.2%} padding in all"
 
     def _step(self) -> str:
         if self.steps_per_epoch is None:

@@ -8,6 +8,7 @@ data_collator                  one flat row, boundaries, no mask, no cache      
 attention of the model         kept within documents, the rest of it unchanged  (attention)
 fused LM head                  trained positions only, also on CPU              (head)
 compute_loss, evaluation_loop  one weighted mean a step, and an evaluation set  (loss)
+log                            tokens a second and their like, too          (measured)
 train, evaluate, predict       stop before the first step if documents leak     (isolation)
 """
 
@@ -41,7 +42,7 @@ from trl_packing.arguments import (
     refuse_options,
 )
 from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
-from trl_packing.attention import AttentionChoice
+from trl_packing.attention import PADDED, AttentionChoice
 from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
@@ -55,7 +56,8 @@ from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loss import WeightedMeanTrainer, check_weights_can_be_used
+from trl_packing.loss import check_weights_can_be_used
+from trl_packing.measured import MeasuredTrainer, ThroughputOnBar
 from trl_packing.plan import (
     attention_cost,
     micro_batch_of_stream,
@@ -66,6 +68,7 @@ from trl_packing.plan import (
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
+from trl_packing.static_shapes import StaticShapes
 from trl_packing.stream_batches import StreamBatches
 from trl_packing.streaming import StreamSettings
 from trl_packing.token_columns import TOKEN_COLUMNS
@@ -79,7 +82,7 @@ _WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
-class PackedSFTTrainer(WeightedMeanTrainer):
+class PackedSFTTrainer(MeasuredTrainer):
     """Supervised fine-tuning that never computes on padding and keeps documents apart.
 
     Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig`
@@ -169,9 +172,11 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         )
         self.padding_free = True
         self.data_collator = self._collator(data_collator)
+        self._hold_shapes()
         add_trained_positions_head(self._gate.base_model)
         self.packing_report = self._report()
         self.add_callback(_OnTrainBegin(self))
+        self.add_callback(ThroughputOnBar(self))
 
     # --- arguments ----------------------------------------------------------------------------
 
@@ -185,11 +190,15 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             )
         if self._shards_sequences():
             self._check_nothing_is_weighted()
-        if self.aux_loss_enabled and self._pad_to_multiple_of:
-            raise ValueError(
-                f"pad_to_multiple_of={self._pad_to_multiple_of} would let padding take part in the "
-                "balance of experts; leave it unset, or set router_aux_loss_coef=0.0"
-            )
+        for name, value in (
+            ("pad_to_multiple_of", self._pad_to_multiple_of),
+            ("static_shapes", self._options.static_shapes),
+        ):
+            if self.aux_loss_enabled and value:
+                raise ValueError(
+                    f"{name}={value} would let padding take part in the balance of experts; leave "
+                    "it unset, or set router_aux_loss_coef=0.0"
+                )
         if args.world_size > 1 and not args.average_tokens_across_devices:
             raise ValueError(
                 "average_tokens_across_devices=False weights a token by the rank that it falls on, "
@@ -224,13 +233,48 @@ class PackedSFTTrainer(WeightedMeanTrainer):
                 pad_token_id=self._tokenizer.pad_token_id,
                 pad_to_multiple_of=self._pad_to_multiple_of,
                 loss_weighting=weighting,
+                host_row=True,
             )
         if own.loss_weighting not in ("token", weighting):
             raise ValueError(
                 f"the data_collator has loss_weighting={own.loss_weighting!r}, but the config has "
                 f"{weighting!r}; set it in the config, which evaluation reads too"
             )
-        return own if own.loss_weighting == weighting else replace(own, loss_weighting=weighting)
+        own = copy.copy(own)
+        own.loss_weighting, own.host_row = weighting, True
+        return own
+
+    def _hold_shapes(self) -> None:
+        """Let every training micro-batch have one shape, if the config asks for it."""
+        if not self._options.static_shapes:
+            return
+        most, dataset = None, self.train_dataset
+        if isinstance(dataset, Dataset) and "seq_lengths" not in dataset.column_names:
+            sampler = self._get_train_sampler(self._remove_unused_columns(dataset))
+            most = sampler.most_documents()
+        self.data_collator = self._with_shapes(self._train_batch_size, most)
+        self._drop_shapes_of_padded_rows()
+
+    def _with_shapes(self, bins: int, most_documents: int | None = None) -> PackedCollator:
+        """Return the collator of micro-batches of `bins` bins, all of one shape."""
+        shapes = StaticShapes.of(
+            self._gate.base_model,
+            capacity=self.args.max_length,
+            bins=bins,
+            most_documents=most_documents,
+            pad_to_multiple_of=self._pad_to_multiple_of,
+        )
+        return replace(self.data_collator, static_shapes=shapes)
+
+    def _drop_shapes_of_padded_rows(self) -> None:
+        if self.data_collator.static_shapes is None or self.attention.backend not in PADDED:
+            return
+        logger.warning(
+            f"static_shapes=True does nothing here: {type(self._gate.base_model).__name__} runs by "
+            f"{self.attention}, whose shapes follow the documents"
+        )
+        # In place: the dataloader has it already.
+        self.data_collator.static_shapes = None
 
     def _all_datasets(self) -> list[Any]:
         evaluated = self.eval_dataset
@@ -261,14 +305,21 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         self._gate.check_head(model)
         if self._evaluates_padded and not training:
             return
+        shapes = self.data_collator.static_shapes
         self._gate.check(
             model,
             dataset,
-            self.data_collator,
+            # Probes fill one bin or two, not a micro-batch of many.
+            self.data_collator if shapes is None else self._with_shapes(bins=1),
             training=training,
             max_length=self.args.max_length,
         )
-        self.packing_report = replace(self.packing_report, attention=str(self.attention))
+        self._drop_shapes_of_padded_rows()
+        self.packing_report = replace(
+            self.packing_report,
+            attention=str(self.attention),
+            tokens_per_micro_batch=self._tokens_per_micro_batch,
+        )
 
     # --- data ---------------------------------------------------------------------------------
 
@@ -400,12 +451,20 @@ class PackedSFTTrainer(WeightedMeanTrainer):
     def get_train_dataloader(self) -> DataLoader:
         weighs = self._options.loss_weighting != "token" or _has_weights(self.train_dataset)
         self._trains_weighted = not self._trl_path and weighs
+        if not self._trl_path and self._tokens_per_micro_batch is not None:
+            held = self._with_shapes(self._train_batch_size).static_shapes
+            if held is not None and held.num_tokens != self._tokens_per_micro_batch:
+                self._hold_shapes()  # auto_find_batch_size has changed it
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
+            capacity = self.args.max_length if self._packing else None
+            self._room = capacity and capacity * self._train_batch_size
             return self._stream(
                 self.train_dataset, self._packing, self._train_batch_size, training=True
             )
         dataloader = super().get_train_dataloader()
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
+        planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
+        self._room = planned.room if isinstance(planned, PackedBatchSampler) else None
         if isinstance(sampler, PackedBatchSampler):
             # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
             # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
@@ -434,21 +493,24 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         if self._evaluates_padded and "seq_lengths" in _columns(chosen):
             dataset = chosen = unpack_rows(chosen)
         self._sources = None if source_column is None else Sources.of(chosen, source_column)
-        if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
-            return self._stream(
-                chosen, self._eval_packing, self.args.eval_batch_size, training=False
-            )
-        if not self._evaluates_padded:
-            return parent(dataset)
-        # Whoever asks for logits expects a row per document, in data-set order.
-        packed = self.data_collator
-        self.data_collator = WeightedPaddedCollator(
-            self._padded_collator, self._options.loss_weighting
-        )
+        packed, size = self.data_collator, self.args.eval_batch_size
+        self.data_collator = self._evaluation_collator()
         try:
+            if isinstance(chosen, IterableDataset) and not self._evaluates_padded:
+                return self._stream(chosen, self._eval_packing, size, training=False)
             return parent(dataset)
         finally:
             self.data_collator = packed
+
+    def _evaluation_collator(self) -> Any:
+        if self._evaluates_padded:
+            # Whoever asks for logits expects a row per document, in data-set order.
+            return WeightedPaddedCollator(self._padded_collator, self._options.loss_weighting)
+        if self.data_collator.static_shapes is None:
+            return self.data_collator
+        if self._eval_packing:
+            return self._with_shapes(self.args.eval_batch_size)
+        return replace(self.data_collator, static_shapes=None)
 
     def _stream(
         self, dataset: IterableDataset, packing: bool, batch_size: int, *, training: bool
@@ -485,6 +547,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         return DataLoaderShard(
             stream,
             device=self.accelerator.device if self.accelerator.device_placement else None,
+            _non_blocking=self.accelerator.non_blocking,
             batch_size=None,
             collate_fn=_as_it_is,
         )
@@ -524,6 +587,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every
             # rank trains by itself, without a message (transformers 5.23, accelerate 1.15).
             self.model._is_accelerate_prepared = False
+            self.model_wrapped = self.model  # compiled by then, under torch_compile
             self.accelerator._models.remove(self.model)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         with pages_kept(on_cpu=self.args.device.type == "cpu"):
@@ -535,13 +599,14 @@ class PackedSFTTrainer(WeightedMeanTrainer):
         checkpoint = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            with marked_while_written(checkpoint, self.accelerator):
+            with self._not_timed(), marked_while_written(checkpoint, self.accelerator):
                 super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(run, limit, best, use_mtime=True)
+            with self._not_timed():
+                rotate_checkpoints(run, limit, best, use_mtime=True)
 
     # --- evaluation ---------------------------------------------------------------------------
 
@@ -576,6 +641,12 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             if words := str(stream.counts_of_all_ranks()):
                 logger.warning_once(f"evaluation stream: {words}")
 
+    @property
+    def _tokens_per_micro_batch(self) -> int | None:
+        """Tokens of every micro-batch, its padding too; None if they differ."""
+        shapes = self.data_collator.static_shapes
+        return None if shapes is None else shapes.num_tokens
+
     def _vocabulary_size(self) -> int:
         embeddings = self.model.get_input_embeddings()
         weight = getattr(embeddings, "weight", None)
@@ -594,6 +665,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
                 micro_batch=micro_batch_of_stream(self._packing, self._train_batch_size),
                 attention=str(self.attention),
                 loss=loss,
+                tokens_per_micro_batch=self._tokens_per_micro_batch,
             )
         documents = self._remove_unused_columns(self.train_dataset)
         check_token_ids(documents, self._vocabulary_size(), "train")
@@ -603,6 +675,7 @@ class PackedSFTTrainer(WeightedMeanTrainer):
             attention=str(self.attention),
             loss=loss,
             preparation=self._preparation.get("train", PreparationCounts()),
+            tokens_per_micro_batch=self._tokens_per_micro_batch,
         )
 
 

@@ -37,7 +37,8 @@ from trl_packing.length_constants import rope_thresholds, text_config
 __all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
 
 # Ways that leave the model its own attention, from the fastest to the one that takes any model.
-OWN_ATTENTION = ("model", explicit_mask.NAME, padded_rows.NAME, padded_rows.EQUAL_LENGTHS)
+PADDED = (padded_rows.NAME, padded_rows.EQUAL_LENGTHS)  # shapes follow the documents there
+OWN_ATTENTION = ("model", explicit_mask.NAME, *PADDED)
 
 _OURS = (document_sdpa.NAME, torch_varlen.NAME)
 
@@ -153,7 +154,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     _set_implementation(base, choice.implementation or _own_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
-    elif choice.backend in (padded_rows.NAME, padded_rows.EQUAL_LENGTHS):
+    elif choice.backend in PADDED:
         whole = _whole_model(model, base)
         padded_rows.pad_packed_calls(
             whole or backbone,

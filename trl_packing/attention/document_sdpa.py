@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trl_packing.attention.interface import host_boundaries, register_packed_kernel
+from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.host import host_boundaries
 
 NAME = "packed_documents"
 
@@ -60,7 +61,7 @@ def document_attention(
     True
     """
     plain = sinks is None and not softcap and not dropout
-    if plain and query.device.type != "cpu":
+    if plain and query.device.type != "cpu" and not torch.compiler.is_compiling():
         return _sdpa_with_autograd(query, key, value, cu_seqlens, scale, window or 0)
     # The seed is a tensor, so that a compiled graph takes a new one each call.
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout else None
@@ -354,7 +355,7 @@ def _sdpa_with_autograd(
     GPUs without FlashAttention-2, and float32, run PyTorch's memory-efficient kernel here.
     """
     boundaries = host_boundaries(cu_seqlens)
-    lengths = [end - start for start, end in pairwise(boundaries)]
+    lengths = [end - start for start, end in pairwise(boundaries) if end > start]
     outputs = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         length = q.shape[0]
