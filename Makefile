@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: demo test test-all matrix check lint types format docs bench clean
+.PHONY: demo test test-all notebooks matrix check lint types format docs bench clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
@@ -13,8 +13,11 @@ demo: $(READY)  ## the main job: train a small model on packed data, before and 
 test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
-test-all: $(DOCS_READY)  ## the slow tests: recipes, several processes, real data, wheel, documentation
+test-all: $(DOCS_READY)  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+notebooks: $(READY)  ## run them top to bottom, offline, about a minute
+	$(BIN)/python -m pytest tests/test_notebooks.py -n 2
 
 matrix: $(READY)  ## every architecture of the installed transformers, about 3 minutes
 	$(BIN)/trl-packing verify --matrix --output docs/compatibility.md

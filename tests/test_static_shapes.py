@@ -23,8 +23,9 @@ from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, archi
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
 from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
 from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.host import HOST_ROW
 from trl_packing.sampler import PackedBatchSampler
-from trl_packing.static_shapes import StaticShapes, num_padding
+from trl_packing.static_shapes import StaticShapes
 
 TOLERANCE = 1e-5
 SHAPES = StaticShapes(num_tokens=64, max_length=32, num_documents=8, longest_tail=32)
@@ -60,7 +61,9 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
     assert empty >= 1, "the first one says where the padding begins"
     assert all_lengths == [*lengths, *[0] * empty, *tails]
     assert max(tails, default=0) <= 20
-    assert int(num_padding(batch["cu_seq_lens_q"])) == 64 - real
+    row = collated(lengths, shapes, host_row=True)[HOST_ROW]
+    assert row.lengths.tolist() == list(lengths), "without padding: what the trainer counts"
+    assert row.boundaries.tolist() == batch["cu_seq_lens_q"].tolist()
     assert (batch["labels"][0, real:] == -100).all()
     assert (batch["input_ids"][0, real:] == 3).all()
     assert batch["position_ids"][0].tolist() == [i for n in (*lengths, *tails) for i in range(n)]
@@ -81,9 +84,9 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
 def test_more_documents_than_there_is_room_for_take_twice_the_room():
     # With two masked documents behind them, and at least one without tokens.
     for number, boundaries in ((5, 9), (6, 17), (13, 17), (14, 33)):
-        batch = collated([2] * number)
+        batch = collated([2] * number, host_row=True)
         assert len(batch["cu_seq_lens_q"]) == boundaries
-        assert int(num_padding(batch["cu_seq_lens_q"])) == 64 - 2 * number
+        assert batch[HOST_ROW].lengths.tolist() == [2] * number
 
 
 def test_a_row_of_more_tokens_takes_twice_the_tokens():
@@ -399,7 +402,7 @@ def test_padded_rows_say_that_their_shapes_follow_the_documents(tmp_path, caplog
             r"static_shapes=True, but data_collator is your own",
         ),
     ],
-    ids=str,
+    ids=["unpacked", "by documents", "padded", "equal lengths", "experts", "own collator"],
 )
 def test_what_static_shapes_cannot_serve_is_refused_by_name(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):

@@ -52,10 +52,11 @@ class PackedCollator:
 
     A document is a mapping with `input_ids` and, in this order of precedence, `labels`, or
     `completion_mask` and/or `assistant_masks` (1 on trained tokens), or nothing (every token is
-    trained). With `seq_lengths` it is a row that already holds several documents. `loss_weights`
-    say how much each trained token counts, and `loss_weight`, a number, how much all of them do (in
-    a row of several documents, those of each). `PackedSFTTrainer` takes the weights out of the
-    batch again, and in a loop of your own they are for your loss, not for the model.
+    trained). With `seq_lengths`, or an `attention_mask` that numbers its documents (1 1 2 2 2), it
+    is a row that already holds several. `loss_weights` say how much each trained token counts, and
+    `loss_weight`, a number, how much all of them do (in a row of several documents, those of each).
+    `PackedSFTTrainer` takes the weights out of the batch again, and in a loop of your own they are
+    for your loss, not for the model.
 
     pad_token_id: fills the tail that `pad_to_multiple_of` asks for.
     pad_to_multiple_of: T becomes a multiple of it by one more document, all of it masked.
@@ -148,6 +149,41 @@ class PackedCollator:
         return self.static_shapes.empty_documents(num_documents) if self.static_shapes else 0
 
 
+class DataCollatorWithFlattening(PackedCollator):
+    """transformers' class of this name, whose batch also says where its documents end.
+
+    Takes its arguments. Boundaries, `seq_idx` and `position_ids` are always in the batch, so
+    `return_flash_attn_kwargs` and `return_seq_idx` change nothing. A model that needs them to keep
+    documents apart (`tests/test_seeds.py` has one) also needs `enable_packing(model)`.
+
+    Raises ValueError for settings under which a batch would be another one: a `separator_id` that
+    is trained, no `position_ids` or other ones, other tensors than PyTorch's.
+    """
+
+    def __init__(
+        self,
+        *,
+        return_position_ids: bool = True,
+        separator_id: int = IGNORE_INDEX,
+        return_flash_attn_kwargs: bool = True,
+        return_seq_idx: bool = True,
+        position_ids_start: int = 0,
+        return_tensors: str = "pt",
+    ):
+        for name, value, needed in (
+            ("return_position_ids", return_position_ids, True),
+            ("separator_id", separator_id, IGNORE_INDEX),
+            ("position_ids_start", position_ids_start, 0),
+            ("return_tensors", return_tensors, "pt"),
+        ):
+            if value != needed:
+                raise ValueError(
+                    f"{name}={value!r} is not possible here, only {needed!r}; leave it out, or "
+                    "take transformers' DataCollatorWithFlattening"
+                )
+        super().__init__()
+
+
 @dataclass
 class WeightedPaddedCollator:
     """The padded batches of `collator` (TRL's), with the weights and sources of the packed ones."""
@@ -202,12 +238,26 @@ def _token_ids(values: Any) -> np.ndarray:
     return ids.astype(np.int64, copy=False)
 
 
+def lengths_from_numbers(numbers: np.ndarray) -> np.ndarray:
+    """Return the lengths ``(N,)`` int64 of documents whose tokens carry their number ``(T,)``.
+
+    Neighbors with the same number are one document, whatever the number: 0 on padding too.
+
+    >>> lengths_from_numbers(np.array([1, 1, 1, 2, 2, 0])).tolist()
+    [3, 2, 1]
+    """
+    ends = np.append(np.flatnonzero(np.diff(numbers)) + 1, len(numbers))
+    return np.diff(ends, prepend=0)
+
+
 def _seq_lengths(
     documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
 ) -> Iterator[list[int]]:
     for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
         if document.get("seq_lengths") is None:
-            yield [len(ids)]
+            numbers = np.asarray(document.get("attention_mask", ()))
+            is_packed = numbers.size > 0 and numbers.max() > 1  # a row of `PackedDataset`
+            yield lengths_from_numbers(numbers).tolist() if is_packed else [len(ids)]
             continue
         lengths = np.asarray(document["seq_lengths"]).tolist()
         if sum(lengths) != len(ids):
@@ -230,6 +280,15 @@ def _batch(
     return {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": flat_labels[None],
+        **boundaries_of_row(seq_lengths),
+    }
+
+
+def boundaries_of_row(seq_lengths: torch.Tensor) -> dict[str, Any]:
+    """Return what a packed batch says of its row's documents, given their lengths ``(N,)`` ≥ 1."""
+    cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
+    longest = int(seq_lengths.max())
+    return {
         "position_ids": position_ids_from_lengths(seq_lengths)[None],
         # Made on the host: the model would otherwise derive them in every layer, with a sync each.
         "cu_seq_lens_q": cu_seqlens,

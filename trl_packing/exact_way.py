@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from trl_packing.attention import OWN_ATTENTION, AttentionChoice, install_attention
+from trl_packing.engines import largest_on_any_rank
 from trl_packing.isolation import IsolationReport, check_isolation
 
 
@@ -35,9 +35,13 @@ def install_first_exact(
     documents: Sequence[Sequence[int] | np.ndarray] = (),
     *,
     wrapped: nn.Module | None = None,
+    agree: bool = True,
     **options: Any,
 ) -> tuple[AttentionChoice, IsolationReport | str]:
     """Install the first of `ways` that passes the isolation check on all ranks; return both.
+
+    With `agree=False` every rank decides for itself: where no forward of the model waits for other
+    ranks, so that any of them may be on another way.
 
     The check runs on `wrapped`, by default `model`, with `documents` and `options` of
     `check_isolation`. Where no way passes, the first one is installed and what it failed by comes
@@ -48,7 +52,9 @@ def install_first_exact(
         install_attention(model, way)
         checked = model if wrapped is None else wrapped
         found = judge_way(checked, way, documents, thorough=bool(failed), **options)
-        if _on_all_ranks(not isinstance(found, str) and bool(found), model):
+        if agree:
+            found = _worst_of_ranks(found, model)
+        if not isinstance(found, str) and found:
             reasons = [f"{w.backend} {_in_short(f)}" for w, f in zip(ways, failed, strict=False)]
             return (replace(way, reason="; ".join(reasons)) if reasons else way), found
         failed.append(found)
@@ -77,10 +83,15 @@ def _in_short(found: IsolationReport | str) -> str:
     return f"leaks by {found.difference:.2g}" if found.verdict == "leaks" else found.verdict
 
 
-def _on_all_ranks(passed: bool, model: nn.Module) -> bool:
-    """Whether the check passed everywhere: ranks on different ways would wait for each other."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return passed
-    verdict = torch.tensor(int(passed), device=next(model.parameters()).device)
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-    return bool(verdict)
+_VERDICTS = ("isolated", "inconclusive", "leaks", "refused")
+
+
+def _worst_of_ranks(found: IsolationReport | str, model: nn.Module) -> IsolationReport | str:
+    """Return `found`, or what is worse on another rank: whoever goes on alone waits for ever."""
+    own = _VERDICTS.index("refused" if isinstance(found, str) else found.verdict)
+    worst = largest_on_any_rank(own, model)
+    if worst == own:
+        return found
+    if isinstance(found, str) or _VERDICTS[worst] == "refused":
+        return "another rank refuses it, and says why"
+    return replace(found, verdict=_VERDICTS[worst], probe="on another rank than this")

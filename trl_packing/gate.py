@@ -16,6 +16,7 @@ from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackingOptions
+from trl_packing.engines import announce_head, largest_on_any_rank
 from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.head import use_own_head
 from trl_packing.isolation import IsolationReport, check_fused_head
@@ -59,10 +60,12 @@ class IsolationGate:
 
     def check_head(self, wrapped: Any) -> None:
         """Score the model's own logits where TRL's fused LM head computes something else."""
+        announce_head(self.base_model)
         if self._head_is_checked:
             return
         self._head_is_checked = True
-        if not check_fused_head(wrapped):
+        # All ranks or none: the two heads do not gather the same parameters in the same order.
+        if largest_on_any_rank(int(not check_fused_head(wrapped)), self.model):
             logger.warning(
                 f"TRL's fused LM head computes another loss than {type(self.base_model).__name__},"
                 " whose head is more than a matrix: training on the model's own logits"

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
+from trl_packing.engines import unshard_head
 from trl_packing.host import is_trained, on_host, sent
 from trl_packing.labels import IGNORE_INDEX
 
@@ -45,6 +46,8 @@ def add_trained_positions_head(model: Any) -> None:
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         head = self.get_output_embeddings()
+        if fused_lm_head:
+            unshard_head(head)
         if not fused_lm_head or kwargs.get("shift_labels") is not None or _has_triton(head.weight):
             return fused_by_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
@@ -140,7 +143,7 @@ def _score(
     softcap: float | None,
 ) -> FusedCausalLMOutput:
     weight, bias = head.weight, getattr(head, "bias", None)
-    if isinstance(weight, DTensor):  # FSDP2: gather the head once
+    if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
     at, slots = _trained_positions(labels, weight.device)
     hidden, labels = hidden.to(weight.device), labels.to(weight.device)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from trl_packing.attention import own_attention
 from trl_packing.attention.interface import requires
 from trl_packing.collator import PackedCollator
+from trl_packing.engines import is_sharded, largest_on_any_rank
 from trl_packing.host import HOST_ROW
 from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
 from trl_packing.probes import MIN_TOKENS, SHORT, Probe, probes, random_tokens
@@ -124,8 +125,11 @@ def check_isolation(
             measured = _run(model, inner, probe, fused_head, collate)
             judged.append((_judge(measured, probe.name, inner, attention, model.training), probe))
         report, probe = min(judged, key=lambda j: (order.index(j[0].verdict), -j[0].difference))
-        if report.verdict == "leaks":
-            report = replace(report, first_layer=_first_leaking_layer(model, inner, probe, collate))
+        leaks = report.verdict == "leaks"
+        # Ranks of a sharded model wait for each other in every forward: all look, or none.
+        if largest_on_any_rank(int(leaks), model) if is_sharded(model) else leaks:
+            layer = _first_leaking_layer(model, inner, probe, collate)
+            report = replace(report, first_layer=layer if leaks else "")
         if gradients:
             error = _gradient_difference(model, inner, probe, collate)
             report = replace(report, gradient_difference=error)

@@ -15,7 +15,7 @@ train, evaluate, predict       stop before the first step if documents leak     
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from trl_packing.document_columns import (
     check_source_column,
     weights_of_documents,
 )
+from trl_packing.engines import keep_outputs_precise, whole_model_saved
 from trl_packing.gate import IsolationGate
 from trl_packing.head import add_trained_positions_head
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
@@ -153,6 +154,7 @@ class PackedSFTTrainer(MeasuredTrainer):
             super().__init__(
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
+        keep_outputs_precise(self.accelerator)
         self._check_parallelism()
         self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -608,6 +610,11 @@ class PackedSFTTrainer(MeasuredTrainer):
             with self._not_timed():
                 rotate_checkpoints(run, limit, best, use_mtime=True)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model on any engine; parts of checkpoints are saved as configured."""
+        with nullcontext() if _internal_call else whole_model_saved(self.accelerator):
+            super().save_model(output_dir, _internal_call)
+
     # --- evaluation ---------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -650,7 +657,9 @@ class PackedSFTTrainer(MeasuredTrainer):
     def _vocabulary_size(self) -> int:
         embeddings = self.model.get_input_embeddings()
         weight = getattr(embeddings, "weight", None)
-        return self.model.config.get_text_config().vocab_size if weight is None else len(weight)
+        if weight is None:
+            return self.model.config.get_text_config().vocab_size
+        return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves none of it here
 
     # --- report -------------------------------------------------------------------------------
 

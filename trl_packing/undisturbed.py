@@ -11,16 +11,21 @@ from torch import nn
 
 
 def unwrapped(model: Any) -> nn.Module:
-    """Return the model inside DDP, torch.compile and PEFT."""
+    """Return the model inside DDP, DeepSpeed, torch.compile and PEFT."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and not hasattr(model, "config"):
+        if inner is None and (not hasattr(model, "config") or _is_deepspeed_engine(model)):
             inner = getattr(model, "module", None)
         if inner is None and hasattr(model, "get_base_model"):
             inner = model.get_base_model()
         if inner is None:
             return model
         model = inner
+
+
+def _is_deepspeed_engine(model: Any) -> bool:
+    """Whether `model` is DeepSpeed's wrapper, whose `config` is a dictionary of its own."""
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
 
 
 @contextmanager

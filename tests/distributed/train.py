@@ -30,11 +30,24 @@ class Scenario:
     shards: of the stream; two ranks do not divide three, so each reads all of them.
     counted_clock: time passes by a second a micro-batch, a hundred an evaluation and a thousand a
         save, and not otherwise.
+    engine: what shards the model (engines.ENGINES); None leaves it to DDP.
+    config: of the model; lora: a LoraConfig; by_name: the model is saved and given as a name.
+    head_apart: FSDP2 shards the head without the final norm that runs before it.
+    fails: with a RuntimeError.
+    evaluates: "before" training or "after" it; saves: the model, which is then read again.
     """
 
     output_dir: str
     lengths: list[int]
     model: str = "llama"
+    engine: str | None = None
+    config: dict = field(default_factory=dict)
+    lora: dict = field(default_factory=dict)
+    by_name: bool = False
+    head_apart: bool = False
+    evaluates: str = "before"
+    saves: bool = False
+    fails: bool = False
     leaks_on_rank: int | None = None
     ignores_loss_kwargs: bool = False
     weighted: bool = False
@@ -76,18 +89,25 @@ def run(scenario: Scenario) -> dict:
     """
     try:
         return _run(scenario)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
+        if not (scenario.fails or isinstance(error, ValueError)):
+            raise
         return {"error": str(error)}
 
 
 def _run(scenario: Scenario) -> dict:
     import torch
+    from accelerate import PartialState
     from datasets import Dataset
+    from peft import LoraConfig
     from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
+    from distributed import engines
     from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
     torch.set_num_threads(1)
+    if scenario.engine == "fsdp2":
+        engines.fsdp_on_cpu(head_apart=scenario.head_apart)
     batches: list[list[int]] = []
     largest_targets: list[int] = []
     kept: list[dict[str, torch.Tensor]] = []
@@ -160,24 +180,40 @@ def _run(scenario: Scenario) -> dict:
         "isolation_check": "off",
     }
 
+    settings |= engines.options(scenario.engine, scenario.model)
+
     def leak(module, inputs, output):
         counts = torch.arange(1, output.shape[1] + 1)[:, None]
         return output + 0.1 * output.cumsum(1) / counts
 
-    model = tiny_model(scenario.model)
+    engines.forget_zero3()
+    model = tiny_model(scenario.model, **scenario.config)
     model.accepts_loss_kwargs = not scenario.ignores_loss_kwargs
     if scenario.leaks_on_rank == int(os.environ.get("RANK", 0)):
         model.model.layers[0].mlp.register_forward_hook(leak)
+    config = PackedSFTConfig(**{**settings, **scenario.options})
+    engines.start(scenario.engine)
+    if scenario.by_name:
+        if config.process_index == 0:
+            model.save_pretrained(f"{scenario.output_dir}/model")
+        PartialState().wait_for_everyone()
+        model = f"{scenario.output_dir}/model"
     trainer = Recorder(
         model,
-        PackedSFTConfig(**{**settings, **scenario.options}),
+        config,
         train_dataset=data(scenario.lengths, seed=0),
         eval_dataset=data(scenario.eval_lengths, seed=1) if scenario.eval_lengths else None,
         processing_class=tiny_tokenizer(),
         compute_metrics=correct if scenario.counts_correct else None,
+        peft_config=LoraConfig(**scenario.lora) if scenario.lora else None,
     )
-    metrics = trainer.evaluate() if scenario.eval_lengths else {}
+    metrics = {}
+    if scenario.eval_lengths and scenario.evaluates == "before":
+        metrics = trainer.evaluate()
     output = trainer.train(resume_from_checkpoint=scenario.resume)
+    is_sharded = engines.is_sharded(scenario.engine, trainer)
+    if scenario.eval_lengths and scenario.evaluates == "after":
+        metrics = trainer.evaluate()
     history = trainer.state.log_history
     return {
         "batches": batches,
@@ -192,8 +228,22 @@ def _run(scenario: Scenario) -> dict:
         "largest_targets": largest_targets,
         "metrics": metrics,
         "documents_read": trainer.packing_report.preparation.before.documents,
-        "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+        "saved": saved(trainer, scenario.output_dir) if scenario.saves else {},
+        "is_sharded": is_sharded,
+        "scores_own_logits": any(
+            hasattr(vars(m).get("forward"), "scores_own_logits") for m in trainer.model.modules()
+        ),
+        "parameters": engines.whole_parameters(scenario.engine, trainer),
     }
+
+
+def saved(trainer, folder: str) -> dict:
+    """Return what is in the file that `trainer.save_model` writes: tied weights are in it once."""
+    from safetensors.torch import load_file
+
+    trainer.save_model(f"{folder}/final")
+    trainer.accelerator.wait_for_everyone()
+    return load_file(f"{folder}/final/model.safetensors")
 
 
 def run_on_ranks(

@@ -249,7 +249,7 @@ def _automatic(
 def _flash_refusal(needs: _Needs) -> str | None:
     if needs.sinks:
         return "flash-attn has no attention sinks"
-    return _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM)
+    return flash_attn.too_old() or _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM)
 
 
 def _varlen_refusal(needs: _Needs) -> str | None:

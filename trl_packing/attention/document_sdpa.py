@@ -356,6 +356,11 @@ def _sdpa_with_autograd(
     """
     boundaries = host_boundaries(cu_seqlens)
     lengths = [end - start for start, end in pairwise(boundaries) if end > start]
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        # Not enable_gqa: the memory-efficient kernel does not take it, and PyTorch would write all
+        # scores of a document, for every head, without a message (torch 2.13).
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     outputs = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         length = q.shape[0]
@@ -364,13 +369,7 @@ def _sdpa_with_autograd(
             mask = _visible(_Tile(0, length, 0), _Options(scale, window, 0.0, 0.0), q.device)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=k.shape[1] != q.shape[1],
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
         )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.interface import BOUNDARIES, requires, wrap_packed_calls
+from trl_packing.engines import is_sharded, largest_on_any_rank
 from trl_packing.host import host_boundaries, is_trained, keep, sent
 from trl_packing.labels import IGNORE_INDEX
 
@@ -57,7 +56,8 @@ def pad_packed_calls(
         idle = rows[-1]._replace(
             is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
         )
-        rows += [idle] * (_most_of_all_ranks(len(rows), model) - len(rows))
+        most = largest_on_any_rank(len(rows), model) if is_sharded(model) else len(rows)
+        rows += [idle] * (most - len(rows))
         outputs = []
         for row in rows:
             _forget_longer_documents(model)
@@ -111,19 +111,6 @@ def _forget_longer_documents(model: nn.Module) -> None:
                 module.register_buffer(current, original.to(device).clone(), persistent=False)
                 cached = name.replace("original_inv_freq", "max_seq_len_cached")
                 setattr(module, cached, module.original_max_seq_len)
-
-
-def _most_of_all_ranks(count: int, model: nn.Module) -> int:
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not _is_sharded(model):
-        return count
-    most = torch.tensor(count, device=next(model.parameters()).device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-    return sharded or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
 
 
 # --- the packed row as rows, and back ---------------------------------------------------------

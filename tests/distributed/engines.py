@@ -1,0 +1,124 @@
+"""The engines that shard a model, made to shard on CPUs too, and the whole parameters afterwards.
+
+    fsdp2           parameters, gradients and optimizer are DTensors
+    zero2, zero3    DeepSpeed: gradients and optimizer are sharded; zero3: parameters too
+
+accelerate 1.15 knows FSDP on devices only: on CPUs it takes DDP instead, without a message. The
+sharding itself (torch, gloo) works on them. `fsdp_on_cpu` lets accelerate believe so.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils.fsdp_utils import _find_final_norm
+from torch.distributed.tensor import DTensor
+
+LAYERS = {
+    "llama": "LlamaDecoderLayer",
+    "falcon_mamba": "FalconMambaBlock",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+}
+ENGINES = ("fsdp2", "zero2", "zero3")
+
+
+def options(engine: str | None, model: str) -> dict[str, Any]:
+    """Return the training arguments by which a user asks for `engine`."""
+    if engine == "fsdp2":
+        wrapped = {"transformer_layer_cls_to_wrap": [LAYERS[model]]}
+        return {"fsdp": True, "fsdp_config": {"version": 2, **wrapped}}
+    if engine is None:
+        return {}
+    return {
+        "deepspeed": {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": int(engine[-1]),
+                "stage3_gather_16bit_weights_on_model_save": True,
+                # By default parameters this small stay whole on every rank.
+                "stage3_param_persistence_threshold": 0,
+            },
+        }
+    }
+
+
+def fsdp_on_cpu(*, head_apart: bool = False) -> None:
+    """Let accelerate shard by FSDP2 on CPUs, for the rest of this process.
+
+    head_apart: it does not find the final norm, as in PEFT and vision-language models.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, fsdp_utils
+
+    fsdp_utils._find_final_norm = (lambda model: None) if head_apart else _find_final_norm
+    if hasattr(AcceleratorState.__init__, "__wrapped__"):
+        return
+    known = AcceleratorState.__init__
+
+    @functools.wraps(known)
+    def patched(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        known(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    AcceleratorState.__init__ = patched
+
+
+def start(engine: str | None) -> None:
+    """Let DeepSpeed know the ranks, which its launcher does, but not on CPUs."""
+    if engine in ("zero2", "zero3"):
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+
+
+def forget_zero3() -> None:
+    """Let models be built whole: one that is built under ZeRO-3 starts from other weights."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+def is_sharded(engine: str | None, trainer: Any) -> bool:
+    """Whether `engine` has sharded what it is said to shard."""
+    parameters = list(trainer.model.parameters())
+    if engine == "fsdp2":
+        sharded = all(isinstance(p, DTensor) for p in parameters)
+        return bool(trainer.accelerator.is_fsdp2) and sharded
+    if engine == "zero3":
+        return all(p.ds_tensor.numel() < p.ds_numel for p in parameters)
+    if engine == "zero2":
+        flat = trainer.deepspeed.optimizer.single_partition_of_fp32_groups
+        return sum(p.numel() for p in flat) < sum(p.numel() for p in parameters)
+    return True
+
+
+def whole_parameters(engine: str | None, trainer: Any) -> dict[str, torch.Tensor]:
+    """Return every parameter as a plain tensor; on all ranks together."""
+    with gathered(engine, trainer.model):
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in trainer.model.named_parameters()
+        }
+
+
+@contextlib.contextmanager
+def gathered(engine: str | None, model: Any) -> Iterator[None]:
+    if engine != "zero3":
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        yield
