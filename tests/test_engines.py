@@ -1,4 +1,4 @@
-"""FSDP2, ZeRO-2 and ZeRO-3 on two gloo ranks train what one rank with twice the accumulation trains.
+"""FSDP2, ZeRO-2, ZeRO-3 on two gloo ranks train what one rank with twice the accumulation trains.
 
 Tolerance, float32: as in test_distributed. The largest difference of losses of around 6 that was
 measured is 9.5e-7 on every engine, that of parameters 1.2e-7.
@@ -15,6 +15,7 @@ TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 MANY = [3 + (i * 11) % 29 for i in range(41)]
 FEW = [5, 9, 30, 22]
+ADAMW = {"save_steps": 4, "options": {"optim": "adamw_torch", "learning_rate": 0.01}}
 EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}
 
 # Each as one rank with twice the accumulation. The gate is on where it says so, the head's is on.
@@ -32,6 +33,11 @@ SAME = {
         "weighted": True,
         "options": {"loss_weighting": "document"},
         **EVALUATED,
+    },
+    "documents weighted, none on a rank": {
+        "lengths": [32, 32, 32],
+        "weighted": True,
+        "options": {"loss_weighting": "document"},
     },
     "tied embeddings": {"config": {"tie_word_embeddings": True}, "saves": True},
     "balance of experts": {
@@ -87,9 +93,13 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
             1,
         ),
         "bf16": scenario(base, engine, "bf16", {"options": {"bf16": True}, **EVALUATED}, 1),
+        "evaluated": scenario(base, engine, "evaluated", {"eval_lengths": FEW}, 1),
         "few": scenario(base, engine, "few", {"lengths": [9]}, 1),
     }
-    return run_on_ranks(made, base / "results", timeout_seconds=400)
+    made["whole"] = scenario(base, engine, "whole", ADAMW, 1)
+    checkpoint = f"{made['whole'].output_dir}/checkpoint-4"
+    made["resumed"] = scenario(base, engine, "resumed", ADAMW | {"resume": checkpoint}, 1)
+    return run_on_ranks(made, base / "results", timeout_seconds=600)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +165,15 @@ def test_the_whole_model_is_saved(name, two_ranks):
 
 
 @pytest.mark.slow
+def test_a_resumed_run_ends_with_the_same_bits(two_ranks):
+    for whole, resumed in zip(two_ranks["whole"], two_ranks["resumed"], strict=True):
+        assert (len(whole["batches"]), len(resumed["batches"])) == (11, 7)
+        assert resumed["batches"] == whole["batches"][4:]
+        for name, parameter in whole["parameters"].items():
+            assert torch.equal(resumed["parameters"][name], parameter), name
+
+
+@pytest.mark.slow
 def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
     ranks = two_ranks["leak"]
     assert [rank["attention"] for rank in ranks] == ["padded", "padded"]
@@ -184,3 +203,11 @@ def test_bf16_keeps_the_loss_in_float32(two_ranks, one_rank):
 def test_fewer_documents_than_ranks_are_refused_on_every_rank(two_ranks):
     for rank in two_ranks["few"]:
         assert rank["error"].startswith("1 documents cannot keep 2 ranks busy")
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_training_is_refused_on_every_rank(engine, two_ranks):
+    """By accelerate, by transformers, and by us where training would have failed."""
+    says = {"fsdp2": "a model and optimizer", "zero2": "ZeRO inference", "zero3": "eval_on_start"}
+    for rank in two_ranks["evaluated"]:
+        assert says[engine] in rank["error"]

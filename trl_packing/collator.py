@@ -273,22 +273,24 @@ def _batch(
     input_ids: np.ndarray, labels: np.ndarray, lengths: list[int], shapes: StaticShapes | None
 ) -> dict[str, Any]:
     seq_lengths = torch.tensor(lengths, dtype=torch.int64)
-    cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
-    seq_lengths = seq_lengths[seq_lengths > 0]
     flat_labels = torch.from_numpy(labels)
-    flat_labels[seq_lengths.cumsum(0) - seq_lengths] = IGNORE_INDEX  # where documents begin
-    longest = max(max(lengths), shapes.max_length if shapes else 0)
+    starts = seq_lengths.cumsum(0) - seq_lengths
+    flat_labels[starts[seq_lengths > 0]] = IGNORE_INDEX
     return {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": flat_labels[None],
-        **boundaries_of_row(seq_lengths),
+        **boundaries_of_row(seq_lengths, longest=shapes.max_length if shapes else 0),
     }
 
 
-def boundaries_of_row(seq_lengths: torch.Tensor) -> dict[str, Any]:
-    """Return what a packed batch says of its row's documents, given their lengths ``(N,)`` ≥ 1."""
+def boundaries_of_row(seq_lengths: torch.Tensor, longest: int = 0) -> dict[str, Any]:
+    """Return what a packed batch says of its row's documents, given their lengths ``(N,)``.
+
+    longest: what kernels are told is the longest document, if none is longer.
+    """
     cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
-    longest = int(seq_lengths.max())
+    longest = max(longest, int(seq_lengths.max()))
+    seq_lengths = seq_lengths[seq_lengths > 0]
     return {
         "position_ids": position_ids_from_lengths(seq_lengths)[None],
         # Made on the host: the model would otherwise derive them in every layer, with a sync each.

@@ -43,8 +43,21 @@ def unshard_head(head: Any) -> None:
     finds no such norm (PEFT, text models inside vision-language ones) the weight is a DTensor in
     the forward. Its `full_tensor` has a gradient of this rank's documents, which nobody sums up.
     """
-    if isinstance(head, FSDPModule) and isinstance(head.weight, DTensor):
+    if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
         head.unshard()
+
+
+def check_engine_can_train(trainer: Any) -> None:
+    """Raise ValueError if an evaluation has set ZeRO-3 up without an optimizer.
+
+    `train` would stop in the first backward (transformers 5.23). FSDP2 and ZeRO-2 refuse such an
+    evaluation by themselves.
+    """
+    if trainer.is_deepspeed_enabled and trainer.deepspeed is not None and trainer.optimizer is None:
+        raise ValueError(
+            "evaluate() or predict() before train() sets DeepSpeed ZeRO-3 up without an optimizer; "
+            "set eval_on_start=True instead, or evaluate after training"
+        )
 
 
 def keep_outputs_precise(accelerator: Any) -> None:
