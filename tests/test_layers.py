@@ -243,6 +243,7 @@ TABLE = {
     ),
     "checkpoints": (set(), {"accelerate", "transformers"}),
     "allocator": (set(), set()),
+    "recipes": (set(), set()),
     "loaders": (
         {
             "arrow_documents",

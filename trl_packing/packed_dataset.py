@@ -213,6 +213,8 @@ def _multiple_of(rows: list[np.ndarray], multiple: int) -> list[np.ndarray]:
 class RepackEveryEpoch(TrainerCallback):
     """Draw new rows of a `PackedDataset` before every epoch, the same ones on all ranks.
 
+    dataset: the one that is trained on; its number of rows stays. Raises nothing.
+
     Data loader workers that live on (`dataloader_persistent_workers`) keep the rows of their first
     epoch.
     """

@@ -29,9 +29,14 @@ def show_document(
 ) -> str:
     """Return `document` as text, its trained tokens between ⟦ and ⟧, or in color.
 
-    A document has `input_ids` ``(T,)``, and `labels` or masks as `PackedCollator` takes them, and
-    maybe `loss_weights`. A weight other than 1 is written before its tokens: ⟦0.5×Hello⟧. The first
-    token of a document is never a target and shown so.
+    document: has `input_ids` ``(T,)``, and `labels` or masks as `PackedCollator` takes them, and
+        maybe `loss_weights`.
+    tokenizer: decodes it.
+    color: bold green instead of ⟦ and ⟧.
+    name: what the heading calls it.
+
+    A weight other than 1 is written before its tokens: ⟦0.5×Hello⟧. The first token of a document
+    is never a target and shown so.
 
     Raises ValueError if labels, masks or weights are not one per token.
     """

@@ -56,6 +56,7 @@ def make_supervised_dset(
         query_prompt, prompt_after_query, resp_prompt, prompt_before_resp.
     overflow: what becomes of documents beyond `pack_len` or the tokenizer's `model_max_length`:
         "truncate", "truncate_prompt", "drop", "split" or "error". What is lost is logged.
+    rows_multiple_of: as in `PackedDataset`.
 
     Raises ValueError, in one sentence, for data that cannot be read.
     """

@@ -80,7 +80,18 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     loss of a step is the weighted mean over its trained tokens, of all micro-batches and ranks, and
     so is `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
 
-    `packing_report` holds what a run is made of; it is printed when training starts.
+    `packing_report` holds what a run is made of; it is printed when training starts. `attention`
+    says what keeps documents apart.
+
+    model: a name, or a model of transformers, PEFT's around it or not.
+    args: see above; None takes the defaults of TRL's `SFTConfig`, padding-free.
+    data_collator: a `PackedCollator` or `DataCollatorForCompletionOnlyLM`; others as above.
+    train_dataset, eval_dataset: rows in any form of docs/data.md, tokenized or not, packed by TRL
+        or not; a stream; for evaluation a dictionary of sets, too.
+    processing_class: the tokenizer; by default the model's.
+
+    Raises ValueError, before anything is trained, for settings, columns or data that cannot be
+    trained as they say, and RuntimeError from `train` and `evaluate` if documents see each other.
     """
 
     packing_report: PackingReport = None  # type: ignore[assignment]

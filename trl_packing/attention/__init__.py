@@ -49,8 +49,9 @@ CHOICES = ("auto", *flash_attn.VERSIONS, "varlen", "documents", *OWN_ATTENTION)
 class AttentionChoice:
     """What computes attention in packed batches.
 
-    `backend` is one of `CHOICES` but ``"auto"``; `implementation` is the `attn_implementation` to
-    set on the model, None to leave it as it is; `reason` says in a few words why.
+    backend: one of `CHOICES` but ``"auto"``.
+    implementation: the `attn_implementation` to set on the model; None leaves it as it is.
+    reason: why, in a few words.
     """
 
     backend: str
@@ -94,11 +95,12 @@ def resolve_attention(
 ) -> AttentionChoice:
     """Return the fastest attention that keeps packed documents apart on `model`.
 
-    `attention` is ``"auto"`` or a name: ``"flash_attention_2"`` (3, 4), ``"varlen"``,
-    ``"documents"``; or one that leaves the model its own implementation: ``"model"`` (masked by
-    position_ids), ``"mask"`` (under an explicit 4-D mask), ``"padded"`` (the same documents as
-    padded rows), ``"equal_lengths"`` (the same without padding). `device` and `dtype` are those of
-    the forward pass (under autocast, autocast's dtype); by default the model's.
+    model: asked for its head sizes, sinks, soft-cap and dropout; nothing on it is changed.
+    attention: ``"auto"`` or a name: ``"flash_attention_2"`` (3, 4), ``"varlen"``, ``"documents"``;
+        or one that leaves the model its own implementation: ``"model"`` (masked by position_ids),
+        ``"mask"`` (under an explicit 4-D mask), ``"padded"`` (the same documents as padded rows),
+        ``"equal_lengths"`` (the same without padding).
+    device, dtype: of the forward pass (under autocast, autocast's dtype); by default the model's.
 
     Raises ValueError if `attention` is unknown, or is named and cannot be exact on this model.
     """
