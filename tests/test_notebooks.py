@@ -170,5 +170,5 @@ def test_model_and_data_can_be_named(tmp_path):
         read(SWAP), tmp_path, TRL_PACKING_MODEL=model, TRL_PACKING_DATA=str(tmp_path / "rows.jsonl")
     )
     assert f"model:  {model}" in printed
-    assert "documents    180 " in printed
+    assert "documents    100 " in printed
     assert "of 20" in printed
