@@ -15,19 +15,20 @@ the accelerate configuration, which says on how many devices and how the model i
 Each YAML file begins with its memory arithmetic. Every option of `PackedSFTConfig` can be given on
 the command line too, and wins over the file.
 
-Expected output (`--config recipes/full_0.1b.yaml`, one CPU core):
+Expected output of the first command with `--dataset_train_split "train[:16]" --max_length 512
+--max_steps 3 --logging_steps 1`, two minutes on a busy CPU core:
 
-    ────────────────────────────── trl_packing ──────────────────────────────
-    documents    50 · 9,936 tokens · 6,430 trained (65%)
-    packed into  10 bins of 1,024 tokens · 97.03% filled
-    an epoch     10 micro-batches · 10 optimizer steps · 5.0 documents, 643 trained tokens a step …
-    padded       50 steps of 1 document; documents_per_step=1 keeps them
-    …
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    16 · 3,222 tokens · 2,116 trained (66%)
+    packed into  7 bins of 512 tokens · 89.90% filled
+    an epoch     7 micro-batches · 7 optimizer steps · 2.3 documents, 302 trained tokens a step …
+    padded       16 steps of 1 document; documents_per_step=1 keeps them
+                 warning: 7 optimizer steps an epoch; …
     attention    document-wise SDPA (cpu, float32)
-    ─────────────────────────────────────────────────────────────────────────
-    {'loss': '1.4', …
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '1.374', 'grad_norm': '8.15', 'learning_rate': '0', … 'epoch': '0.1429'}
+    {'loss': '1.725', 'grad_norm': '10.24', 'learning_rate': '1e-05', … 'epoch': '0.2857'}
     …
-    {'loss': '1.2', …
     The model is in outputs/full_0.1b.
 """
 

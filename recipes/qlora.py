@@ -8,20 +8,21 @@ Needs a CUDA GPU; without one it says so and stops. `--use_cpu true` trains in 4
 slowly: to try it out. What is saved is the adapter; merge it into the model in 16 bits
 (lora.py says how), since 4 bits cannot hold it.
 
-Expected output (`--config recipes/lora_0.1b.yaml --use_cpu true`, one CPU core):
+Expected output of the second command with `--use_cpu true --dataset_train_split "train[:16]"
+--max_length 512 --max_steps 4`, five minutes on a busy CPU core:
 
-    ────────────────────────────── trl_packing ──────────────────────────────
-    documents    50 · 9,936 tokens · 6,430 trained (65%)
-    packed into  10 bins of 1,024 tokens · 97.03% filled
-    an epoch     10 micro-batches · 10 optimizer steps · 5.0 documents, 643 trained tokens a step …
-    padded       50 steps of 1 document; documents_per_step=1 keeps them
-    …
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    16 · 3,222 tokens · 2,116 trained (66%)
+    packed into  7 bins of 512 tokens · 89.90% filled
+    an epoch     7 micro-batches · 7 optimizer steps · 2.3 documents, 302 trained tokens a step …
+    padded       16 steps of 1 document; documents_per_step=1 keeps them
+                 warning: 7 optimizer steps an epoch; …
     attention    document-wise SDPA (cpu, float32)
-    ─────────────────────────────────────────────────────────────────────────
-    {'loss': '1.4', …
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '1.746', 'grad_norm': '1.336', … 'epoch': '0.2857'}
+    {'loss': '1.533', 'grad_norm': '0.8164', … 'epoch': '0.5714'}
     …
-    {'loss': '1.2', …
-    Trained 4,884,480 parameters beside 134,515,008 in 4 bits: 0.20 GB.
+    Trained 4,884,480 parameters beside 134,515,008 in 4 bits: 0.18 GB.
     The adapter is in outputs/qlora.
 """
 

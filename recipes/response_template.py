@@ -14,16 +14,24 @@ question. Texts without the mark are counted and left out. This is what TRL's re
     collator = DataCollatorForCompletionOnlyLM("### Response:\\n", tokenizer=tokenizer)
     PackedSFTTrainer(…, data_collator=collator)
 
-Expected output (fifty texts, one CPU core):
+Expected output (SmolLM2-135M-Instruct, thirty texts, three steps of one bin of 512 tokens, three
+minutes on a busy CPU core):
 
     What is trained stands between ⟦ and ⟧.
-    document · 100 tokens · 60 trained (60%) · ends in '<|im_end|>', trained
+    document · 148 tokens · 125 trained (84%) · ends in '<|im_end|>', trained
     ### Instruction:
     …
     ### Response:
     ⟦…<|im_end|>⟧
-    ────────────────────────────── trl_packing ──────────────────────────────
-    documents    50 · 9,936 tokens · 6,430 trained (65%)
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    30 · 5,974 tokens · 5,207 trained (87%)
+    packed into  12 bins of 512 tokens · 97.23% filled
+    …
+    attention    document-wise SDPA (cpu, float32)
+    …
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '1.259', … 'epoch': '0.08333'}
     …
     The model is in outputs/response_template.
 """

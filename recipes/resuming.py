@@ -8,7 +8,7 @@ before it is taken. The run goes on with the very batches that it would have see
 and ends with the same weights (to the last bit on a CPU; a GPU's sums vary). Keep the number of
 processes and the settings; to begin anew, name another `--output_dir`.
 
-Expected output (a model of 55,456 random weights, 300 rows, saving every 20 steps). The first
+Expected output (a model of 39,072 random weights, 300 rows, saving every 20 steps). The first
 command, killed with SIGKILL while it wrote checkpoint-40, ended in
 
     {'loss': '5.175', 'grad_norm': '0.9703', 'learning_rate': '0.0004862', …

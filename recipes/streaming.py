@@ -9,15 +9,18 @@ of 256 bins and leave in random order, drawn anew every epoch. Files are its sha
 divide among the ranks, each rank reads its own, and its dataloader workers divide those. A run that
 was interrupted goes on at the same place (resuming.py). docs/data.md, "Streams", has the details.
 
-Expected output (4 files, one CPU core):
+Expected output (SmolLM2-135M-Instruct, four files of 100 conversations, three steps of one bin of
+512 tokens, two minutes on a busy CPU core):
 
     Shards in the stream: 4. Ranks: 1; each reads its own part, 2 at a time.
-    ────────────────────────────── trl_packing ──────────────────────────────
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
     documents    a stream: counted as it is read
     micro-batch  1 bin
     attention    document-wise SDPA (cpu, float32)
-    ─────────────────────────────────────────────────────────────────────────
-    {'loss': '1.4', …
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '1.527', 'grad_norm': '7.646', 'learning_rate': '0', … 'epoch': '0.3333'}
+    …
     The model is in outputs/streaming.
 """
 

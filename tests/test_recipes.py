@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import yaml
 from safetensors.torch import load_file
 from tiny import save_tiny_model, tiny_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-from trl import TrlParser
+from trl import SFTConfig, TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
@@ -110,6 +111,17 @@ def test_a_yaml_file_checkpoints_activations_once(name, engine_name):
     by_engine = engine.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False)
     by_trainer = yaml.safe_load((FOLDER / name).read_text()).get("gradient_checkpointing", True)
     assert by_engine != by_trainer
+
+
+def test_a_configuration_does_not_warn_of_what_trl_sets(tmp_path):
+    options = {"use_cpu": True, "bf16": False}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        args = PackedSFTConfig(str(tmp_path), **options)
+        assert not [w for w in warned if "gradient_checkpointing" in str(w.message)]
+        SFTConfig(str(tmp_path), **options)
+    renamed = hasattr(args, "activation_checkpointing")  # transformers 5.23
+    assert renamed == any("gradient_checkpointing" in str(w.message) for w in warned)
 
 
 # --- the memory arithmetic ------------------------------------------------------------------------

@@ -136,9 +136,9 @@ class PackedSFTConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        greater: bool | None = getattr(self, "greater_is_better", None)
-        if greater is None and _names_a_loss(self.metric_for_best_model):
-            self.greater_is_better = False
+        args: Any = self  # its fields are TRL's
+        if args.greater_is_better is None and _names_a_loss(args.metric_for_best_model):
+            args.greater_is_better = False
         with warnings.catch_warnings():
             # TRL 1.16 sets it for everyone, under the name that transformers 5.23 is about to drop.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
