@@ -16,6 +16,7 @@ weights, ten seconds on a CPU; SmolLM2 takes minutes a step):
     an epoch     23 micro-batches · 23 optimizer steps · 2.2 documents, 534 trained tokens a step …
     padded       50 steps of 1 document; documents_per_step=1 keeps them
     …
+    loss         the mean over the trained tokens of a step, all alike
     attention    document-wise SDPA (cpu, float32)
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '6.405', 'grad_norm': '2.115', … 'epoch': '0.08696'}
