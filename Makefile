@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 DEEPSPEED := $(VENV)/.deepspeed
 
-.PHONY: demo test test-all matrix check lint types format bench clean
+.PHONY: demo test test-all notebooks matrix check lint types format docs bench clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
@@ -13,8 +14,11 @@ demo: $(READY)  ## the main job: train a small model on packed data, before and 
 test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
-test-all: $(DEEPSPEED)  ## the slow tests too: recipes, several processes, real data
+test-all: $(DEEPSPEED) $(DOCS_READY)  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+notebooks: $(READY)  ## run them top to bottom, offline, about a minute
+	$(BIN)/python -m pytest tests/test_notebooks.py -n 2
 
 matrix: $(READY)  ## every architecture of the installed transformers, about 3 minutes
 	$(BIN)/trl-packing verify --matrix --output docs/compatibility.md
@@ -32,11 +36,15 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(DOCS_READY)  ## the documentation into site/; a broken link stops it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idle machine
 	$(BIN)/python benchmarks/pack.py --output benchmarks/results/pack.md
 	$(BIN)/python benchmarks/balance.py --output benchmarks/results/balance.md
 	$(BIN)/python benchmarks/step.py --output benchmarks/results/step.md
 	$(BIN)/python benchmarks/dataloader.py --output benchmarks/results/dataloader.md
+	$(BIN)/python benchmarks/compile.py --output benchmarks/results/compile.md
 
 # torch first and pinned: on a CPU-only machine an unpinned torch brings several GB of CUDA packages.
 $(READY): pyproject.toml constraints.txt
@@ -44,6 +52,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 # Its ops are compiled when they are used: without a compiler or without success, tests that need
@@ -54,4 +66,4 @@ $(DEEPSPEED): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) outputs site .pytest_cache .mypy_cache .ruff_cache

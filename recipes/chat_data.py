@@ -27,6 +27,7 @@ one bin of 512 tokens, five minutes on a busy CPU core):
     documents    30 · 6,583 tokens · 5,187 trained (79%)
     packed into  14 bins of 512 tokens · 91.84% filled
     …
+    loss         the mean over the trained tokens of a step, all alike
     attention    document-wise SDPA (cpu, float32)
     …
     ──────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ Expected output of the second command with `--merged_dir outputs/merged --datase
     an epoch     7 micro-batches · 7 optimizer steps · 2.3 documents, 302 trained tokens a step …
     padded       16 steps of 1 document; documents_per_step=1 keeps them
                  warning: 7 optimizer steps an epoch; …
+    loss         the mean over the trained tokens of a step, all alike
     attention    document-wise SDPA (cpu, float32)
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '1.374', 'grad_norm': '1.081', … 'epoch': '0.1429'}

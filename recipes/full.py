@@ -24,6 +24,7 @@ Expected output of the first command with `--dataset_train_split "train[:16]" --
     an epoch     7 micro-batches · 7 optimizer steps · 2.3 documents, 302 trained tokens a step …
     padded       16 steps of 1 document; documents_per_step=1 keeps them
                  warning: 7 optimizer steps an epoch; …
+    loss         the mean over the trained tokens of a step, all alike
     attention    document-wise SDPA (cpu, float32)
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '1.374', 'grad_norm': '8.15', 'learning_rate': '0', … 'epoch': '0.1429'}

@@ -17,6 +17,7 @@ Expected output of the second command with `--use_cpu true --dataset_train_split
     an epoch     7 micro-batches · 7 optimizer steps · 2.3 documents, 302 trained tokens a step …
     padded       16 steps of 1 document; documents_per_step=1 keeps them
                  warning: 7 optimizer steps an epoch; …
+    loss         the mean over the trained tokens of a step, all alike
     attention    document-wise SDPA (cpu, float32)
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '1.746', 'grad_norm': '1.336', … 'epoch': '0.2857'}

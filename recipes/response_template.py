@@ -28,6 +28,7 @@ minutes on a busy CPU core):
     documents    30 · 5,974 tokens · 5,207 trained (87%)
     packed into  12 bins of 512 tokens · 97.23% filled
     …
+    loss         the mean over the trained tokens of a step, all alike
     attention    document-wise SDPA (cpu, float32)
     …
     ──────────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,7 @@ and the second one prints:
     documents    300 · 133,568 tokens · 74,779 trained (56%)
     packed into  67 bins of 2,048 tokens · 97.34% filled
     …
+    loss         the mean over the trained tokens of a step, all alike
     attention    document-wise SDPA (cpu, float32)
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '5.175', 'grad_norm': '0.9703', 'learning_rate': '0.0004862', … 'epoch': '0.597'}

@@ -61,7 +61,8 @@ def started(name: str, folder: Path, launcher: list[str], arguments: list[str]) 
     command += ["--config_file", str(CONFIGS / f"{name}.yaml"), *launcher]
     command += [str(RECIPES / "sft_packed.py"), "--model_name_or_path", "tiny-qwen2"]
     command += ["--dataset_name", str(data), "--output_dir", "out", "--max_steps", "3"]
-    command += ["--max_length", "64", "--logging_steps", "1", "--report_to", "none"]
+    command += ["--max_length", "64", "--per_device_train_batch_size", "1"]
+    command += ["--logging_steps", "1", "--report_to", "none"]
     command += ["--learning_rate", "0.01", "--optim", "sgd", "--save_strategy", "no"]
     command += arguments
     return subprocess.Popen(

@@ -544,6 +544,25 @@ def test_no_mask_of_the_whole_row_is_allocated(name):
     assert largest_allocation(step) < num_tokens**2
 
 
+def test_a_gpu_without_flash_attention_gets_what_its_fused_kernel_takes(monkeypatch):
+    """A T4 has PyTorch's memory-efficient kernel, which takes no mask here and as many key heads as
+    query heads (`use_mem_efficient_attention` in torch 2.13). Anything else falls back, without a
+    message, to the kernel that writes and keeps every score of a document, for every head.
+    """
+    sdpa, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def record(query, key, value, **options):
+        calls.append((query.shape, key.shape, value.shape, options))
+        return sdpa(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    _sdpa_with_autograd(*inputs(heads=4, kv_heads=2), boundaries(), 0.25, 0)
+    assert [query[2] for query, *_ in calls] == [length for length in LENGTHS if length]
+    for query, key, value, options in calls:
+        assert query == key == value == (1, 4, query[2], 8)
+        assert options == {"attn_mask": None, "is_causal": True, "scale": 0.25}
+
+
 # --- the choice ------------------------------------------------------------------------------
 
 
@@ -662,6 +681,8 @@ def test_on_cuda_flash_attn_comes_first_then_torch_varlen_then_documents(cuda):
     assert cuda()("gpt_oss").implementation == "packed_varlen_over_eager"
     documents = AttentionChoice("documents", "packed_documents", "cuda, bfloat16")
     assert cuda(capability=(7, 5))() == documents
+    half = cuda(capability=(7, 5), flash="flash_attention_2")(dtype=torch.float16)
+    assert half == AttentionChoice("documents", "packed_documents", "cuda, float16")
 
 
 REFUSALS = [
@@ -706,10 +727,11 @@ def test_the_widest_head_of_any_layer_decides(cuda):
     assert choice.backend == "documents"
 
 
-def test_torch_varlen_says_why_it_is_unavailable(cuda, monkeypatch):
+def test_what_cannot_run_on_this_machine_says_why(cuda, monkeypatch):
     choose = cuda(capability=(7, 5))
-    with pytest.raises(ValueError, match="Testla T4 is older than sm80"):
-        choose(attention="varlen")
+    for name in ("varlen", "flash_attention_2"):
+        with pytest.raises(ValueError, match="Testla T4 is older than sm80"):
+            choose(attention=name)
     with pytest.raises(ValueError, match="no CUDA device"):
         cuda(device=False)(attention="varlen")
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)

@@ -139,6 +139,18 @@ def test_two_ranks_train_as_one_with_twice_the_accumulation(name, one_rank, two_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one_rank"),
+    [(name, f"same steps: {name}") for name in SAME_STEPS if "stream" in name],
+    indirect=["one_rank"],
+)
+def test_two_ranks_count_a_stream_as_one(name, one_rank, two_ranks):
+    counts = [rank["documents_read"] for rank in two_ranks[f"same steps: {name}"]]
+    assert counts == [one_rank["documents_read"]] * 2
+    assert counts[0] >= len(SAME_STEPS[name]["lengths"])
+
+
+@pytest.mark.slow
 @both("same steps: packed")
 def test_ranks_that_train_other_documents_fail_the_same_comparison(one_rank, two_ranks):
     with pytest.raises(AssertionError):

@@ -16,7 +16,7 @@ from by_hand import (
     unweighted,
     weighted,
 )
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features
 from distributed.train import Scenario, run_on_ranks, token_weights
 from tiny import documents_of_lengths
 from tiny import tiny_model as small_model
@@ -394,6 +394,27 @@ def test_sources_may_be_whole_numbers_and_lie_in_chunks():
     sources = Sources.of(concatenate_datasets(parts), "kind")
     assert sources.names == ("1", "10", "9")
     assert sources.ids.tolist() == [1, 2, 2, 0]
+
+
+def test_classes_are_sources_by_their_names():
+    dataset = Dataset.from_dict(
+        {"kind": [1, 0, 1]}, Features({"kind": ClassLabel(names=["math", "chat"])})
+    )
+    sources = Sources.of(dataset, "kind")
+    assert sources.names == ("chat", "math")
+    assert sources.ids.tolist() == [0, 1, 0]
+
+
+def test_predictions_need_no_sources(tmp_path):
+    rows = with_sources(tiny_documents())
+    trainer = evaluator(
+        tiny_model("llama"), Dataset.from_list(rows), tmp_path, source_column="source"
+    )
+    sourced = trainer.predict(Dataset.from_list(rows)).metrics
+    without = trainer.predict(Dataset.from_list(rows).remove_columns("source")).metrics
+    assert {name for name in sourced if name.startswith("test_loss_")}
+    assert not {name for name in without if name.startswith("test_loss_")}
+    assert without["test_loss"] == pytest.approx(sourced["test_loss"])
 
 
 @pytest.mark.parametrize(

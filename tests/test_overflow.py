@@ -1,6 +1,7 @@
 """Documents that are too long follow the overflow policy, and whatever is lost is counted."""
 
 from dataclasses import astuple, replace
+from itertools import islice
 
 import datasets
 import pyarrow as pa
@@ -9,9 +10,10 @@ from datasets import Dataset, Features, LargeList, List, Value, concatenate_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.overflow import fit_documents, fit_stream
+from trl_packing.overflow import fit_documents
 from trl_packing.pieces import Overflow
 from trl_packing.report import Amount, PreparationCounts, Step
+from trl_packing.stream_overflow import fit_stream, take_counts
 
 POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "wrapped"]
 
@@ -175,7 +177,7 @@ def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted()
     assert counts.before - counts.after == Amount(4, 12, 2)
     assert [(step.concerned, step.why, step.lost) for step in counts.steps] == [
         (1, "longer than max_length=4: cut at the end", Amount(0, 4, 2)),
-        (3, "without a trained token: dropped (1 of them empty)", Amount(3, 4)),
+        (3, "without a trained token: dropped", Amount(3, 4)),
         (1, "with no trained token left: dropped", Amount(1, 4)),
     ]
     assert fit(rows, "split")[0] == [("10 11 12", "10 11 12"), ("54 55 56 57", ". . 56 57")]
@@ -413,10 +415,34 @@ def stream(rows) -> datasets.IterableDataset:
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=10, deadline=None)
 @given(rows=data_sets(), capacity=st.integers(3, 8))
-def test_a_stream_gives_the_documents_of_the_data_set(policy, rows, capacity):
+def test_a_stream_gives_and_counts_the_documents_of_the_data_set(policy, rows, capacity):
     overflow = Overflow(policy, capacity)
-    fitted, _ = fit_documents(Dataset.from_list(rows), overflow)
-    assert words(fit_stream(stream(rows), overflow)) == words(fitted)
+    fitted, counts = fit_documents(Dataset.from_list(rows), overflow, stop_ids=[11, 12])
+    streamed = fit_stream(stream(rows), overflow, stop_ids=[11, 12])
+    assert words(streamed) == words(fitted)
+    assert take_counts(streamed) == counts
+
+
+def test_a_stream_is_counted_from_time_to_time():
+    rows = [document(3, 1), *[document(0, 6)] * 2_000, document(0, 0)] * 2
+    streamed = fit_stream(stream(rows), Overflow("truncate", 4))
+    iterator, parts = iter(streamed), []
+    for _ in range(3):
+        list(islice(iterator, 1_300))
+        parts.append(take_counts(streamed))
+    list(iterator)
+    parts.append(take_counts(streamed))
+    assert all(part.before.documents for part in parts)
+    expected = fit_documents(Dataset.from_list(rows), Overflow("truncate", 4))[1]
+    total = sum(parts, PreparationCounts())
+    assert str(total) == str(expected)
+    assert total.adds_up()
+    assert total != parts[0], "the control"
+    assert take_counts(streamed) == PreparationCounts(), "nothing since"
+
+
+def test_a_stream_of_somebody_else_counts_nothing():
+    assert take_counts(stream(THREE)) == take_counts(THREE) == PreparationCounts()
 
 
 def test_a_stream_keeps_token_columns_only():

@@ -142,3 +142,39 @@ def test_the_command_prints_the_plan(tmp_path, capsys):
     assert "documents    9 ·" in printed
     assert "2 ranks" in printed
     assert "attention" not in printed
+
+
+def test_a_stream_is_reported_when_it_is_read(tmp_path, capsys, caplog):
+    """Long documents are said after the first step, and counted in all at the end."""
+    rows = documents_of_lengths([20, 90, 8, 70] * 5)
+    trainer = trainer_for(tmp_path, IterableDataset.from_generator(lambda: iter(rows)), max_steps=3)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert "of the first 20 documents of the stream: 10 documents longer than" in caplog.text
+    printed = capsys.readouterr().out
+    assert "documents    a stream: counted as it is read" in printed
+    read = trainer.packing_report.preparation
+    assert f"a stream: read so far {read.before.documents} documents" in printed
+    assert read.before.documents % 20 == 0
+    assert read.steps[0].concerned == read.before.documents / 2
+    assert "20 documents (100.0%) do not end in a trained stop token" in read.notes[0]
+
+
+def test_an_evaluated_stream_says_what_it_loses(tmp_path, caplog):
+    rows = documents_of_lengths([20, 90, 8, 70] * 5)
+    trainer = trainer_for(tmp_path, documents(50))
+    for evaluated in (rows[:1], rows):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            trainer.evaluate(IterableDataset.from_generator(lambda r=evaluated: iter(r)))
+        assert ("evaluation stream: 10 documents longer than" in caplog.text) == (
+            len(evaluated) > 1
+        )
+
+
+def test_the_report_says_what_a_token_counts(tmp_path):
+    report = trainer_for(tmp_path, documents(9), loss_weighting="document").packing_report
+    assert "loss         the mean over the trained tokens of a step, divided by" in str(report)
+    weighted = documents(9).add_column("loss_weight", [2.0] * 9)
+    report = trainer_for(tmp_path, weighted).packing_report
+    assert "of a step, all alike, times loss_weight" in str(report)

@@ -19,7 +19,7 @@ CUT = PreparationCounts(
             lost_a_stop=30,
             way_out="raise max_length or set overflow='split'",
         ),
-        Step(50, "without a trained token: dropped (2 of them empty)", Amount(50, 2_000)),
+        Step(50, "without a trained token: dropped", Amount(50, 2_000), empty=2),
     ),
     notes=("3 of 1,150 documents (0.3%) end in no stop token",),
 )
@@ -107,17 +107,23 @@ def test_steps_add_up_or_not():
     assert not replace(CUT, steps=CUT.steps[1:]).adds_up()
 
 
-def test_a_step_before_is_part_of_what_came_in():
-    unfound = Step(4, "without the response template", Amount(0, 0, 900), way_out="check it")
-    counts = KEPT_ALL.with_step_before(unfound)
-    assert counts.before == Amount(3, 9, 906, 3)
-    assert counts.after == KEPT_ALL.after
-    assert counts.adds_up()
-    assert str(counts).splitlines() == [
-        "4 documents without the response template; lost 0 tokens, 900 trained",
-        "warning: 99.3% of the trained tokens are lost; check it",
-    ]
-    assert counts.with_step_before(Step(1, "first")).steps[0].why == "first"
+def test_counts_of_two_parts_add_up_step_by_step():
+    more = PreparationCounts(
+        Amount(5, 50, 20, 2),
+        Amount(3, 44, 19, 1),
+        (
+            Step(1, CUT.steps[0].why, Amount(0, 4, 1, 1), lost_a_stop=1),
+            Step(2, "another", Amount(2, 2, 0, 0), empty=1),
+        ),
+        ("a note",),
+    )
+    both = CUT + more
+    assert both.adds_up()
+    assert [step.concerned for step in both.steps] == [CUT.steps[0].concerned + 1, 50, 2]
+    assert both.steps[0].lost == CUT.steps[0].lost + more.steps[0].lost
+    assert both.notes == CUT.notes, "of the first part that has any"
+    assert (PreparationCounts() + more).notes == more.notes
+    assert CUT + PreparationCounts() == CUT
 
 
 @pytest.mark.parametrize(("lost", "warns"), [(10, False), (11, True)])
@@ -154,3 +160,8 @@ def test_a_stream_is_reported_without_numbers():
         "micro-batch  2 bins",
         "attention    model",
     ]
+    read = replace(report, preparation=CUT)
+    assert str(read).splitlines()[1] == (
+        "documents    a stream: read so far 1,200 documents · 600,000 tokens, 400,000 trained, "
+        "1,200 stop tokens"
+    )

@@ -1,11 +1,20 @@
 """A resumed run goes on with the very batches that the uninterrupted one would have seen."""
 
+from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import skip_first_batches
+from datasets import Dataset
 from distributed.train import Scenario, run, run_on_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3
@@ -132,3 +141,103 @@ def test_without_set_epoch_on_the_shard_two_ranks_replay_the_first_epoch(mode, o
         at, per_epoch = len(whole) - len(forgetful), len(whole) // EPOCHS
         first_of_resumed = at - per_epoch
         assert forgetful[0] == whole[first_of_resumed], "the same place of epoch 0"
+
+
+OTHER_WORKERS = [  # then and now
+    ("packed", 0, 2),
+    ("unpacked", 2, 0),
+    ("stream by rank", 1, 3),
+    ("stream by rank", 2, 0),
+]
+
+
+@pytest.mark.parametrize(("mode", "then", "now"), OTHER_WORKERS)
+def test_the_number_of_workers_may_differ(mode, then, now, tmp_path):
+    arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode]}
+    whole = run(Scenario(str(tmp_path), LENGTHS, **arguments | {"workers": then}))
+    checkpoint = checkpoint_within_epoch(tmp_path, whole["steps"], 1)
+    other = arguments | {"workers": now, "resume": checkpoint}
+    assert_continues(run(Scenario(str(tmp_path), LENGTHS, **other)), whole)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run of `ranks`, of which each is looked at on its own."""
+
+    lengths: list[int]
+    packing: bool
+    batch_size: int
+    accumulation: int
+    ranks: int
+    seed: int
+
+
+def epoch_of_rank(trainer, layout: Layout, rank: int, epoch: int, behind: int = 0) -> list:
+    """Return the tokens of a rank's micro-batches in an epoch, without the first `behind`."""
+    trainer.args.gradient_accumulation_steps = layout.accumulation
+    trainer._train_batch_size = layout.batch_size
+    trainer.args.seed = layout.seed
+    trainer._packing = layout.packing
+    trainer._data_ranks = lambda: (layout.ranks, rank)
+    dataloader = trainer.get_train_dataloader()
+    dataloader = skip_first_batches(dataloader, behind) if behind else dataloader
+    dataloader.set_epoch(epoch)
+    if behind:  # as `Trainer._run_epoch` does
+        dataloader.batch_sampler.batch_sampler.set_epoch(epoch)
+    return [batch["input_ids"].flatten().tolist() for batch in dataloader]
+
+
+layouts = st.builds(
+    Layout,
+    lengths=st.lists(st.integers(2, 32), min_size=24, max_size=60),
+    packing=st.booleans(),
+    batch_size=st.integers(1, 3),
+    accumulation=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    seed=st.integers(0, 5),
+)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    args = PackedSFTConfig(
+        output_dir=str(tmp_path_factory.mktemp("any_step")),
+        max_length=32,
+        bf16=False,
+        report_to="none",
+        use_cpu=True,
+        isolation_check="off",
+    )
+    documents = Dataset.from_list(documents_of_lengths(LENGTHS, prompt=1))
+    return PackedSFTTrainer(
+        tiny_model("llama"), args, train_dataset=documents, processing_class=tiny_tokenizer()
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(layout=layouts, epoch=st.integers(0, 3), at=st.floats(0, 1, exclude_max=True))
+def test_any_layout_resumes_at_any_step(trainer, layout, epoch, at):
+    """Every document once an epoch over all ranks, and the rest of an epoch from any step of it."""
+    documents = documents_of_lengths(layout.lengths, prompt=1)
+    trainer.train_dataset = Dataset.from_list(documents)
+    ranks = [epoch_of_rank(trainer, layout, rank, epoch) for rank in range(layout.ranks)]
+    assert len({len(batches) for batches in ranks}) == 1, "equally many micro-batches"
+    seen = [batch for batches in ranks for batch in batches if batch != [0]]  # [0]: an idle rank
+    assert Counter(token for batch in seen for token in batch) == Counter(
+        token for document in documents for token in document["input_ids"]
+    )
+    steps = -(-len(ranks[0]) // layout.accumulation)
+    behind = int(at * steps) * layout.accumulation
+    for rank, batches in enumerate(ranks):
+        assert epoch_of_rank(trainer, layout, rank, epoch, behind) == batches[behind:]
+
+
+def test_another_step_or_epoch_fails_the_same_comparison(trainer):
+    """Control."""
+    layout = Layout(LENGTHS, packing=True, batch_size=1, accumulation=2, ranks=2, seed=0)
+    trainer.train_dataset = Dataset.from_list(documents_of_lengths(LENGTHS, prompt=1))
+    batches = epoch_of_rank(trainer, layout, 0, 1)
+    assert epoch_of_rank(trainer, layout, 0, 1, 2) == batches[2:]
+    assert epoch_of_rank(trainer, layout, 0, 1, 4) != batches[2:]
+    assert epoch_of_rank(trainer, layout, 0, 0, 2) != batches[2:]
+    assert epoch_of_rank(trainer, layout, 1, 1, 2) != batches[2:]

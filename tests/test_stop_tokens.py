@@ -12,7 +12,7 @@ from tiny import CHATML, tiny_dataset, tiny_iterable, tiny_model, tiny_rows, tin
 from transformers import GenerationConfig
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.overflow import fit_documents, fit_stream
+from trl_packing.overflow import fit_documents
 from trl_packing.pieces import Overflow
 from trl_packing.stop_tokens import (
     append_eos,
@@ -21,6 +21,7 @@ from trl_packing.stop_tokens import (
     stop_token_ids,
     unended,
 )
+from trl_packing.stream_overflow import fit_stream
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -5,12 +5,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_streaming import CAPACITY, LENGTHS, SOURCES, documents, names, sharded
 
+from trl_packing.overflow import fit_documents
+from trl_packing.pieces import Overflow
+from trl_packing.report import PreparationCounts
 from trl_packing.stream_batches import StreamBatches
+from trl_packing.stream_overflow import fit_stream
 from trl_packing.streaming import StreamSettings
 
 # Two workers are tested on machines with one core too.
@@ -138,6 +142,30 @@ def test_dataloader_workers_read_every_document_once(num_ranks, num_workers, num
         for rank in range(num_ranks)
     ]
     assert sorted(d for batches in ranks for b in batches for d in b) == list(range(27))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_what_is_read_and_lost_is_counted_once(num_ranks, num_workers, num_shards):
+    """Two documents of every nine are too long, and the last shards hold nothing else."""
+    rows = [row | {"labels": row["input_ids"]} for row in documents([9, 30, 14, 21] * 9 + [40] * 9)]
+    data, overflow = Dataset.from_list(rows), Overflow("drop", 29)
+    source = fit_stream(data.to_iterable_dataset(num_shards), overflow)
+    list(source.take(3))  # the isolation check reads some first
+    streams = [
+        stream_of(source, num_ranks=num_ranks, rank=rank, num_workers=num_workers)
+        for rank in range(num_ranks)
+    ]
+    for stream in streams:
+        read(stream)
+    counts = [stream.counts for stream in streams]
+    expected = fit_documents(data, overflow)[1]
+    if num_ranks == 2 and num_shards == 1:  # both read all of it
+        assert max(counts, key=lambda c: c.before.documents) == expected
+    else:
+        assert sum(counts, PreparationCounts()) == expected
+    assert streams[0].counts != PreparationCounts()
 
 
 def test_a_stream_without_documents_is_an_error():

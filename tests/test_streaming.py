@@ -34,7 +34,7 @@ def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, division
     where = {name: options.pop(name) for name in ("epoch", "place") if name in options}
     made = StreamSettings(capacity, window_bins=window_bins, **options)
     stream = PackedStream(source, made, rank=rank, reader=reader, division=division, **where)
-    return [names(batch) for batch, _ in stream]
+    return [names(batch) for batch, *_ in stream]
 
 
 def read_all(source, num_ranks, num_workers=0, **options):
@@ -334,7 +334,7 @@ SOURCES = {
 def test_a_stream_goes_on_from_any_place(kind, epoch, capacity):
     made = StreamSettings(capacity, bins_per_batch=2, window_bins=6, seed=0)
     whole = list(PackedStream(SOURCES[kind](), made, epoch=epoch))
-    for number, (_, place) in list(enumerate(whole))[::3]:
+    for number, (_, place, _) in list(enumerate(whole))[::3]:
         rest = read(
             SOURCES[kind](),
             capacity,
@@ -344,14 +344,14 @@ def test_a_stream_goes_on_from_any_place(kind, epoch, capacity):
             epoch=epoch,
             place=place,
         )
-        assert rest == [names(batch) for batch, _ in whole[number + 1 :]]
+        assert rest == [names(batch) for batch, *_ in whole[number + 1 :]]
 
 
 def test_a_place_of_another_micro_batch_leads_elsewhere():
     """The control of the test before."""
     whole = list(PackedStream(documents(LENGTHS), StreamSettings(CAPACITY, window_bins=6, seed=0)))
     rest = read(documents(LENGTHS), window_bins=6, seed=0, place=whole[4][1])
-    assert rest != [names(batch) for batch, _ in whole[6:]]
+    assert rest != [names(batch) for batch, *_ in whole[6:]]
 
 
 @pytest.mark.parametrize(("shuffles", "most"), [(False, 60), (True, 100)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trl_packing.attention import resolve_attention
-    from trl_packing.collator import PackedCollator
+    from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
     from trl_packing.config import PackedSFTConfig
     from trl_packing.documents import (
         block_diagonal_mask,
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from trl_packing.inspection import load_rows
     from trl_packing.isolation import check_isolation
     from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
+    from trl_packing.packed_dataset import PackedDataset, RepackEveryEpoch
     from trl_packing.packing import PackingPlan, pack
-    from trl_packing.render import show_document
+    from trl_packing.plain_trainer import enable_packing
+    from trl_packing.render import show_document, show_rows
     from trl_packing.sampler import PackedBatchSampler
+    from trl_packing.supervised_dataset import make_supervised_dset
     from trl_packing.trainer import PackedSFTTrainer
 
 __version__ = "0.1.0"
@@ -32,6 +35,7 @@ _HOME = {
     "PackedSFTTrainer": "trainer",
     "PackedSFTConfig": "config",
     "PackedCollator": "collator",
+    "DataCollatorWithFlattening": "collator",
     "DataCollatorForCompletionOnlyLM": "legacy_collator",
     "PackedBatchSampler": "sampler",
     "pack": "packing",
@@ -45,25 +49,36 @@ _HOME = {
     "check_isolation": "isolation",
     "load_rows": "inspection",
     "show_document": "render",
+    "show_rows": "render",
+    "PackedDataset": "packed_dataset",
+    "RepackEveryEpoch": "packed_dataset",
+    "make_supervised_dset": "supervised_dataset",
+    "enable_packing": "plain_trainer",
 }
 
 __all__ = [
     "DataCollatorForCompletionOnlyLM",
+    "DataCollatorWithFlattening",
     "PackedBatchSampler",
     "PackedCollator",
+    "PackedDataset",
     "PackedSFTConfig",
     "PackedSFTTrainer",
     "PackingPlan",
+    "RepackEveryEpoch",
     "block_diagonal_mask",
     "check_isolation",
     "cu_seqlens_from_lengths",
     "document_ids_from_lengths",
+    "enable_packing",
     "lengths_from_eos",
     "load_rows",
+    "make_supervised_dset",
     "pack",
     "position_ids_from_lengths",
     "resolve_attention",
     "show_document",
+    "show_rows",
 ]
 
 

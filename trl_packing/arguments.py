@@ -35,6 +35,7 @@ _PREPARATION_OPTIONS = (
     "overflow",
     "prompt_template",
     "response_template",
+    "static_shapes",
     "train_on",
 )
 

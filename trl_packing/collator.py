@@ -12,6 +12,9 @@
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
     max_length_q/k       3                        int
     use_cache            False
+    host_row             boundaries and trained tokens once more, for the host; only if asked for
+
+With `static_shapes` T, N and max_length are the same in every batch (static_shapes).
 
 There is no attention_mask and no cache, ever: given either one, transformers skips its detection of
 packed documents and every token sees the documents before it, without a message
@@ -30,6 +33,7 @@ from trl_packing.documents import (
     document_ids_from_lengths,
     position_ids_from_lengths,
 )
+from trl_packing.host import HOST_ROW, HostRow
 from trl_packing.labels import (
     DOCUMENT_WEIGHT_COLUMN,
     IGNORE_INDEX,
@@ -38,6 +42,7 @@ from trl_packing.labels import (
     document_labels,
     document_weights,
 )
+from trl_packing.static_shapes import StaticShapes
 from trl_packing.weighting import document_weight, weigh_documents
 
 
@@ -47,15 +52,19 @@ class PackedCollator:
 
     A document is a mapping with `input_ids` and, in this order of precedence, `labels`, or
     `completion_mask` and/or `assistant_masks` (1 on trained tokens), or nothing (every token is
-    trained). With `seq_lengths` it is a row that already holds several documents. `loss_weights`
-    say how much each trained token counts, and `loss_weight`, a number, how much all of them do (in
-    a row of several documents, those of each). `PackedSFTTrainer` takes the weights out of the
-    batch again, and in a loop of your own they are for your loss, not for the model.
+    trained). With `seq_lengths`, or an `attention_mask` that numbers its documents (1 1 2 2 2), it
+    is a row that already holds several. `loss_weights` say how much each trained token counts, and
+    `loss_weight`, a number, how much all of them do (in a row of several documents, those of each).
+    `PackedSFTTrainer` takes the weights out of the batch again, and in a loop of your own they are
+    for your loss, not for the model.
 
     pad_token_id: fills the tail that `pad_to_multiple_of` asks for.
     pad_to_multiple_of: T becomes a multiple of it by one more document, all of it masked.
     loss_weighting: "token", "document" or "sqrt", how a document's length enters its weights
         (weighting); the batch has `loss_weights` under the last two, also without documents.
+    static_shapes: every batch is of this shape; takes the place of `pad_to_multiple_of`.
+    host_row: the batch also has a `HostRow` (host), which is not for the model: `PackedSFTTrainer`
+        asks for it, and takes it out again.
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
     left still takes part in the step.
@@ -74,6 +83,8 @@ class PackedCollator:
     pad_token_id: int = 0
     pad_to_multiple_of: int | None = None
     loss_weighting: str = "token"
+    static_shapes: StaticShapes | None = None
+    host_row: bool = False
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch described in this module's docstring.
@@ -87,13 +98,16 @@ class PackedCollator:
             for document, ids in zip(documents, input_ids, strict=True)
         ]
         rows = list(_seq_lengths(documents, input_ids))
-        lengths = [length for row in rows for length in row]
-        tail = self._tail(sum(lengths))
-        if tail:
-            lengths.append(tail)
-            input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
-            labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
-        batch = _batch(np.concatenate(input_ids), np.concatenate(labels), lengths)
+        lengths = [length for row in rows for length in row if length]
+        tails = self._tails(sum(lengths))
+        tail = sum(tails)
+        empty = self._empty_documents(len(lengths) + len(tails))
+        lengths += [0] * empty + tails
+        input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
+        labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
+        batch = _batch(
+            np.concatenate(input_ids), np.concatenate(labels), lengths, self.static_shapes
+        )
         if _weighs(documents, self.loss_weighting):
             weights = [
                 document_weights(document, len(ids))
@@ -103,20 +117,72 @@ class PackedCollator:
                 np.concatenate([*weights, np.ones(tail)]),
                 batch["labels"],
                 lengths,
-                [document_weight(d) for d, row in zip(documents, rows, strict=True) for _ in row]
-                + [1.0] * bool(tail),
+                [
+                    document_weight(document)
+                    for document, row in zip(documents, rows, strict=True)
+                    for length in row
+                    if length
+                ]
+                + [1.0] * (empty + len(tails)),
                 self.loss_weighting,
             )
         if any(SOURCE_IDS in document for document in documents):
             ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
             source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
+        if self.host_row:
+            is_trained = batch["labels"][0].numpy() != IGNORE_INDEX
+            boundaries = np.cumsum([0, *lengths], dtype=np.int64)
+            batch[HOST_ROW] = HostRow(boundaries, is_trained, padding=tail)
         return batch
 
-    def _tail(self, num_tokens: int) -> int:
-        if num_tokens == 0:
-            return self.pad_to_multiple_of or 1
-        return -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+    def _tails(self, num_tokens: int) -> list[int]:
+        """Return the lengths of the masked documents behind so many tokens."""
+        if self.static_shapes is not None:
+            return self.static_shapes.tail(num_tokens)
+        multiple = self.pad_to_multiple_of or 1
+        tail = -num_tokens % multiple if num_tokens else multiple
+        return [tail] if tail else []
+
+    def _empty_documents(self, num_documents: int) -> int:
+        """Return how many documents without tokens stand in front of the masked ones."""
+        return self.static_shapes.empty_documents(num_documents) if self.static_shapes else 0
+
+
+class DataCollatorWithFlattening(PackedCollator):
+    """transformers' class of this name, whose batch also says where its documents end.
+
+    Takes its arguments. Boundaries, `seq_idx` and `position_ids` are always in the batch, so
+    `return_flash_attn_kwargs` and `return_seq_idx` change nothing; `return_position_ids` must be
+    True, `separator_id` -100, `position_ids_start` 0 and `return_tensors` "pt". A model that needs
+    them to keep documents apart (`tests/test_seeds.py` has one) also needs `enable_packing(model)`.
+
+    Raises ValueError for settings under which a batch would be another one: a `separator_id` that
+    is trained, no `position_ids` or other ones, other tensors than PyTorch's.
+    """
+
+    def __init__(
+        self,
+        *,
+        return_position_ids: bool = True,
+        separator_id: int = IGNORE_INDEX,
+        return_flash_attn_kwargs: bool = True,
+        return_seq_idx: bool = True,
+        position_ids_start: int = 0,
+        return_tensors: str = "pt",
+    ):
+        for name, value, needed in (
+            ("return_position_ids", return_position_ids, True),
+            ("separator_id", separator_id, IGNORE_INDEX),
+            ("position_ids_start", position_ids_start, 0),
+            ("return_tensors", return_tensors, "pt"),
+        ):
+            if value != needed:
+                raise ValueError(
+                    f"{name}={value!r} is not possible here, only {needed!r}; leave it out, or "
+                    "take transformers' DataCollatorWithFlattening"
+                )
+        super().__init__()
 
 
 @dataclass
@@ -173,12 +239,26 @@ def _token_ids(values: Any) -> np.ndarray:
     return ids.astype(np.int64, copy=False)
 
 
+def lengths_from_numbers(numbers: np.ndarray) -> np.ndarray:
+    """Return the lengths ``(N,)`` int64 of documents whose tokens carry their number ``(T,)``.
+
+    Neighbors with the same number are one document, whatever the number: 0 on padding too.
+
+    >>> lengths_from_numbers(np.array([1, 1, 1, 2, 2, 0])).tolist()
+    [3, 2, 1]
+    """
+    ends = np.append(np.flatnonzero(np.diff(numbers)) + 1, len(numbers))
+    return np.diff(ends, prepend=0)
+
+
 def _seq_lengths(
     documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
 ) -> Iterator[list[int]]:
     for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
         if document.get("seq_lengths") is None:
-            yield [len(ids)]
+            numbers = np.asarray(document.get("attention_mask", ()))
+            is_packed = numbers.size > 0 and numbers.max() > 1  # a row of `PackedDataset`
+            yield lengths_from_numbers(numbers).tolist() if is_packed else [len(ids)]
             continue
         lengths = np.asarray(document["seq_lengths"]).tolist()
         if sum(lengths) != len(ids):
@@ -189,15 +269,29 @@ def _seq_lengths(
         yield lengths
 
 
-def _batch(input_ids: np.ndarray, labels: np.ndarray, lengths: list[int]) -> dict[str, Any]:
-    seq_lengths = torch.tensor([length for length in lengths if length], dtype=torch.int64)
-    cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
+def _batch(
+    input_ids: np.ndarray, labels: np.ndarray, lengths: list[int], shapes: StaticShapes | None
+) -> dict[str, Any]:
+    seq_lengths = torch.tensor(lengths, dtype=torch.int64)
     flat_labels = torch.from_numpy(labels)
-    flat_labels[cu_seqlens[:-1].long()] = IGNORE_INDEX
-    longest = int(seq_lengths.max())
+    starts = seq_lengths.cumsum(0) - seq_lengths
+    flat_labels[starts[seq_lengths > 0]] = IGNORE_INDEX
     return {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": flat_labels[None],
+        **boundaries_of_row(seq_lengths, longest=shapes.max_length if shapes else 0),
+    }
+
+
+def boundaries_of_row(seq_lengths: torch.Tensor, longest: int = 0) -> dict[str, Any]:
+    """Return what a packed batch says of its row's documents, given their lengths ``(N,)``.
+
+    longest: what kernels are told is the longest document, if none is longer.
+    """
+    cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
+    longest = max(longest, int(seq_lengths.max()))
+    seq_lengths = seq_lengths[seq_lengths > 0]
+    return {
         "position_ids": position_ids_from_lengths(seq_lengths)[None],
         # Made on the host: the model would otherwise derive them in every layer, with a sync each.
         "cu_seq_lens_q": cu_seqlens,

@@ -113,6 +113,14 @@ class PackedSFTConfig(SFTConfig):
             "eval_loss_<source> and eval_num_documents_<source> for each of its values."
         },
     )
+    static_shapes: bool = field(
+        default=False,
+        metadata={
+            "help": "Hold the shape of packed micro-batches constant, for torch_compile: "
+            "per_device_train_batch_size × max_length tokens, filled up by masked documents, and "
+            "as many boundaries in each. Needs packing=True. Losses and gradients stay the same."
+        },
+    )
     attention: str = field(
         default="auto",
         metadata={
@@ -161,6 +169,7 @@ class PackingOptions:
     documents_per_step: int | None = None
     loss_weighting: str = "token"
     source_column: str | None = None
+    static_shapes: bool = False
     attention: str = "auto"
     isolation_check: str = "error"
 
@@ -187,6 +196,7 @@ def check_options(args: Any) -> None:
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
     _check_supervision(args, options)
+    _check_static_shapes(args, options)
     if options.documents_per_step is not None and options.documents_per_step < 1:
         raise ValueError(
             f"documents_per_step={options.documents_per_step} must be at least 1, or None"
@@ -197,6 +207,26 @@ def check_options(args: Any) -> None:
         raise ValueError(
             "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. "
             "Set max_length, or packing=False and eval_packing=False."
+        )
+
+
+def _check_static_shapes(args: Any, options: PackingOptions) -> None:
+    if not options.static_shapes:
+        return
+    if not args.packing:
+        raise ValueError(
+            "static_shapes=True needs packing=True: without packing a step is documents, whose "
+            "tokens differ in number; set packing=True, or leave static_shapes out"
+        )
+    if options.documents_per_step is not None:
+        raise ValueError(
+            f"static_shapes=True and documents_per_step={options.documents_per_step}: documents "
+            "differ in length, and so would micro-batches; leave one of them out"
+        )
+    if options.attention in ("padded", "equal_lengths"):
+        raise ValueError(
+            f"static_shapes=True with attention={options.attention!r} would be of no use: the "
+            "shapes of padded rows follow the documents; leave one of them out"
         )
 
 

@@ -54,7 +54,7 @@ def weights_of_documents(dataset: datasets.Dataset, which: str) -> np.ndarray:
 class Sources:
     """Where the rows of an evaluation set come from.
 
-    names: the values of the column, in order.
+    names: the values of the column, in order (of a ClassLabel, their names).
     ids: the index in `names` for every row, ``(rows,)`` int64.
     num_documents: how many documents each source has, ``(names,)`` int64.
     """
@@ -84,7 +84,11 @@ class Sources:
                 f"source_column={column!r} has {len(present):,} different values in an evaluation "
                 f"set, and each would be a metric; name a column of at most {_MOST_SOURCES:,}"
             )
-        names = [str(encoded.dictionary[int(index)].as_py()) for index in present]
+        values = [encoded.dictionary[int(index)].as_py() for index in present]
+        kind = dataset.features[column]
+        if isinstance(kind, datasets.ClassLabel):
+            values = [kind.int2str(value) for value in values]
+        names = [str(value) for value in values]
         order = sorted(range(len(names)), key=names.__getitem__)
         ids = np.argsort(order)[ids]
         counts = np.bincount(ids, _documents_of_rows(dataset), minlength=len(names))

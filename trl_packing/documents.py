@@ -31,6 +31,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
     """Return document boundaries ``(N + 1,)`` int32, starting at 0 and ending at T.
 
+    seq_lengths: tokens of every document, ``(N,)`` or ``(B, N)`` integers.
+
     A batch ``(B, N)`` gives ``(B, N + 1)``, each row counted from its own start; a document of
     length 0 repeats a boundary. Raises ValueError for lengths that are not integers ≥ 0.
 
@@ -44,6 +46,7 @@ def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
 def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
     """Return each token's offset in its document: ``(T,)`` or ``(B, T)`` int64.
 
+    seq_lengths: tokens of every document, ``(N,)`` or ``(B, N)`` integers.
     num_tokens: T, where rows end in padding; the default is the tokens of the longest row.
 
     Raises ValueError for lengths that are not integers ≥ 0 or need more than `num_tokens`.
@@ -62,7 +65,7 @@ def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = N
 def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
     """Return the index of each token's document: ``(T,)`` or ``(B, T)`` int64, -1 on padding.
 
-    num_tokens: as in `position_ids_from_lengths`; raises ValueError as it does.
+    seq_lengths, num_tokens: as in `position_ids_from_lengths`; raises ValueError as it does.
 
     >>> document_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
     [0, 0, 0, 1, 1, 2, 2, 2, 2]
@@ -82,6 +85,7 @@ def lengths_from_eos(input_ids: Tensor, eos_token_id: int | Sequence[int]) -> Te
     EOS tokens right after one (a row padded with EOS) are together one document of their own, so
     padding stays apart and the lengths of a row always sum to T.
 
+    input_ids: ``(T,)`` or ``(B, T)`` integers.
     eos_token_id: one id, or all of them where a model has several.
 
     Raises ValueError if `input_ids` are not integers ``(T,)`` or ``(B, T)``.
@@ -119,7 +123,7 @@ def block_diagonal_mask(
 ) -> Tensor:
     """Return who may attend to whom: ``(T, T)``, or ``(B, 1, T, T)`` for a batch; [query, key].
 
-    num_tokens: as in `position_ids_from_lengths`.
+    seq_lengths, num_tokens: as in `position_ids_from_lengths`.
     causal: a token sees no later token.
     window: a token sees keys less than so many positions away, itself included.
     dtype: bool, True where attention is allowed, or a float type to add to the scores: 0 where it
@@ -132,11 +136,25 @@ def block_diagonal_mask(
     >>> block_diagonal_mask(torch.tensor([[2, 1], [3, 0]])).shape
     torch.Size([2, 1, 3, 3])
     """
+    ids = document_ids_from_lengths(seq_lengths, num_tokens=num_tokens)
+    return mask_from_document_ids(ids, causal=causal, window=window, dtype=dtype)
+
+
+def mask_from_document_ids(
+    ids: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bool,
+) -> Tensor:
+    """Return the mask of `block_diagonal_mask`, given `document_ids` ``(T,)`` or ``(B, T)``.
+
+    Raises ValueError for a window below 1 and other dtypes.
+    """
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
     if dtype != torch.bool and not dtype.is_floating_point:
         raise ValueError(f"dtype must be torch.bool or a float type, got {dtype}")
-    ids = document_ids_from_lengths(seq_lengths, num_tokens=num_tokens)
     allowed = ids.unsqueeze(-1) == ids.unsqueeze(-2)
     token = torch.arange(ids.shape[-1], device=ids.device)
     distance = token.unsqueeze(-1) - token  # documents are contiguous: distances in the row will do

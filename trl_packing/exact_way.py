@@ -35,9 +35,13 @@ def install_first_exact(
     documents: Sequence[Sequence[int] | np.ndarray] = (),
     *,
     wrapped: nn.Module | None = None,
+    agree: bool = True,
     **options: Any,
 ) -> tuple[AttentionChoice, IsolationReport | str]:
     """Install the first of `ways` that passes the isolation check on all ranks; return both.
+
+    With `agree=False` every rank decides for itself: where no forward of the model waits for other
+    ranks, so that any of them may be on another way.
 
     The check runs on `wrapped`, by default `model`, with `documents` and `options` of
     `check_isolation`. Where no way passes, the first one is installed and what it failed by comes
@@ -48,7 +52,8 @@ def install_first_exact(
         install_attention(model, way)
         checked = model if wrapped is None else wrapped
         found = judge_way(checked, way, documents, thorough=bool(failed), **options)
-        found = _worst_of_ranks(found, model)
+        if agree:
+            found = _worst_of_ranks(found, model)
         if not isinstance(found, str) and found:
             reasons = [f"{w.backend} {_in_short(f)}" for w, f in zip(ways, failed, strict=False)]
             return (replace(way, reason="; ".join(reasons)) if reasons else way), found

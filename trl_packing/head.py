@@ -7,19 +7,22 @@ CPU that is most of a step, and with completion-only loss most of it for positio
 The gradient of a sum of log-probabilities is known in the forward, so it is taken there, chunk by
 chunk while the logits are at hand. The backward scales it by the incoming gradient: exactly for the
 hidden states; for the head's weight only if that gradient is one number for all positions (plain
-negative log-likelihood). Otherwise (DFT, weights) the weight's part is computed again.
+negative log-likelihood). Otherwise (DFT, weights) the weight's part is computed again; and so it is
+where the host would have to wait for a device to know.
 """
 
 import functools
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from trl_packing.engines import unshard_head
+from trl_packing.host import is_trained, on_host, sent
 from trl_packing.labels import IGNORE_INDEX
 
 # Logits of a chunk: 2**26 float32 are 256 MiB.
@@ -52,9 +55,7 @@ def add_trained_positions_head(model: Any) -> None:
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         backbone = self.base_model(*args, **kwargs)
-        output = _score(backbone.last_hidden_state[:, :-1], head, labels[:, 1:], scale, softcap)
-        count = output.label_mask.sum().clamp(min=1) if num_items is None else num_items
-        output.loss = -output.log_probs.sum() / count
+        output = _score(backbone.last_hidden_state, head, labels, num_items, scale, softcap)
         if kwargs.get("output_router_logits"):
             output.aux_loss = _aux_loss(backbone, text_config, kwargs.get("attention_mask"))
             coefficient = getattr(text_config, "router_aux_loss_coef", 0.0)
@@ -77,9 +78,7 @@ def use_own_head(model: Any) -> None:
             return fused_by_trl(*args, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         own = fused_by_trl(*args, **kwargs | {"use_cache": False})
-        output = _score_logits(own.logits[:, :-1], labels[:, 1:].to(own.logits.device))
-        count = output.label_mask.sum().clamp(min=1) if num_items is None else num_items
-        output.loss = -output.log_probs.sum() / count
+        output = _score_logits(own.logits, labels, num_items)
         output.aux_loss = getattr(own, "aux_loss", None)
         return output
 
@@ -89,16 +88,30 @@ def use_own_head(model: Any) -> None:
 
 
 @torch.compiler.disable
-def _score_logits(logits: Tensor, labels: Tensor) -> FusedCausalLMOutput:
-    mask = labels != IGNORE_INDEX
-    every = logits[mask].float().log_softmax(-1)
-    targets = labels[mask]
+def _score_logits(logits: Tensor, labels: Tensor, num_items: Any) -> FusedCausalLMOutput:
+    at, slots = _trained_positions(labels, logits.device)
+    labels = labels.to(logits.device)
+    every = logits.flatten(0, 1)[at].float().log_softmax(-1)
+    targets = labels.flatten()[at + 1]
     return _laid_out(
-        mask,
+        labels[:, 1:] != IGNORE_INDEX,
+        slots,
+        num_items,
         every.gather(-1, targets[:, None])[:, 0],
         -(every.exp() * every).sum(-1).detach(),
         every.argmax(-1) == targets,
     )
+
+
+def _trained_positions(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where trained targets are predicted, and where their scores go, ``(N,)`` int64 each.
+
+    The former count the tokens of all rows ``(rows · T,)``, the latter their scores ``(rows · (T -
+    1),)``. Not a boolean index: the host would wait for the device, to learn how many they are.
+    """
+    slots = np.flatnonzero(is_trained(labels)[:, 1:])
+    at = slots + slots // max(labels.shape[1] - 1, 1)
+    return sent(at, device), sent(slots, device)
 
 
 def _has_triton(weight: Tensor) -> bool:
@@ -118,33 +131,49 @@ def _logit_scale(text_config: Any) -> float:
     return float(scaling) if text_config.model_type == "hyperclovax" else 1.0 / float(scaling)
 
 
-# How many positions are trained changes every batch: compiled, each batch would be a new graph.
+# How many positions are trained changes every batch: compiled, each batch would be a new graph. The
+# loss is taken in here too, or that alone would be one more graph.
 @torch.compiler.disable
 def _score(
-    hidden: Tensor, head: Any, labels: Tensor, scale: float, softcap: float | None
+    hidden: Tensor,
+    head: Any,
+    labels: Tensor,
+    num_items: Any,
+    scale: float,
+    softcap: float | None,
 ) -> FusedCausalLMOutput:
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+    at, slots = _trained_positions(labels, weight.device)
     hidden, labels = hidden.to(weight.device), labels.to(weight.device)
-    mask = labels != IGNORE_INDEX
     with maybe_gather_lm_head_ctx(weight, bias):
         if not torch.is_grad_enabled():  # the gradients are taken in the forward: not in evaluation
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        scored = _TrainedLogProbs.apply(hidden[mask], weight, bias, labels[mask], scale, softcap)
-    return _laid_out(mask, *scored)
+        chosen, targets = hidden.flatten(0, 1)[at], labels.flatten()[at + 1]
+        scored = _TrainedLogProbs.apply(chosen, weight, bias, targets, scale, softcap)
+    return _laid_out(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
 
 
 def _laid_out(
-    mask: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor
+    mask: Tensor, slots: Tensor, num_items: Any, log_probs: Tensor, entropy: Tensor, is_top1: Tensor
 ) -> FusedCausalLMOutput:
-    """Put values of the trained positions where they belong in the row."""
-    # masked_scatter keeps the graph even if no position is trained: a differentiable zero.
+    """Put values of the trained positions where they belong in the row.
+
+    num_items: what the sum of their losses is divided by; None: their number.
+    """
+    # scatter keeps the graph even if no position is trained: a differentiable zero. masked_scatter
+    # does too, but its backward waits for the device.
     log_probs, entropy, is_top1 = (
-        x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy, is_top1)
+        x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape)
+        for x in (log_probs, entropy, is_top1)
     )
     return FusedCausalLMOutput(
-        log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask
+        loss=-log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items),
+        log_probs=log_probs,
+        entropy=entropy,
+        is_top1=is_top1,
+        label_mask=mask,
     )
 
 
@@ -171,6 +200,9 @@ class _TrainedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, scale, softcap):
         dtype = _compute_dtype(hidden)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        ctx.takes_all_now = on_host(hidden)  # only there can the backward look at its gradient
+        if not ctx.takes_all_now:
+            needs_weight = needs_bias = False
         log_probs, entropy = hidden.new_empty((2, len(hidden)), dtype=torch.float32)
         is_top1 = torch.empty_like(targets, dtype=torch.bool)
         d_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
@@ -198,10 +230,11 @@ class _TrainedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _grad_entropy, _grad_top1):
         hidden, weight, bias, _, d_hidden, d_weight, d_bias = ctx.saved_tensors
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if d_hidden is not None:
             d_hidden = (d_hidden * grad[:, None]).to(hidden.dtype)
-        if d_weight is not None or d_bias is not None:
-            if len(grad) and bool((grad == grad[0]).all()):
+        if needs_weight or needs_bias:
+            if ctx.takes_all_now and len(grad) and bool((grad == grad[0]).all()):
                 d_weight, d_bias = (None if x is None else x * grad[0] for x in (d_weight, d_bias))
             else:
                 d_weight, d_bias = _weighted_weight_grads(ctx, grad)
@@ -216,11 +249,12 @@ class _TrainedLogProbs(torch.autograd.Function):
 
 
 def _weighted_weight_grads(ctx, grad):
-    hidden, weight, bias, targets, _, unit_weight, unit_bias = ctx.saved_tensors
+    hidden, weight, bias, targets, *_ = ctx.saved_tensors
     dtype, scale, softcap = ctx.options
-    d_weight = None if unit_weight is None else torch.zeros_like(unit_weight)
-    d_bias = None if unit_bias is None else torch.zeros_like(unit_bias)
-    with maybe_gather_lm_head_ctx(weight, bias):
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    with maybe_gather_lm_head_ctx(weight, bias):  # under ZeRO-3 it has no shape before
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for rows in _chunks(hidden, weight):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
             d_logits = _d_logits(logits.softmax(-1), targets[rows, None], slope)

@@ -18,6 +18,7 @@ from trl_packing.prepare import Preparation
 from trl_packing.render import show_document
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.token_columns import token_columns_of
+from trl_packing.weighting import in_words
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -107,7 +108,11 @@ def plan(
         hidden_size=hidden_size,
     )
     return plan_report(
-        documents, sampler, attention=None, preparation=counts or PreparationCounts()
+        documents,
+        sampler,
+        attention=None,
+        loss=in_words(args.loss_weighting, prepared.column_names),
+        preparation=counts or PreparationCounts(),
     )
 
 

@@ -31,6 +31,7 @@ from trl_packing.attention import own_attention
 from trl_packing.attention.interface import requires
 from trl_packing.collator import PackedCollator
 from trl_packing.engines import is_sharded, largest_on_any_rank
+from trl_packing.host import HOST_ROW
 from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
 from trl_packing.probes import MIN_TOKENS, SHORT, Probe, probes, random_tokens
 from trl_packing.undisturbed import state_restored, undisturbed, unwrapped
@@ -46,9 +47,13 @@ _POSITIONS = 32
 class IsolationReport:
     """The verdict on a model: ``"isolated"``, ``"leaks"`` or ``"inconclusive"``, and its evidence.
 
-    Differences are of logits (with `fused_head`: of log-probabilities and entropies), in the probe
-    that decided. `first_layer` names the layer where a leak first shows, if there is one;
-    `gradient_difference` is relative to the largest gradient, if asked for. True if isolated.
+    verdict: one of these three; the report is True if it is "isolated".
+    difference, noise, leak: largest differences of logits (with `fused_head`: of log-probabilities
+        and entropies), in the probe that decided: packed, by rounding, by contamination.
+    probe: which documents decided.
+    model, attention, mode: what was asked, and whether in training or evaluation mode.
+    first_layer: where a leak first shows, if there is one.
+    gradient_difference: of the loss, relative to the largest gradient, if asked for.
     """
 
     verdict: str
@@ -94,17 +99,23 @@ def check_isolation(
 ) -> IsolationReport:
     """Return whether packed documents see each other on `model`, and by how much.
 
-    `model` is called as a training step calls it; it may be wrapped (DDP, PEFT) and need not come
-    from transformers. `documents` are token ids that the run will train on: probes are then as long
-    as the longest and as short as the shortest of them. Without documents, probes cross every
-    length constant of the config below `max_length`. `training` is the mode to check, by default
-    the model's; `attention` is named in the report. `fused_head` runs packed rows through TRL's
-    fused LM head, as `SFTTrainer` trains, and compares log-probabilities and entropies with those
-    of the model's own logits. `collator` makes the packed rows; give the one that the run uses.
-    With `gradients`, the gradients of B's loss are compared too, packed against alone: one forward
-    and backward more of each. `thorough` asks with more documents, for ways that pad rows.
+    model: called as a training step calls it; may be wrapped (DDP, PEFT), and need not come from
+        transformers.
+    documents: token ids ``(T,)`` each, that the run will train on: probes are then as long as the
+        longest and as short as the shortest of them.
+    training: the mode to check; by default the model's.
+    max_length: without documents, probes cross every length constant of the config below it, in
+        tokens.
+    attention: what the report calls it.
+    fused_head: run packed rows through TRL's fused LM head, as `SFTTrainer` trains, and compare
+        log-probabilities and entropies with those of the model's own logits.
+    collator: makes the packed rows; give the one that the run uses.
+    gradients: compare the gradients of B's loss too, packed against alone: one forward and backward
+        more of each.
+    thorough: ask with more documents, for ways that pad rows.
 
-    The model, its buffers, its mode and all random number generators are left as they were.
+    The model, its buffers, its mode and all random number generators are left as they were. What
+    the model raises against a packed batch is not caught; a leak is a verdict and raises nothing.
     """
     inner, collate = unwrapped(model), collator or PackedCollator()
     order = ("leaks", "inconclusive", "isolated")
@@ -255,7 +266,8 @@ def _packed_batch(
     model: nn.Module, collate: PackedCollator, documents: list[dict[str, np.ndarray]]
 ) -> dict[str, Any]:
     batch = collate(documents)
-    batch.pop(WEIGHT_COLUMN, None)  # for the loss, not for the model
+    for name in (WEIGHT_COLUMN, HOST_ROW):  # for the loss and the host, not for the model
+        batch.pop(name, None)
     return _on(model, batch)
 
 

@@ -32,9 +32,13 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         not in a document are looked for by the text that they stand for.
     instruction_template: text or token ids; with it every answer is trained, from the end of each
         response template to the next instruction template.
-    padding_free: one flat row, exactly the batch of `PackedCollator`, instead of padded rows.
+    tokenizer: decodes documents, and pads them.
+    mlm: must be False.
     ignore_index: the label of what is not trained.
+    padding_free: one flat row, exactly the batch of `PackedCollator`, instead of padded rows.
     processing_class: another name of `tokenizer`; a processor's tokenizer is taken.
+    pad_to_multiple_of: T of a batch becomes a multiple of it.
+    return_tensors: must be "pt".
 
     `num_seen` and `num_unfound` count documents, and those of them without the template (or without
     the instruction template): these train nothing, and a warning says how many they are.

@@ -143,6 +143,7 @@ class WeightedMeanTrainer(SFTTrainer):
     _evaluates_padded = False
     _trains_weighted = False
     _weight_scale: Tensor | None = None  # of the step that is being trained
+    _step_tokens: Tensor  # of it too, float32, padding included
     _sources: Sources | None = None  # of the set that is evaluated, where losses are told apart
     _evaluated: EvaluationSums | None = None  # while a set is evaluated
     router_aux_loss_coef: float
@@ -152,23 +153,28 @@ class WeightedMeanTrainer(SFTTrainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._trl_path:
             return batches, num_items
-        if self.aux_loss_enabled:
-            tokens = torch.tensor(sum(b["input_ids"].numel() for b in batches), device=device)
-            self._step_tokens = int(self.accelerator.gather(tokens).sum()) // self.get_tp_size()
         self._weight_scale = None
         # All ranks or none: one may have no document left, and then no weights in its batch.
         weighs = self._trains_weighted or any(WEIGHT_COLUMN in batch for batch in batches)
-        if weighs and num_items is not None:
-            total = torch.stack([target_weights(batch).sum() for batch in batches]).sum().to(device)
-            total = self.accelerator.gather(total).sum() / self.get_tp_size()
-            self._weight_scale = scale_of_weights(num_items, total)
+        weighs = weighs and num_items is not None
+        if weighs or self.aux_loss_enabled:
+            # They stay on the device: the host would wait for the step before.
+            tokens = torch.full((), sum(b["input_ids"].numel() for b in batches), device=device)
+            weights = torch.zeros((), device=device)
+            if weighs:
+                weights = torch.stack([target_weights(batch).sum() for batch in batches]).sum()
+            sums = torch.stack([tokens.float(), weights.to(device, non_blocking=True)])
+            sums = self.accelerator.gather(sums[None]).sum(0) / self.get_tp_size()
+            self._step_tokens = sums[0]
+            self._weight_scale = scale_of_weights(num_items, sums[1]) if weighs else None
         return batches, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Keep the weights as they are: DeepSpeed has floats cast to the dtype of the model."""
         prepared = super()._prepare_inputs(inputs)
         if WEIGHT_COLUMN in inputs and not self._trl_path:
-            prepared[WEIGHT_COLUMN] = inputs[WEIGHT_COLUMN].to(self.args.device)
+            weights = inputs[WEIGHT_COLUMN]
+            prepared[WEIGHT_COLUMN] = weights.to(self.args.device, non_blocking=True)
         return prepared
 
     def compute_loss(

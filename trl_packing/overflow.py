@@ -11,15 +11,14 @@ all of a batch at once, and what is lost is counted from the triples. A piece is
 then on.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import datasets
 import numpy as np
 import pyarrow as pa
 
 from trl_packing.arrow_documents import ArrowDocuments, count_after_first
-from trl_packing.document_columns import document_columns_of
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.pieces import (
     Overflow,
@@ -33,7 +32,6 @@ from trl_packing.report import Amount, PreparationCounts, Step
 from trl_packing.token_columns import (
     TOKEN_COLUMNS,
     list_column,
-    token_columns_of,
     token_lists,
 )
 
@@ -83,7 +81,8 @@ def fit_documents(
             f"{overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or check the "
             "completion or assistant masks"
         )
-    return fitted, _counts(documents, fitted, overflow, np.array(sorted(stop_ids), np.int64))
+    after = ArrowDocuments(fitted, TOKEN_COLUMNS)
+    return fitted, count_losses(documents, after, overflow, stop_ids)
 
 
 def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
@@ -100,29 +99,6 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
         for field in table.schema
     ]
     return pa.table(columns, names=table.column_names)
-
-
-def fit_stream(
-    dataset: datasets.IterableDataset,
-    overflow: Overflow,
-    *,
-    before: Callable[[pa.Table], pa.Table] | None = None,
-) -> datasets.IterableDataset:
-    """Return `dataset` with `overflow` applied as it is read; its tokens and weights are kept.
-
-    `before` changes each batch of documents first. Reading raises ValueError for what
-    `fit_documents` refuses, except that a stream may turn out to be empty.
-    """
-    columns = dataset.column_names or list(next(iter(dataset), {}))
-    kept = [*token_columns_of(columns), *document_columns_of(columns)]
-
-    def fit(batch: dict[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        table = pa.table({name: pa.array(batch[name]) for name in kept})
-        return fit_table(table if before is None else before(table), overflow).to_pydict()
-
-    return dataset.with_format(None).map(  # plain lists, whatever format the user has set
-        fit, batched=True, remove_columns=[c for c in columns if c not in kept]
-    )
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -149,29 +125,32 @@ class _Counted(NamedTuple):
         return Amount(len(sums[0]), *(int(values.sum()) for values in sums))
 
 
-def _counts(
-    documents: ArrowDocuments, fitted: datasets.Dataset, overflow: Overflow, stop_ids: np.ndarray
+def count_losses(
+    documents: ArrowDocuments,
+    fitted: ArrowDocuments,
+    overflow: Overflow,
+    stop_ids: Iterable[int] = (),
 ) -> PreparationCounts:
     """Count what went in, what came out, and what each step between them lost.
 
     The steps are counted from the pieces and not while `map` cuts, which a cache may answer for.
     """
+    stops = np.array(sorted(stop_ids), np.int64)
     whole = _whole(documents)
     prompts = np.zeros_like(whole.rows)
     if overflow.policy == "truncate_prompt":
         prompts = _prompts(documents)
     pieces = pieces_of(whole.stops, overflow, prompts)
-    before = cut = _count(documents, whole, stop_ids)
+    before = cut = _count(documents, whole, stops)
     if not np.array_equal(pieces, whole):
-        cut = _count(documents, pieces, stop_ids)
+        cut = _count(documents, pieces, stops)
     steps = [
         _overflow_step(overflow, before, cut, pieces),
         *_drop_steps(overflow, before, cut, pieces),
     ]
-    after = ArrowDocuments(fitted, TOKEN_COLUMNS)
     counts = PreparationCounts(
         before=before.amount(),
-        after=_count(after, _whole(after), stop_ids).amount(),
+        after=_count(fitted, _whole(fitted), stops).amount(),
         steps=tuple(step for step in steps if step.concerned),
     )
     assert counts.adds_up(), f"the steps do not explain what came out: {counts!r}"
@@ -236,8 +215,9 @@ def _drop_steps(
     return (
         Step(
             len(documents),
-            "without a trained token: dropped" + f" ({empty:,} of them empty)" * bool(empty),
+            "without a trained token: dropped",
             cut.amount(never),
+            empty=empty,
         ),
         Step(
             int((untrained & ~never).sum()),

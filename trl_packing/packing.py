@@ -84,9 +84,11 @@ def pack(
     """Return a plan in which every document is in exactly one bin and no bin exceeds `capacity`.
 
     lengths: tokens of each document: a sequence, numpy or Arrow array of integers.
-    strategy: "bfd", best-fit decreasing over the whole set (fewest bins); "next_fit", documents in
-        order, a bin closes as soon as the next one does not fit; "greedy", the same from the
-        longest document to the shortest ("Packing Analysis", arXiv 2410.08081).
+    capacity: tokens that a bin may hold.
+    strategy: "bfd", best-fit decreasing over the whole set (fewest bins; for language models:
+        arXiv 2404.10830); "next_fit", documents in order, a bin closes as soon as the next one does
+        not fit; "greedy", the same from the longest document to the shortest ("Packing Analysis",
+        arXiv 2410.08081).
     seed: None keeps data-set order among equal lengths. Anything `numpy.random.default_rng` takes,
         such as ``(seed, epoch)``, draws other partners for every document and a random order of
         bins. The number of bins stays the same, except for "next_fit", which shuffles first.

@@ -71,9 +71,14 @@ def plan_report(
     sampler: PackedBatchSampler,
     *,
     attention: str | None,
+    loss: str | None,
     preparation: PreparationCounts,
+    tokens_per_micro_batch: int | None = None,
 ) -> PackingReport:
-    """Return what the first epoch of `sampler` is made of."""
+    """Return what the first epoch of `sampler` is made of; `attention` and `loss` in words.
+
+    tokens_per_micro_batch: of every one, its padding too; None if they differ.
+    """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps = -(-len(sampler) // accumulation)
     return PackingReport(
@@ -91,6 +96,8 @@ def plan_report(
         documents_per_step=documents.num_documents / steps,
         padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
         largest_micro_batch=_largest_micro_batch(sampler),
+        loss=loss,
+        tokens_per_micro_batch=tokens_per_micro_batch,
         preparation=preparation,
     )
 
@@ -119,7 +126,15 @@ def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
     return _words(batch_size, "bin" if packing else "document")
 
 
-def without_plan(args: Any, *, ranks: int, micro_batch: str, attention: str) -> PackingReport:
+def without_plan(
+    args: Any,
+    *,
+    ranks: int,
+    micro_batch: str,
+    attention: str,
+    loss: str | None,
+    tokens_per_micro_batch: int | None = None,
+) -> PackingReport:
     """Return the report on a stream, which tells its documents only as it is read.
 
     Raises ValueError for documents_per_step.
@@ -135,5 +150,7 @@ def without_plan(args: Any, *, ranks: int, micro_batch: str, attention: str) -> 
         accumulation=args.gradient_accumulation_steps,
         micro_batch=micro_batch,
         attention=attention,
+        loss=loss,
         capacity=args.max_length,
+        tokens_per_micro_batch=tokens_per_micro_batch,
     )

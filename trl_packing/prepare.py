@@ -11,6 +11,7 @@ documents      each ≤ max_length, each with something to train
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,9 +33,10 @@ from trl_packing.document_columns import document_columns_of, weights_of_documen
 from trl_packing.documents_from_rows import can_prepare, documents_from_rows, label_tokenized
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM, label_documents
-from trl_packing.overflow import fit_documents, fit_stream
+from trl_packing.overflow import fit_documents
 from trl_packing.report import PreparationCounts
 from trl_packing.stop_tokens import append_eos, eos_appender, stop_token_ids, unended
+from trl_packing.stream_overflow import fit_stream
 from trl_packing.supervision import Supervision
 from trl_packing.templates import Templates
 from trl_packing.token_columns import TOKEN_COLUMNS, token_columns_of
@@ -68,7 +70,9 @@ class Preparation:
     def documents(
         self, dataset: AnyDataset, formatting_func: Any, name: str
     ) -> tuple[AnyDataset, PreparationCounts | None]:
-        """Return the documents of `dataset`, and what became of its tokens (None for a stream).
+        """Return the documents of `dataset`, and what became of its tokens.
+
+        None for a stream, which is counted as it is read (`stream_overflow.take_counts`).
 
         Raises ValueError, in one sentence, for what cannot be prepared.
         """
@@ -211,7 +215,8 @@ class Preparation:
             return documents, None
         if isinstance(documents, IterableDataset):
             before = eos_appender(self.tokenizer, stops) if appends else None
-            return fit_stream(documents, overflow, before=before), None
+            note = partial(_note_of_ends, tokenizer=self.tokenizer, stops=stops, appends=appends)
+            return fit_stream(documents, overflow, before=before, stop_ids=stops, note=note), None
         if self.packing:
             tokens = token_columns_of(documents.column_names)
             documents = documents.select_columns([*tokens, *self._document_columns(documents)])
@@ -231,3 +236,12 @@ class Preparation:
         own = self.processing_class is self.tokenizer  # a processor has a template of its own
         template = None if own else getattr(self.processing_class, "chat_template", None)
         return stop_token_ids(self.tokenizer, self.generation_config, template)
+
+
+def _note_of_ends(
+    documents: Dataset, tokenizer: Any, stops: frozenset[int], appends: bool
+) -> str | None:
+    without_stop = unended(documents, tokenizer, stops)
+    if without_stop is None:
+        return None
+    return f"of the documents read first, {without_stop.note(appends)}"

@@ -41,7 +41,8 @@ class Step:
 
     `lost` is what there was before the step less what there was after it. Pieces are documents from
     then on, so a step that splits documents loses a negative number of them.
-    `lost_a_stop` counts the documents that have fewer trained stop tokens than before.
+    `lost_a_stop` counts the documents that have fewer trained stop tokens than before, `empty`
+    those of the concerned that have no token at all.
     """
 
     concerned: int
@@ -50,10 +51,22 @@ class Step:
     lost_a_stop: int = 0
     way_out: str = ""
     unit: str = "document"
+    empty: int = 0
+
+    def __add__(self, other: "Step") -> "Step":
+        """Return the same step on the documents of both."""
+        return replace(
+            self,
+            concerned=self.concerned + other.concerned,
+            lost=self.lost + other.lost,
+            lost_a_stop=self.lost_a_stop + other.lost_a_stop,
+            empty=self.empty + other.empty,
+        )
 
     def __str__(self) -> str:
+        empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
         lost = f"; lost {self.lost}" * (self.lost.tokens > 0 or self.lost.trained > 0)
-        return f"{_number(self.concerned, self.unit)} {self.why}{lost}"
+        return f"{_number(self.concerned, self.unit)} {self.why}{empty}{lost}"
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,17 @@ class PreparationCounts:
         """Whether the steps lost exactly what came in and did not come out."""
         return self.before - sum((step.lost for step in self.steps), Amount()) == self.after
 
-    def with_step_before(self, step: Step) -> "PreparationCounts":
-        """Return the counts of a preparation that began with `step`."""
-        return replace(self, before=self.before + step.lost, steps=(step, *self.steps))
+    def __add__(self, other: "PreparationCounts") -> "PreparationCounts":
+        """Return the counts of two parts of a data set; of notes, those of the first with any."""
+        steps = {step.why: step for step in self.steps}
+        for step in other.steps:
+            steps[step.why] = steps[step.why] + step if step.why in steps else step
+        return PreparationCounts(
+            self.before + other.before,
+            self.after + other.after,
+            tuple(steps.values()),
+            self.notes or other.notes,
+        )
 
     def with_note(self, note: str) -> "PreparationCounts":
         return replace(self, notes=(*self.notes, note))
@@ -115,6 +136,7 @@ class PackingReport:
     """What a training run is made of, as the plan of its first epoch knows it.
 
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
+    `tokens_per_micro_batch` is None unless shapes are held; then it counts the padding too.
     """
 
     ranks: int
@@ -131,6 +153,8 @@ class PackingReport:
     documents_per_step: float | None = None
     padded_documents_per_step: int | None = None
     largest_micro_batch: int | None = None
+    loss: str | None = None
+    tokens_per_micro_batch: int | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
 
     @property
@@ -139,6 +163,14 @@ class PackingReport:
         if self.tokens is None or not self.bins or not self.capacity:
             return None
         return self.tokens / (self.bins * self.capacity)
+
+    @property
+    def padding(self) -> float | None:
+        """Share of an epoch's tokens that fills up rows of one shape; None without such rows."""
+        held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
+        if not held or not batches or self.tokens is None:
+            return None
+        return 1 - self.tokens / (batches * held)
 
     def to_json(self) -> str:
         """Return the report as one line of JSON."""
@@ -155,8 +187,10 @@ class PackingReport:
         lines = [
             self._data(),
             self._plan(),
+            self._shapes(),
             self._step(),
             *self._padded(),
+            f"loss         {self.loss}" if self.loss else "",
             f"attention    {self.attention}" if self.attention else "",
         ]
         lines = [line for line in lines if line]
@@ -166,12 +200,18 @@ class PackingReport:
 
     def _data(self) -> str:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
-            return "documents    a stream: counted as it is read"
+            return f"documents    a stream: {self._read()}"
         share = f" ({self.trained_tokens / self.tokens:.0%})"
         return (
             f"documents    {self.documents:,} · {self.tokens:,} tokens · "
             f"{self.trained_tokens:,} trained{share}"
         )
+
+    def _read(self) -> str:
+        read = self.preparation.before
+        if not read.documents:
+            return "counted as it is read"
+        return f"read so far {_number(read.documents, 'document')} · {read}"
 
     def _plan(self) -> str:
         if self.bins is None:
@@ -182,6 +222,12 @@ class PackingReport:
             f"packed into  {self.bins:,} bins of {self.capacity:,} tokens · "
             f"{self.utilization:.2%} filled"
         )
+
+    def _shapes(self) -> str:
+        if not self.tokens_per_micro_batch:
+            return ""
+        line = f"shapes       every micro-batch has {self.tokens_per_micro_batch:,} tokens"
+        return line if self.padding is None else f"{line} · {self.padding:.2%} padding in all"
 
     def _step(self) -> str:
         if self.steps_per_epoch is None:

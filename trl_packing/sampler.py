@@ -126,6 +126,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def _slots(self) -> int:
         return self.num_ranks * self.accumulation
 
+    @property
+    def room(self) -> int | None:
+        """Return the tokens that a micro-batch has room for, None where it is no bins."""
+        if self.documents_per_step is not None or self.capacity is None:
+            return None
+        return self.bins_per_batch * self.capacity
+
     def set_epoch(self, epoch: int) -> None:
         """Draw epoch `epoch` on the next iteration."""
         self.epoch = epoch
@@ -151,6 +158,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             return [np.asarray(g) for step in range(self._num_steps) for g in self._groups(step)]
         return list(self._packed_steps())
+
+    def most_documents(self) -> int:
+        """Return the documents of the micro-batch that has most of them, in this epoch."""
+        if self.documents_per_step is not None:
+            return max(map(len, self.micro_batches()))
+        return self._packed_steps().most_documents()
 
     # --- packed: a micro-batch is bins --------------------------------------------------------
 

@@ -32,6 +32,11 @@ class PackedSteps:
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[i] for i in range(len(self)))
 
+    def most_documents(self) -> int:
+        """Return the documents of the micro-batch that has most of them."""
+        of_full = np.diff(self.plan.offsets)[self.bins].sum(1)
+        return max(int(of_full.max(initial=0)), max(map(len, self.last), default=0))
+
     def __getitem__(self, index: int) -> np.ndarray:
         """Return the documents of a micro-batch."""
         if index >= len(self.bins):

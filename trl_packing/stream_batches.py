@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from trl_packing.report import PreparationCounts
+from trl_packing.stream_overflow import take_counts
 from trl_packing.stream_parts import Document, division_of
 from trl_packing.streaming import PackedStream, Place, StreamSettings
 
@@ -65,6 +67,7 @@ class StreamBatches(IterableDataset):
         self.accumulation = accumulation
         self.num_workers = num_workers
         self.epoch = 0
+        self.counts = PreparationCounts()  # what this rank has read so far, resumed or not
         self._global_step = global_step
         self._agree = agree or largest_of_ranks
         self._loading = loading or {}
@@ -121,7 +124,7 @@ class StreamBatches(IterableDataset):
             )
 
     def reader(self, number: int, place: Place) -> DataLoader:
-        """Return a dataloader of (collated micro-batch, place behind it)."""
+        """Return a dataloader of (collated micro-batch, place behind it, counts)."""
         stream = PackedStream(
             self.documents,
             self.settings,
@@ -145,6 +148,17 @@ class StreamBatches(IterableDataset):
         seeds = (self.settings.seed or 0, self.epoch, self.rank, reader)
         seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
         return torch.Generator().manual_seed(seed)
+
+    def counts_of_all_ranks(self) -> PreparationCounts:
+        """Return what was read so far, each document once; all ranks call it."""
+        if self.settings.num_ranks == 1:
+            return self.counts
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (self.rank, self.counts), group=_group_of_cpus())
+        ranks = dict(gathered).values()  # tensor-parallel ranks read the same
+        if self._division.by_rank:
+            return sum(ranks, PreparationCounts())
+        return max(ranks, key=lambda counts: counts.before.documents)  # all read everything
 
     @property
     def num_readers(self) -> int:
@@ -209,6 +223,8 @@ class _Readers:
     """The readers of an epoch, which take turns; those that end are left out."""
 
     def __init__(self, batches: StreamBatches, position: dict[str, Any] | None):
+        self._stream = batches
+        take_counts(batches.documents)  # what others have read of it, the isolation check first
         start = position or {"turn": 0, "readers": [[None, 0]] * batches.num_readers}
         self._places: list[Place | None] = [
             None if place is None else Place(*place) for place in start["readers"]
@@ -231,7 +247,9 @@ class _Readers:
             if found is None:
                 self._places[at] = None
             else:
-                batch, self._places[at] = found[0], Place(*found[1])
+                batch, place, counts = found
+                self._places[at] = Place(*place)
+                self._stream.counts += counts
                 batches.append(batch)
         return batches
 
@@ -240,14 +258,14 @@ class _Readers:
 
 
 class _CollateDocuments:
-    """Collate the documents of a pair, in the worker."""
+    """Collate the documents of a triple, in the worker."""
 
     def __init__(self, collate: Callable[[list[Document]], Any]):
         self.collate = collate
 
-    def __call__(self, pair: Any) -> tuple[Any, Place]:
-        documents, place = pair
-        return self.collate(documents), place
+    def __call__(self, triple: Any) -> tuple[Any, Place, PreparationCounts]:
+        documents, place, counts = triple
+        return self.collate(documents), place, counts
 
 
 def largest_of_ranks(value: int) -> int:

@@ -85,8 +85,13 @@ def is_divisible(documents: Iterable[Document]) -> bool:
         type(step).__name__ in _SHARD_BY_SHARD
         and not getattr(step, "drop_last_batch", False)
         and not _is_told_row_numbers(step)
-        for step in _steps(getattr(documents, "_ex_iterable", None))
+        for step in steps_of(documents)
     )
+
+
+def steps_of(documents: Iterable[Document]) -> Iterator[Any]:
+    """Yield the steps of which a stream of `datasets` is made, the last one first."""
+    yield from _steps(getattr(documents, "_ex_iterable", None))
 
 
 def _steps(iterable: Any) -> Iterator[Any]:

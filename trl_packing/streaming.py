@@ -23,6 +23,8 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from trl_packing.packing import pack
+from trl_packing.report import PreparationCounts
+from trl_packing.stream_overflow import take_counts
 from trl_packing.stream_parts import Division, Document, division_of
 from trl_packing.stream_windows import Source, Window
 
@@ -62,7 +64,10 @@ class Place(NamedTuple):
 
 
 class PackedStream(IterableDataset):
-    """Micro-batches of one reader of one rank, each a pair (documents, place behind it).
+    """Micro-batches of one reader of one rank, each with what it takes to go on behind it.
+
+    They are triples (documents, place, counts): the place behind them, and what preparation has
+    read and lost since the triple before, which is ahead of the documents by up to two windows.
 
     documents: the whole stream; tokens come out as NumPy arrays.
     division: what is this reader's, by default all shards for every rank.
@@ -73,7 +78,7 @@ class PackedStream(IterableDataset):
 
     >>> documents = [{"input_ids": [0] * length} for length in (3, 2, 1, 4)]
     >>> stream = PackedStream(documents, StreamSettings(capacity=4))
-    >>> [[len(document["input_ids"]) for document in batch] for batch, _ in stream]
+    >>> [[len(document["input_ids"]) for document in batch] for batch, _, _ in stream]
     [[4], [3, 1], [2]]
     """
 
@@ -101,7 +106,7 @@ class PackedStream(IterableDataset):
         self.epoch = epoch
         self.place = place or Place()
 
-    def __iter__(self) -> Iterator[tuple[list[Document], Place]]:
+    def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
         window = self._first_window()
         number = window.num_batches_before
         taken, skipped = 0, self.place.taken
@@ -113,7 +118,7 @@ class PackedStream(IterableDataset):
                 # Read on evenly: reading a window at once would keep the device waiting.
                 following.read_up_to(taken / len(batches))
                 if taken > skipped and self._is_own(number):
-                    yield batch, Place(place, taken)
+                    yield batch, Place(place, taken), take_counts(self.documents)
                 number += 1
             following.num_batches_before = number
             window, skipped = following, 0

@@ -13,16 +13,32 @@ whole optimizer step, and so ``"document"`` is the mean of the documents' means:
 weighting (https://huggingface.co/papers/2401.18058). A piece of a split document is a document.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX
+from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
 
 LOSS_WEIGHTINGS = ("token", "document", "sqrt")
 
 _POWER = {"token": 0.0, "document": 1.0, "sqrt": 0.5}
+_WORDS = {
+    "token": "all alike",
+    "document": "divided by those of its document: documents count alike",
+    "sqrt": "divided by the root of those of its document",
+}
+
+
+def in_words(weighting: str, columns: Iterable[str]) -> str:
+    """Return what a trained token counts, in words.
+
+    >>> in_words("token", ["input_ids", "loss_weight"])
+    'the mean over the trained tokens of a step, all alike, times loss_weight'
+    """
+    own = [name for name in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN) if name in columns]
+    times = "".join(f", times {name}" for name in own)
+    return f"the mean over the trained tokens of a step, {_WORDS[weighting]}{times}"
 
 
 def weigh_documents(

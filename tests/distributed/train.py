@@ -28,6 +28,8 @@ class Scenario:
     document_weights: the `loss_weight` of every document, of the evaluation set too.
     sources: the `source` of every document of the evaluation set.
     shards: of the stream; two ranks do not divide three, so each reads all of them.
+    counted_clock: time passes by a second a micro-batch, a hundred an evaluation and a thousand a
+        save, and not otherwise.
     engine: what shards the model (engines.ENGINES); None leaves it to DDP.
     config: of the model; lora: a LoraConfig; by_name: the model is saved and given as a name.
     head_apart: FSDP2 shards the head without the final norm that runs before it.
@@ -65,6 +67,7 @@ class Scenario:
     resume: str | None = None
     forgets_epoch_on_resume: bool = False
     counts_correct: bool = False
+    counted_clock: bool = False
     options: dict = field(default_factory=dict)
 
 
@@ -79,6 +82,9 @@ def run(scenario: Scenario) -> dict:
     batches: the `input_ids` of every micro-batch that was trained on this rank.
     inputs: what the model takes of it, as tensors, and the labels.
     attention: the way that kept documents apart.
+    documents_read: those that preparation has counted, of all ranks; the ends of a stream too.
+    trained_in: the optimizer step of every micro-batch, from 0.
+    history, totals: what was logged, and the metrics that `train` returned.
     largest_targets: the largest label of every row that `compute_metrics` was given, in order.
     """
     try:
@@ -105,9 +111,24 @@ def _run(scenario: Scenario) -> dict:
     batches: list[list[int]] = []
     largest_targets: list[int] = []
     kept: list[dict[str, torch.Tensor]] = []
+    trained_in: list[int] = []
+    now = [0.0]
 
     class Recorder(PackedSFTTrainer):
+        if scenario.counted_clock:
+            _clock = staticmethod(lambda: now[0])
+
+        def evaluation_loop(self, *args, **kwargs):
+            now[0] += 100
+            return super().evaluation_loop(*args, **kwargs)
+
+        def _save_rng_state(self, output_dir):
+            now[0] += 1000
+            super()._save_rng_state(output_dir)
+
         def training_step(self, model, inputs, *args, **kwargs):
+            now[0] += 1
+            trained_in.append(self.state.global_step)
             batches.append(inputs["input_ids"].flatten().tolist())
             names = ("input_ids", "position_ids", "labels")
             kept.append({name: inputs[name].clone() for name in names})
@@ -189,7 +210,7 @@ def _run(scenario: Scenario) -> dict:
     metrics = {}
     if scenario.eval_lengths and scenario.evaluates == "before":
         metrics = trainer.evaluate()
-    trainer.train(resume_from_checkpoint=scenario.resume)
+    output = trainer.train(resume_from_checkpoint=scenario.resume)
     is_sharded = engines.is_sharded(scenario.engine, trainer)
     if scenario.eval_lengths and scenario.evaluates == "after":
         metrics = trainer.evaluate()
@@ -199,10 +220,14 @@ def _run(scenario: Scenario) -> dict:
         "inputs": kept,
         "steps": trainer.state.global_step,
         "attention": trainer.attention.backend,
+        "trained_in": trained_in,
+        "history": history,
+        "totals": output.metrics,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
         "largest_targets": largest_targets,
         "metrics": metrics,
+        "documents_read": trainer.packing_report.preparation.before.documents,
         "saved": saved(trainer, scenario.output_dir) if scenario.saves else {},
         "is_sharded": is_sharded,
         "scores_own_logits": any(

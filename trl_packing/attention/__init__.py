@@ -37,7 +37,8 @@ from trl_packing.length_constants import rope_thresholds, text_config
 __all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
 
 # Ways that leave the model its own attention, from the fastest to the one that takes any model.
-OWN_ATTENTION = ("model", explicit_mask.NAME, padded_rows.NAME, padded_rows.EQUAL_LENGTHS)
+PADDED = (padded_rows.NAME, padded_rows.EQUAL_LENGTHS)  # shapes follow the documents there
+OWN_ATTENTION = ("model", explicit_mask.NAME, *PADDED)
 
 _OURS = (document_sdpa.NAME, torch_varlen.NAME)
 
@@ -48,8 +49,9 @@ CHOICES = ("auto", *flash_attn.VERSIONS, "varlen", "documents", *OWN_ATTENTION)
 class AttentionChoice:
     """What computes attention in packed batches.
 
-    `backend` is one of `CHOICES` but ``"auto"``; `implementation` is the `attn_implementation` to
-    set on the model, None to leave it as it is; `reason` says in a few words why.
+    backend: one of `CHOICES` but ``"auto"``.
+    implementation: the `attn_implementation` to set on the model; None leaves it as it is.
+    reason: why, in a few words.
     """
 
     backend: str
@@ -93,11 +95,12 @@ def resolve_attention(
 ) -> AttentionChoice:
     """Return the fastest attention that keeps packed documents apart on `model`.
 
-    `attention` is ``"auto"`` or a name: ``"flash_attention_2"`` (3, 4), ``"varlen"``,
-    ``"documents"``; or one that leaves the model its own implementation: ``"model"`` (masked by
-    position_ids), ``"mask"`` (under an explicit 4-D mask), ``"padded"`` (the same documents as
-    padded rows), ``"equal_lengths"`` (the same without padding). `device` and `dtype` are those of
-    the forward pass (under autocast, autocast's dtype); by default the model's.
+    model: asked for its head sizes, sinks, soft-cap and dropout; nothing on it is changed.
+    attention: ``"auto"`` or a name: ``"flash_attention_2"`` (3, 4), ``"varlen"``, ``"documents"``;
+        or one that leaves the model its own implementation: ``"model"`` (masked by position_ids),
+        ``"mask"`` (under an explicit 4-D mask), ``"padded"`` (the same documents as padded rows),
+        ``"equal_lengths"`` (the same without padding).
+    device, dtype: of the forward pass (under autocast, autocast's dtype); by default the model's.
 
     Raises ValueError if `attention` is unknown, or is named and cannot be exact on this model.
     """
@@ -151,7 +154,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     _set_implementation(base, choice.implementation or _own_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
-    elif choice.backend in (padded_rows.NAME, padded_rows.EQUAL_LENGTHS):
+    elif choice.backend in PADDED:
         whole = _whole_model(model, base)
         padded_rows.pad_packed_calls(
             whole or backbone,
@@ -246,7 +249,7 @@ def _automatic(
 def _flash_refusal(needs: _Needs) -> str | None:
     if needs.sinks:
         return "flash-attn has no attention sinks"
-    return _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM)
+    return flash_attn.too_old() or _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM)
 
 
 def _varlen_refusal(needs: _Needs) -> str | None:

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trl_packing.attention.interface import host_boundaries, register_packed_kernel
+from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.host import host_boundaries
 
 NAME = "packed_documents"
 
@@ -60,7 +61,7 @@ def document_attention(
     True
     """
     plain = sinks is None and not softcap and not dropout
-    if plain and query.device.type != "cpu":
+    if plain and query.device.type != "cpu" and not torch.compiler.is_compiling():
         return _sdpa_with_autograd(query, key, value, cu_seqlens, scale, window or 0)
     # The seed is a tensor, so that a compiled graph takes a new one each call.
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout else None
@@ -354,7 +355,12 @@ def _sdpa_with_autograd(
     GPUs without FlashAttention-2, and float32, run PyTorch's memory-efficient kernel here.
     """
     boundaries = host_boundaries(cu_seqlens)
-    lengths = [end - start for start, end in pairwise(boundaries)]
+    lengths = [end - start for start, end in pairwise(boundaries) if end > start]
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        # Not enable_gqa: the memory-efficient kernel does not take it, and PyTorch would write all
+        # scores of a document, for every head, without a message (torch 2.13).
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     outputs = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         length = q.shape[0]
@@ -363,13 +369,7 @@ def _sdpa_with_autograd(
             mask = _visible(_Tile(0, length, 0), _Options(scale, window, 0.0, 0.0), q.device)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=k.shape[1] != q.shape[1],
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
         )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -7,14 +7,16 @@ A finished mask replaces every mask that the model would build, so windows and c
 here: one mask for all layers, or one a layer type where the model says that it has several.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.interface import BOUNDARIES, wrap_packed_calls
-from trl_packing.documents import block_diagonal_mask
+from trl_packing.documents import mask_from_document_ids
+from trl_packing.host import host_boundaries, sent
 from trl_packing.length_constants import text_config
 
 NAME = "mask"
@@ -25,25 +27,38 @@ def mask_packed_calls(backbone: nn.Module) -> None:
     text = text_config(backbone)
 
     def masked(forward: Callable[..., Any], **kwargs: Any) -> Any:
-        lengths = kwargs["cu_seq_lens_q"].long().diff()
+        lengths = np.diff(host_boundaries(kwargs["cu_seq_lens_q"]))
         unmasked = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
-        mask = packed_mask(lengths.to(kwargs["position_ids"].device), text, _dtype(backbone))
+        mask = packed_mask(lengths, text, _dtype(backbone), kwargs["position_ids"].device)
         return forward(**unmasked | {"attention_mask": mask})
 
     wrap_packed_calls(backbone, masked)
 
 
-def packed_mask(seq_lengths: Tensor, config: Any, dtype: torch.dtype) -> Any:
-    """Return the additive mask ``(1, 1, T, T)``, or a dict of them by layer type."""
+def packed_mask(
+    seq_lengths: Sequence[int] | np.ndarray,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Any:
+    """Return the additive mask ``(1, 1, T, T)`` on `device`, or a dict of them by layer type.
+
+    Only the document of each token goes to the device, from where nothing has to come back.
+    """
     types = set(getattr(config, "layer_types", None) or ())
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
+
+    def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
+        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+        return mask_from_document_ids(sent(ids, device), window=window, dtype=dtype)
+
+    seq_lengths = np.asarray(seq_lengths)
+
     masks = {
-        "full_attention": lambda: block_diagonal_mask(seq_lengths[None], dtype=dtype),
-        "sliding_attention": lambda: block_diagonal_mask(
-            seq_lengths[None], window=window, dtype=dtype
-        ),
-        "chunked_attention": lambda: block_diagonal_mask(_chunks(seq_lengths, chunk), dtype=dtype),
+        "full_attention": lambda: mask(seq_lengths),
+        "sliding_attention": lambda: mask(seq_lengths, window),
+        "chunked_attention": lambda: mask(_chunks(seq_lengths, chunk)),
     }
     if len(types) > 1 and types <= masks.keys():
         return {name: masks[name]() for name in types}
@@ -52,14 +67,14 @@ def packed_mask(seq_lengths: Tensor, config: Any, dtype: torch.dtype) -> Any:
     return masks["sliding_attention" if window else "full_attention"]()
 
 
-def _chunks(seq_lengths: Tensor, chunk: int) -> Tensor:
-    """Return the lengths ``(1, pieces)`` of documents cut into chunks, isolated like documents."""
+def _chunks(seq_lengths: np.ndarray, chunk: int) -> np.ndarray:
+    """Return the lengths ``(pieces,)`` of documents cut into chunks, isolated like documents."""
     pieces = [
         min(chunk, length - start)
         for length in seq_lengths.tolist()
         for start in range(0, length, chunk)
     ]
-    return torch.tensor([pieces], device=seq_lengths.device)
+    return np.array(pieces)
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

@@ -4,6 +4,7 @@ transformers hands `cu_seq_lens_q/k` and `max_length_q/k` of the batch to the va
 nothing needs registering here: this file only says which versions are there and what they lack.
 """
 
+import torch
 from transformers.utils import import_utils
 
 # Newest first, as transformers names them.
@@ -19,6 +20,13 @@ def installed() -> str | None:
         available = getattr(import_utils, f"is_flash_attn_{name[-1]}_available", None)
         if available is not None and available():
             return name
+    return None
+
+
+def too_old() -> str | None:
+    """Return why this GPU cannot run FlashAttention, or None: the package installs on any."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than sm80"
     return None
 
 

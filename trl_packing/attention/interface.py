@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -244,18 +243,6 @@ def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     else:
         dtype = value.dtype  # norms kept in fp32 (peft) leave q and k wider than v
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-_hosted: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def host_boundaries(cu_seqlens: Tensor) -> list[int]:
-    """Return the boundaries as Python ints, crossing to the host once a batch, not once a layer."""
-    if cu_seqlens.device.type == "cpu":
-        return cu_seqlens.tolist()
-    if cu_seqlens not in _hosted:
-        _hosted[cu_seqlens] = cu_seqlens.tolist()
-    return _hosted[cu_seqlens]
 
 
 def requires(model: nn.Module, argument: str) -> bool:

@@ -17,12 +17,14 @@ from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from trl_packing.attention.interface import BOUNDARIES, host_boundaries, requires, wrap_packed_calls
+from trl_packing.attention.interface import BOUNDARIES, requires, wrap_packed_calls
 from trl_packing.engines import is_sharded, largest_on_any_rank
+from trl_packing.host import host_boundaries, is_trained, keep, sent
 from trl_packing.labels import IGNORE_INDEX
 
 NAME = "padded"
@@ -51,7 +53,9 @@ def pad_packed_calls(
             batch["position_ids"] = kwargs["position_ids"]
         rows = [_rows_of(group, boundaries, _device(kwargs)) for group in groups]
         # Sharded models gather their weights in every forward: all ranks must make equally many.
-        idle = rows[-1]._replace(is_real=torch.zeros_like(rows[-1].is_real), is_padded=False)
+        idle = rows[-1]._replace(
+            is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
+        )
         most = largest_on_any_rank(len(rows), model) if is_sharded(model) else len(rows)
         rows += [idle] * (most - len(rows))
         outputs = []
@@ -79,6 +83,8 @@ def group_documents(
     tokens = 0
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length = lengths[document]
+        if not length:  # what fills up cu_seqlens
+            break
         if group:
             longest = lengths[group[0]]
             cells = longest * (len(group) + 1)
@@ -116,6 +122,8 @@ class _Rows(NamedTuple):
     token: Tensor  # int64; padding repeats the row's last token, which no earlier token sees
     is_real: Tensor  # bool
     is_padded: bool
+    on_host: np.ndarray  # `token` once more
+    real: np.ndarray  # cells that are real, counted through all rows
 
 
 def _device(batch: dict[str, Any]) -> torch.device:
@@ -124,14 +132,13 @@ def _device(batch: dict[str, Any]) -> torch.device:
 
 
 def _rows_of(group: list[int], boundaries: Sequence[int], device: torch.device) -> _Rows:
-    starts = torch.tensor([boundaries[d] for d in group])[:, None]
-    ends = torch.tensor([boundaries[d + 1] for d in group])[:, None]
-    longest = int((ends - starts).max())
-    token = starts + torch.arange(longest)
+    starts = np.array([boundaries[d] for d in group])[:, None]
+    ends = np.array([boundaries[d + 1] for d in group])[:, None]
+    token = starts + np.arange((ends - starts).max())
     is_real = token < ends
-    return _Rows(
-        torch.minimum(token, ends - 1).to(device), is_real.to(device), not bool(is_real.all())
-    )
+    token = np.minimum(token, ends - 1)
+    real = np.flatnonzero(is_real)
+    return _Rows(sent(token, device), sent(is_real, device), len(real) < is_real.size, token, real)
 
 
 def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
@@ -142,6 +149,7 @@ def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str,
     made = {name: cells(value) for name, value in batch.items()}
     if made.get("labels") is not None:
         made["labels"] = made["labels"].masked_fill(~rows.is_real, IGNORE_INDEX)
+        keep(made["labels"], _is_trained(batch["labels"], rows))
     if rows.is_padded:
         made["attention_mask"] = rows.is_real.long()
     return made
@@ -188,11 +196,11 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     if any(p.shape[1] < longest for p, (_, longest) in zip(parts, shapes, strict=True)):
         return None
     values = [
-        part[:, part.shape[1] - longest :][row.is_real]  # behind virtual tokens
-        for part, row, (_, longest) in zip(parts, rows, shapes, strict=True)
+        part[:, part.shape[1] - longest :].flatten(0, 1)[sent(row.real, part.device)]
+        for part, row, (_, longest) in zip(parts, rows, shapes, strict=True)  # behind virtual ones
     ]
-    order = torch.argsort(torch.cat([row.token[row.is_real] for row in rows]))
-    joined = torch.cat(values)[order]
+    order = np.argsort(np.concatenate([row.on_host.ravel()[row.real] for row in rows]))
+    joined = torch.cat(values)[sent(order, parts[0].device)]
     return joined if is_flat else joined[None]
 
 
@@ -201,24 +209,32 @@ def _joined_scores(parts: list[Tensor], rows: list[_Rows]) -> Tensor:
 
     The first token of a document has none: it is zero there.
     """
-    num_tokens = sum(int(row.is_real.sum()) for row in rows)
-    scores = [
-        part[:, part.shape[1] - row.token.shape[1] + 1 :][row.is_real[:, 1:]]  # as above
-        for part, row in zip(parts, rows, strict=True)
-    ]
-    targets = torch.cat([row.token[:, 1:][row.is_real[:, 1:]] for row in rows])
-    return parts[0].new_zeros(num_tokens - 1).index_put((targets - 1,), torch.cat(scores))[None]
+    num_tokens = sum(len(row.real) for row in rows)
+    scores, targets = [], []
+    for part, row in zip(parts, rows, strict=True):
+        longest = row.on_host.shape[1]
+        behind = row.real[row.real % longest > 0]  # real cells that are not the first of their row
+        cells = behind - behind // longest - 1  # of (rows, longest - 1)
+        part = part[:, part.shape[1] - longest + 1 :]  # behind virtual tokens
+        scores.append(part.flatten(0, 1)[sent(cells, part.device)])
+        targets.append(row.on_host.ravel()[behind])
+    at = sent(np.concatenate(targets) - 1, parts[0].device)
+    return parts[0].new_zeros(num_tokens - 1).index_put((at,), torch.cat(scores))[None]
 
 
 def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:
     """Return the mean of losses, weighted by the tokens that each is the mean of."""
     counts = [
-        int((row.is_real if labels is None else _is_trained(labels, row)).sum()) for row in rows
+        len(row.real) if labels is None else int(_is_trained(labels, row)[:, 1:].sum())
+        for row in rows
     ]
     total = sum(counts)
     weighted = [part * (n / total) for part, n in zip(parts, counts, strict=True) if n]
     return torch.stack(weighted).sum() if weighted else parts[0] * 0
 
 
-def _is_trained(labels: Tensor, row: _Rows) -> Tensor:
-    return ((labels[0][row.token] != IGNORE_INDEX) & row.is_real)[:, 1:]
+def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
+    """Return which cells ``(rows, longest)`` are trained targets."""
+    found = np.zeros(row.on_host.size, bool)
+    found[row.real] = is_trained(labels)[0][row.on_host.ravel()[row.real]]
+    return found.reshape(row.on_host.shape)

@@ -1,0 +1,158 @@
+"""torch.compile over packed micro-batches on CPU, with and without static_shapes.
+
+    python benchmarks/compile.py --output benchmarks/results/compile.md    # about 4 minutes
+
+A Llama trains through the trainer on documents of 16 to 200 tokens, packed into bins of 1,024, each
+variant in a process of its own, on the same documents and the same bins. A graph is a forward graph
+that reaches the backend (`torch._dynamo.utils.counters`). Seconds are of one CPU core (threads off,
+the C++ compiler counted), so that other work on the machine matters little; those lost to compiling
+are what the first steps take beyond the median of the later ones. The losses of all variants must
+agree first.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from machine import provenance, publish, table
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.matrix import tiny_tokenizer
+
+CAPACITY = 1024
+VOCABULARY = 1024
+FIRST = 8  # steps in which graphs are still compiled
+COMPILED = {"torch_compile": True, "torch_compile_backend": "inductor"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "eager, static_shapes": {"static_shapes": True},
+    "compiled": COMPILED,
+    "compiled, static_shapes": COMPILED | {"static_shapes": True},
+}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of the compilers that it started and waited for."""
+    return sum(os.times()[:4])
+
+
+class StepTimer(TrainerCallback):
+    """Keep the CPU seconds of every step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.began = cpu_seconds()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(cpu_seconds() - self.began)
+
+
+def documents(steps: int) -> Dataset:
+    """Documents of 16 to 200 tokens, for a few more bins than `steps`."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(16, 200, (steps + 2) * CAPACITY // 107)
+    return Dataset.from_list([{"input_ids": rng.integers(3, VOCABULARY, n)} for n in lengths])
+
+
+def measure(options: dict[str, Any], steps: int, layers: int, result: Any) -> None:
+    """Train in this process; send seconds of steps, losses, graphs, breaks and the report."""
+    from torch._dynamo.utils import counters
+
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    timer = StepTimer()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=CAPACITY,
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = PackedSFTTrainer(
+            model,
+            PackedSFTConfig(
+                output_dir=folder,
+                max_length=CAPACITY,
+                per_device_train_batch_size=1,
+                max_steps=steps,
+                gradient_checkpointing=False,
+                use_cpu=True,
+                bf16=False,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                **options,
+            ),
+            train_dataset=documents(steps),
+            processing_class=tiny_tokenizer(),
+            callbacks=[timer],
+        )
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    graphs, padding = counters["stats"]["unique_graphs"], trainer.packing_report.padding or 0.0
+    result.send((timer.seconds, losses, graphs, padding))
+
+
+def run(options: dict[str, Any], *sizes: int) -> tuple[list[float], list[float], int, float]:
+    """Return what `measure` sends from a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    received, result = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=measure, args=(options, *sizes, result))
+    process.start()
+    result.close()  # or a process that fails would be waited for
+    taken = received.recv()
+    process.join()
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--output", help="write the table there too")
+    arguments = parser.parse_args()
+    # Read when a process starts; compile in this one, not in workers whose time nobody counts.
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # each variant compiles for itself
+    }
+    rows, expected = [], None
+    for name, options in VARIANTS.items():
+        seconds, losses, graphs, padding = run(options, arguments.steps, arguments.layers)
+        expected = expected or losses
+        assert np.allclose(losses, expected, rtol=1e-3), (name, losses, expected)
+        median = statistics.median(seconds[FIRST:])
+        lost = sum(seconds[:FIRST]) - FIRST * median
+        rows.append(
+            [
+                name,
+                str(graphs),
+                f"{1e3 * median:,.0f}",
+                f"{lost:,.0f}" if graphs else "–",
+                f"{padding:.2%}",
+            ]
+        )
+    header = ["run", "graphs", "CPU ms a step", "CPU s to compile", "padding"]
+    text = f"# torch.compile on packed micro-batches, CPU\n\n{table(header, rows)}\n{provenance()}"
+    publish(text, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Pages link to files of the repository as they do on GitHub; in the site these are pages too.
+
+`[step.md](../benchmarks/results/step.md)` works on GitHub and in an editor. mkdocs knows only what
+is in docs/, so every file that a page links to is added under repository/, Markdown as a page and
+anything else as its text, and so are the files that those link to. A link to nothing fails the
+strict build.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+_CODE = re.compile(r"^(```|~~~).*?^\1\s*$|`[^`\n]*`", re.M | re.S)
+_LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=(?:#[^)\s]*)?\))")
+_LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", "": "make"}
+
+
+def links(markdown: str) -> list[re.Match[str]]:
+    """Return the targets of relative links, without their anchors; code is left out."""
+    hidden = _CODE.sub(lambda code: " " * len(code[0]), markdown)
+    return [m for m in _LINK.finditer(hidden) if not re.match(r"[a-z]+:|/", m[1])]
+
+
+def page_of(path: Path) -> str:
+    """Return the page, relative to docs/, that shows a file of the repository."""
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).as_posix()
+    inside = f"repository/{path.relative_to(ROOT).as_posix()}"
+    return inside if path.suffix == ".md" else f"{inside}.md"
+
+
+def rewritten(markdown: str, source: Path) -> str:
+    """Return the text of `source` with links to files of the repository as links to pages."""
+    here = Path(page_of(source)).parent
+    for link in reversed(links(markdown)):
+        target = (source.parent / link[1]).resolve()
+        if target.is_relative_to(ROOT) and target.exists():
+            page = os.path.relpath(page_of(target), here) if is_shown(target) else link[1]
+            markdown = markdown[: link.start()] + page + markdown[link.end() :]
+    return markdown
+
+
+def is_shown(path: Path) -> bool:
+    """Whether a file is a page: pictures and the like inside docs/ are not."""
+    return not path.is_relative_to(DOCS) or path.suffix == ".md"
+
+
+def text_of(path: Path) -> str:
+    """Return a page that shows a file, or the names in a folder."""
+    if path.suffix == ".md":
+        return rewritten(path.read_text(), path)
+    title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if not p.name.startswith((".", "__")))
+        return title + "\n".join(f"- `{name}`" for name in names)
+    return f"{title}````{_LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"
+
+
+def linked_files() -> set[Path]:
+    """Return the files outside docs/ that its pages link to, and those that these link to."""
+    found: set[Path] = set()
+    waiting = sorted(DOCS.rglob("*.md"))
+    while waiting:
+        source = waiting.pop()
+        for link in links(source.read_text()):
+            target = (source.parent / link[1]).resolve()
+            outside = target.is_relative_to(ROOT) and not target.is_relative_to(DOCS)
+            if outside and target.exists() and target not in found:
+                found.add(target)
+                waiting += [target] if target.suffix == ".md" else []
+    return found
+
+
+def on_files(files, config):
+    for path in sorted(linked_files()):
+        files.append(File.generated(config, page_of(path), content=text_of(path)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    source = DOCS / page.file.src_uri
+    return rewritten(markdown, source) if source.exists() else markdown

@@ -1,0 +1,51 @@
+"""The fields of `PackedSFTConfig` as a table, read from its source: name, type, default, help."""
+
+import ast
+from pathlib import Path
+
+CONFIG = Path(__file__).resolve().parents[2] / "trl_packing" / "config.py"
+
+_MARK = "<!-- settings -->"
+
+
+def fields() -> list[tuple[str, str, str, str]]:
+    """Return (name, type, default, help) of every field that `PackedSFTConfig` adds or changes."""
+    classes = [n for n in ast.parse(CONFIG.read_text()).body if isinstance(n, ast.ClassDef)]
+    config = next(c for c in classes if c.name == "PackedSFTConfig")
+    return [_field(n) for n in config.body if isinstance(n, ast.AnnAssign)]
+
+
+def _field(node: ast.AnnAssign) -> tuple[str, str, str, str]:
+    call = node.value
+    assert isinstance(call, ast.Call), f"{ast.unparse(node)}: expected field(...) or _choice(...)"
+    given = {k.arg: k.value for k in call.keywords}
+    if "metadata" in given:
+        default, metadata = given["default"], given["metadata"]
+        assert isinstance(metadata, ast.Dict)
+        help = next(v for k, v in zip(metadata.keys, metadata.values, strict=True) if _is_help(k))
+    else:
+        default, help = call.args[0], call.args[1]
+    words = ast.literal_eval(help)
+    return ast.unparse(node.target), ast.unparse(node.annotation), ast.unparse(default), words
+
+
+def _is_help(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and key.value == "help"
+
+
+def table() -> str:
+    """Return the fields as a Markdown table."""
+    rows = ["| setting | type | default | |", "| --- | --- | --- | --- |"]
+    for name, kind, default, words in fields():
+        words, kind = (text.replace("|", "\\|") for text in (words, kind))
+        rows.append(f"| `{name}` | `{kind}` | `{default}` | {_shown(words)} |")
+    return "\n".join(rows)
+
+
+def _shown(words: str) -> str:
+    """Return a help text for Markdown: it may hold line breaks written as such, and braces."""
+    return words.replace("\n", "\\n").replace("<", "&lt;").replace("#", "\\#")
+
+
+def on_page_markdown(markdown, page, config, files):
+    return markdown.replace(_MARK, table()) if _MARK in markdown else markdown

@@ -1,0 +1,198 @@
+"""Draw the three pictures of how-it-works.md: `python docs/pictures/draw.py`.
+
+Each has a white ground of its own, so it reads in light and dark, here and on GitHub.
+"""
+
+from pathlib import Path
+
+import torch
+
+from trl_packing import PackedCollator, document_ids_from_lengths, pack
+
+HERE = Path(__file__).parent
+COLORS = ["#9ecae9", "#ffcf8f", "#b5dba4", "#f3b0b0", "#cdb8e6", "#e6cfa8"]
+GRAY = "#d9d9d9"
+INK = "#1f2328"
+
+
+class Picture:
+    """Shapes on a white ground, as SVG."""
+
+    def __init__(self, width: int, height: int, title: str):
+        self.width, self.height = width, height
+        self.parts = [
+            f"<title>{title}</title>",
+            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" '
+            'fill="#ffffff" stroke="#c8c8c8"/>',
+        ]
+
+    def box(self, x: float, y: float, w: float, h: float, fill: str, words: str = "") -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}" '
+            'stroke="#ffffff" stroke-width="1.5"/>'
+        )
+        if words:
+            self.words(x + w / 2, y + h / 2 + 5, words, "middle")
+
+    def words(self, x: float, y: float, text: str, anchor: str = "start", bold: bool = False):
+        text = text.replace("&", "&amp;").replace("<", "&lt;")
+        weight = ' font-weight="600"' if bold else ""
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}>{text}</text>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, dashed: bool = False) -> None:
+        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        self.parts.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}"{dash}/>'
+        )
+
+    def save(self, name: str) -> None:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" font-size="14" fill="{INK}" '
+            'font-family="ui-sans-serif, system-ui, sans-serif" role="img">'
+        )
+        (HERE / name).write_text("\n".join([head, *self.parts, "</svg>\n"]))
+
+
+def draw_row() -> None:
+    """A row of three documents: what the collator makes of them, and who may see whom."""
+    documents = [
+        {"input_ids": [11, 12, 13], "completion_mask": [0, 1, 1]},
+        {"input_ids": [21, 22], "completion_mask": [0, 1]},
+        {"input_ids": [31, 32, 33, 34], "completion_mask": [0, 0, 1, 1]},
+    ]
+    batch = PackedCollator()(documents)
+    lengths = torch.tensor([len(d["input_ids"]) for d in documents])
+    ids = document_ids_from_lengths(lengths).tolist()
+    cell, left = 44, 130
+    picture = Picture(800, 300, "A packed row of three documents")
+    rows = [
+        ("input_ids", batch["input_ids"][0].tolist()),
+        ("labels", batch["labels"][0].tolist()),
+        ("position_ids", batch["position_ids"][0].tolist()),
+        ("seq_idx", batch["seq_idx"][0].tolist()),
+    ]
+    for r, (name, values) in enumerate(rows):
+        y = 30 + r * 46
+        picture.words(left - 12, y + 25, name, "end", bold=True)
+        for t, value in enumerate(values):
+            ignored = name == "labels" and value == -100
+            fill = GRAY if ignored else COLORS[ids[t]]
+            picture.box(left + t * cell, y, cell, 38, fill, "−100" if ignored else str(value))
+    y = 30 + 4 * 46
+    picture.words(left - 12, y + 25, "cu_seq_lens", "end", bold=True)
+    for boundary in batch["cu_seq_lens_q"].tolist():
+        x = left + boundary * cell
+        picture.line(x, 24, x, y + 8, dashed=True)
+        picture.words(x, y + 25, str(boundary), "middle")
+    picture.words(left, y + 62, "No attention_mask, no cache: boundaries keep documents apart.")
+    side, x0, y0 = 20, 580, 46
+    picture.words(x0, 34, "who sees whom", bold=True)
+    total = len(ids)
+    for query in range(total):
+        for key in range(total):
+            sees = key <= query and ids[key] == ids[query]
+            fill = COLORS[ids[query]] if sees else "#f2f2f2"
+            picture.box(x0 + key * side, y0 + query * side, side, side, fill)
+    picture.words(x0, y0 + total * side + 22, "query ↓  key →")
+    picture.save("row.svg")
+
+
+def draw_plan() -> None:
+    """Twelve documents, padded in three batches, and packed."""
+    lengths = [11, 6, 7, 4, 8, 4, 3, 4, 3, 3, 5, 3]  # axolotl's multipack page, 256 tokens a unit
+    capacity, batch, cell = 16, 4, 19
+    plan = pack(lengths, capacity)
+    padded = sum(
+        max(lengths[i : i + batch]) * len(lengths[i : i + batch])
+        for i in range(0, len(lengths), batch)
+    )
+    picture = Picture(800, 380, "Padded batches and a packing plan of the same documents")
+
+    def color(document: int) -> str:
+        return COLORS[document % len(COLORS)]
+
+    def name(document: int) -> str:
+        return f"{chr(65 + document)} {lengths[document]}"
+
+    share = sum(lengths) / padded
+    picture.words(24, 34, f"padded: 3 batches, {padded} cells, {share:.0%} filled", bold=True)
+    y = 48.0
+    for start in range(0, len(lengths), batch):
+        longest = max(lengths[start : start + batch])
+        for document in range(start, start + batch):
+            length = lengths[document]
+            picture.box(24, y, length * cell, 22, color(document), name(document))
+            if length < longest:
+                picture.box(24 + length * cell, y, (longest - length) * cell, 22, GRAY)
+            y += 24
+        y += 12
+    x0 = 440
+    words = f"packed: {len(plan)} bins of {capacity}, {plan.utilization:.0%} filled"
+    picture.words(x0, 34, words, bold=True)
+    y = 48.0
+    for documents in plan:
+        x = float(x0)
+        for document in documents.tolist():
+            width = lengths[document] * cell
+            picture.box(x, y, width, 34, color(document), name(document))
+            x += width
+        end = x0 + capacity * cell
+        if x < end:
+            picture.box(x, y, end - x, 34, GRAY)
+        y += 42
+    for line in (
+        "Best fit: the longest document first, each into the",
+        "bin with the least room that still takes it.",
+        "Each epoch deals documents of equal length",
+        "anew, and exchanges partners between bins.",
+    ):
+        y += 22
+        picture.words(x0, y, line)
+    picture.save("plan.svg")
+
+
+def draw_step() -> None:
+    """One optimizer step of two ranks and two accumulated micro-batches."""
+    bins = {  # documents of each micro-batch: tokens, trained tokens
+        (0, 0): [(9, 4), (5, 3), (2, 1)],
+        (0, 1): [(8, 5), (8, 2)],
+        (1, 0): [(12, 6), (4, 2)],
+        (1, 1): [(7, 3), (6, 4), (3, 2)],
+    }
+    cell = 17
+    picture = Picture(800, 260, "An optimizer step: two ranks, two accumulated micro-batches")
+    picture.words(110, 34, "micro-batch 1", bold=True)
+    picture.words(450, 34, "micro-batch 2", bold=True)
+    shade = 0
+    for rank in range(2):
+        y = 50 + rank * 56
+        picture.words(96, y + 26, f"rank {rank}", "end", bold=True)
+        for turn in range(2):
+            x = 110.0 + turn * 340
+            for tokens, trained in bins[turn, rank]:
+                fill = COLORS[shade % len(COLORS)]
+                picture.box(x, y, tokens * cell, 40, fill, f"{trained}/{tokens}")
+                x += tokens * cell
+                shade += 1
+    picture.line(430, 44, 430, 160, dashed=True)
+    documents = [d for group in bins.values() for d in group]
+    trained = sum(n for _, n in documents)
+    picture.words(
+        24, 186, "trained / all tokens of each document; what runs at one moment costs alike"
+    )
+    picture.words(
+        24,
+        214,
+        f"loss = sum over all {len(documents)} documents, both ranks, both micro-batches ÷ "
+        f"{trained} trained tokens",
+        bold=True,
+    )
+    picture.words(24, 242, "1 rank × 4, 2 × 2 and 4 × 1 train the same steps to the same loss.")
+    picture.save("step.svg")
+
+
+if __name__ == "__main__":
+    draw_row()
+    draw_plan()
+    draw_step()

@@ -1,0 +1,519 @@
+"""The documentation: links lead somewhere, messages and settings exist, numbers are those measured.
+
+The strict build of mkdocs checks pages; what it does not see is checked here: README and other
+files, files and tests that a page names, and everything quoted from the sources.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+import trl_packing
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "hooks"))
+
+import messages
+import public_names
+import settings_table
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def pages() -> list[Path]:
+    """Return the Markdown files that a reader may open."""
+    found = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")]
+    return sorted([*found, *(ROOT / "benchmarks" / "results").glob("*.md")])
+
+
+def without_code_blocks(markdown: str) -> str:
+    return re.sub(r"^(```|~~~|````).*?^\1\s*$", "", markdown, flags=re.M | re.S)
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def slugs(markdown: str) -> set[str]:
+    """Return the anchors of headings that both GitHub and mkdocs give."""
+    found = set()
+    for heading in re.findall(r"^#+ +(.+?) *#*$", without_code_blocks(markdown), re.M):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*\\]", r"\1", heading)
+        kept = re.sub(r"[^\w\s-]", "", text.lower()).strip()
+        github, mkdocs = re.sub(r"\s", "-", kept), re.sub(r"[-\s]+", "-", kept)
+        if github == mkdocs and kept.isascii():
+            found.add(github)
+    return found
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    """Yield what is wrong with the links and the named files of a page."""
+    text = without_code_blocks(path.read_text())
+    prose = re.sub(r"`[^`\n]*`", "", text)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", target):
+            parts = urlsplit(target)
+            if parts.scheme != "https" or "." not in parts.netloc:
+                yield f"{target} is no https address"
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists():
+            yield f"{target} does not exist"
+        elif anchor and anchor not in slugs(file.read_text()):
+            yield f"{target} has no such heading"
+    for name in re.findall(r"`([\w./-]+/[\w./-]+(?:::\w+)?)`", text):
+        yield from missing_file(name)
+
+
+def missing_file(name: str) -> Iterator[str]:
+    """Yield what is wrong with `tests/test_x.py::test_y`, if it looks like a file of ours."""
+    file, _, test = name.partition("::")
+    folder = file.split("/")[0]
+    if folder not in ("trl_packing", "tests", "docs", "recipes", "benchmarks", "notebooks"):
+        return
+    if not (ROOT / file).exists() and not any(ROOT.glob(file)):
+        yield f"`{file}` does not exist"
+    elif test and f"def {test}(" not in (ROOT / file).read_text():
+        yield f"`{name}`: there is no such test"
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_named_files_exist(path):
+    assert list(broken_links(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[a](nothing.md)", "does not exist"),
+        ("[a](README.md#no-such-heading)", "no such heading"),
+        ("[a](#no-such-heading)", "no such heading"),
+        ("[a](http://example.com)", "no https address"),
+        ("[a](https://example)", "no https address"),
+        ("`trl_packing/nothing.py`", "does not exist"),
+        ("`tests/test_docs.py::test_nothing`", "no such test"),
+    ],
+)
+def test_the_check_sees_a_broken_link(tmp_path, text, said):
+    (tmp_path / "README.md").write_text("# A heading\n")
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{text}\n")
+    (problem,) = broken_links(page)
+    assert said in problem
+    page.write_text("# Page\n\n[a](README.md#a-heading) [b](#page) `tests/test_docs.py`\n")
+    assert list(broken_links(page)) == []
+
+
+def pages_in(navigation: object) -> set[str]:
+    if isinstance(navigation, str):
+        return {navigation}
+    inner = navigation.values() if isinstance(navigation, dict) else navigation
+    return set().union(*map(pages_in, inner))  # type: ignore[arg-type]
+
+
+def test_every_page_is_in_the_navigation():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = pages_in(config["nav"])
+    written = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
+    assert written == named
+
+
+# --- what is quoted from the sources --------------------------------------------------------------
+
+
+def quoted(page: str) -> list[str]:
+    """Return the messages in the first column of a page's tables."""
+    rows = re.findall(r"^\| (`+) ?(.+?) ?\1 \| .+ \|$", page, re.M)
+    return [text for _, text in rows]
+
+
+def not_said(quotes: list[str], texts: list[str]) -> list[str]:
+    """Return the quotes that are part of no text."""
+    return [q for q in quotes if not any(messages.one_line(q) in text for text in texts)]
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_sources():
+    quotes = quoted((DOCS / "troubleshooting.md").read_text())
+    assert len(quotes) > 90
+    assert not_said(quotes, list(messages.texts())) == []
+
+
+def test_the_check_sees_a_message_that_nothing_says(tmp_path):
+    (tmp_path / "a.py").write_text('raise ValueError(f"x={1!r} is bad; " "set y")\n')
+    texts = list(messages.texts(tmp_path))
+    page = "| message | what |\n| --- | --- |\n| `x=… is bad; set y` | a |\n| `is worse` | b |\n"
+    assert quoted(page) == ["x=… is bad; set y", "is worse"]
+    assert not_said(quoted(page), texts) == ["is worse"]
+
+
+def test_every_row_of_the_troubleshooting_page_says_something():
+    page = (DOCS / "troubleshooting.md").read_text()
+    assert re.findall(r"^\| .* \| *\|$", page, re.M) == []
+
+
+def test_all_messages_are_found_with_their_module(tmp_path):
+    (tmp_path / "b.py").write_text(
+        'raise ValueError("a" " text of four words")\nlogger.warning(f"{x} is not what it was")\n'
+        'raise KeyError(x)\nprint("this is no message at all")\n'
+    )
+    found = [(m.kind, m.text) for m in messages.messages(tmp_path)]
+    assert found == [
+        ("ValueError", "a text of four words"),
+        ("warning", "… is not what it was"),
+    ]
+    modules = {m.module for m in messages.messages()}
+    assert {"trl_packing.config", "trl_packing.packing", "trl_packing.attention"} <= modules
+
+
+def test_the_table_of_settings_is_that_of_the_config():
+    from trl import SFTConfig
+
+    from trl_packing.config import PackedSFTConfig
+
+    shown = settings_table.fields()
+    inherited = {f.name: f for f in dataclasses.fields(SFTConfig)}
+    fields = {f.name: f for f in dataclasses.fields(PackedSFTConfig)}
+    ours = [n for n, f in fields.items() if inherited.get(n) is not f]
+    assert [name for name, *_ in shown] == [n for n in fields if n in {s[0] for s in shown}]
+    assert {name for name, *_ in shown} <= set(ours)
+    assert {n for n in fields if n not in inherited} <= {name for name, *_ in shown}
+    for name, _, default, words in shown:
+        assert ast.literal_eval(default) == fields[name].default
+        assert words == fields[name].metadata["help"]
+
+
+def settings_named(page: str) -> set[str]:
+    """Return the names that a page sets in the last column of its tables."""
+    found = set()
+    for row in re.findall(r"^\|.+\|$", page, re.M):
+        last = row.replace("\\|", " ").strip("|").split("|")[-1]
+        for code in re.findall(r"`([^`]+)`", last):
+            found |= set(re.findall(r"(?<![\w.\"'])([a-z]+(?:_[a-z0-9]+)+)(?=[:=]|$)", code))
+    return found
+
+
+def known_settings() -> set[str]:
+    from trl import ModelConfig
+    from trl_packing.recipes.recipe_data import DataArguments
+
+    from trl_packing import config
+    from trl_packing.config import PackedSFTConfig
+
+    classes = (PackedSFTConfig, ModelConfig, DataArguments)
+    names = {f.name for c in classes for f in dataclasses.fields(c)}
+    columns = {"loss_weight", "loss_weights", "assistant_masks", "function_call", "seq_lengths"}
+    functions = (trl_packing.PackedSFTTrainer.__init__, trl_packing.make_supervised_dset)
+    parameters = {p for f in functions for p in inspect.signature(f).parameters}
+    values = {*config.STRATEGIES, *config.OVERFLOWS, *config.TRAIN_ON, "flash_attention_2"}
+    of_others = {"flash_attention_3", "buffer_size", "config_file", "neat_packing", "eval_loss"}
+    return names | columns | parameters | values | of_others
+
+
+@pytest.mark.parametrize("path", [*sorted((DOCS / "migrating").glob("*.md")), DOCS / "settings.md"])
+def test_settings_that_a_page_recommends_exist(path):
+    assert settings_named(path.read_text()) - known_settings() == set()
+
+
+def test_the_check_sees_a_setting_that_does_not_exist():
+    page = "| theirs | here |\n| --- | --- |\n| `no_name` | `max_length`, `max_lenght: 5` |\n"
+    assert settings_named(page) - known_settings() == {"max_lenght"}
+
+
+def test_what_is_compared_with_trl_are_its_settings():
+    from trl import SFTConfig
+
+    page = (DOCS / "migrating" / "trl.md").read_text()
+    rows = re.findall(r"^\| (`.+?) \|", page, re.M)
+    named = {n for row in rows for n in re.findall(r"`([a-z_]+)", row)}
+    assert len(named) > 20
+    assert named <= {f.name for f in dataclasses.fields(SFTConfig)}
+
+
+# --- commands and code ----------------------------------------------------------------------------
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Return the code blocks of a page in one language."""
+    fence = rf"^```{language}(?: [^\n]*)?\n(.*?)^```"
+    return re.findall(fence, path.read_text(), re.M | re.S)
+
+
+def code_of(path: Path) -> list[str]:
+    """Return what a page writes as commands: its shell blocks and what stands in backticks."""
+    inline = re.findall(r"`([^`]+)`", without_code_blocks(path.read_text()))
+    return [*blocks(path, "bash"), *(code.replace("\n", " ") for code in inline)]
+
+
+def unknown_commands(code: str) -> Iterator[str]:
+    """Yield what does not exist of a command's targets, files, modules and options."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    code = code.replace("\\\n", " ")
+    for target in re.findall(r"(?:^|\n)make ([a-z][\w-]*)", code):
+        if target not in targets:
+            yield f"make {target}"
+    for file in re.findall(r"((?:benchmarks|recipes)/\w+\.(?:py|yaml))", code):
+        if not (ROOT / file).exists():
+            yield file
+    for module in re.findall(r"-m (trl_packing[\w.]*)", code):
+        if importlib.util.find_spec(module) is None:
+            yield module
+    for command, rest in re.findall(r"trl-packing (\w+)([^\n|#]*)", code):
+        yield from (f"{command} {o}" for o in options_in(rest) - options_of(command))
+
+
+def options_in(text: str) -> set[str]:
+    return {option.replace("-", "_") for option in re.findall(r"--([a-z][\w-]*)", text)}
+
+
+def options_of(command: str) -> set[str]:
+    from trl_packing.cli import _parser
+    from trl_packing.config import PackedSFTConfig
+
+    (commands,) = (a.choices for a in _parser()._actions if a.dest == "command")
+    if command not in commands:
+        return set()
+    own = {
+        s.lstrip("-").replace("-", "_")
+        for a in commands[command]._actions
+        for s in a.option_strings
+    }
+    fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
+    return own | (fields if command in ("inspect", "plan") else set())
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_on_a_page_exist(path):
+    if path.name == "LOG.md":
+        return  # what was true on its day
+    assert [u for code in code_of(path) for u in unknown_commands(code)] == []
+
+
+def test_the_check_sees_a_command_that_does_not_exist():
+    bad = (
+        "make nothing\npython benchmarks/nothing.py\npython -m trl_packing.recipes.nothing\n"
+        "trl-packing plan --model M \\\n    --no-such-option 3\ntrl-packing verify --train_on all\n"
+    )
+    assert list(unknown_commands(bad)) == [
+        "make nothing",
+        "benchmarks/nothing.py",
+        "trl_packing.recipes.nothing",
+        "plan no_such_option",
+        "verify train_on",
+    ]
+    good = "make check\ntrl-packing plan --model M --max_length 4096 --ranks 8 # bins"
+    assert list(unknown_commands(good)) == []
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_on_a_page_compiles_and_its_imports_exist(path):
+    for block in blocks(path, "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), block
+
+
+def test_the_plan_of_the_quick_start_is_what_the_command_prints(capsys):
+    from trl_packing.cli import main
+
+    page = DOCS / "index.md"
+    (shown,) = blocks(page, "text")
+    (command,) = [c for c in code_of(page) if c.startswith("--model recipes/demo")]
+    options = [str(ROOT / o) if o.startswith("recipes/") else o for o in command.split()]
+    assert main(["plan", *options]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if "───" not in line]
+    assert shown.splitlines() == printed
+
+
+@pytest.mark.parametrize("name", ["axolotl", "llama-factory"])
+def test_the_recipe_takes_the_file_that_a_page_migrates_to(tmp_path, name):
+    from trl_packing.recipes import sft_packed
+
+    theirs, ours = blocks(DOCS / "migrating" / f"{name}.md", "yaml")
+    file = tmp_path / "packed.yaml"
+    file.write_text(ours)
+    _, args, model = sft_packed.parse(["--config", str(file)])
+    assert (args.max_length, args.packing, args.per_device_train_batch_size) == (4096, True, 2)
+    assert args.learning_rate == float(yaml.safe_load(theirs)["learning_rate"])
+    assert model.use_peft
+    file.write_text(f"{ours}sequence_len: 4096\n")  # a flag of theirs
+    with pytest.raises(ValueError, match="sequence_len"):
+        sft_packed.parse(["--config", str(file)])
+
+
+# --- contributing ---------------------------------------------------------------------------------
+
+
+def test_lint_is_pinned_alike_before_a_commit_and_in_make():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    pins = {pin for hook in hooks for pin in hook.get("additional_dependencies", ())}
+    assert pins == {
+        line for line in (ROOT / "constraints.txt").read_text().split() if "ruff" in line
+    }
+    makefile = (ROOT / "Makefile").read_text()
+    for hook in hooks[:2]:
+        assert f"$(BIN)/{hook['entry'].removesuffix(' --force-exclude')}" in makefile
+
+
+def test_a_bug_report_asks_for_what_the_check_says():
+    forms = {p.stem: yaml.safe_load(p.read_text()) for p in (ROOT / ".github").rglob("*.yml")}
+    assert set(forms) == {"bug", "feature", "config"}
+    verify = next(field for field in forms["bug"]["body"] if field.get("id") == "verify")
+    assert "trl-packing verify" in verify["attributes"]["label"]
+    assert verify["validations"]["required"]
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def unmeasured(page: Path) -> list[str]:
+    """Return the numbers of table rows that the file which the row links to does not hold."""
+    missing = []
+    for row in re.findall(r"^\|.+\|$", page.read_text(), re.M):
+        file = re.search(r"\]\(([^)]*benchmarks/results/[^)]+)\)", row)
+        if file is None:
+            continue
+        cells = [c.strip() for c in row.strip("|").split("|")]
+        numbers = [c for c in cells if re.fullmatch(r"[\d.,]+×?", c)]
+        held = (page.parent / file[1]).read_text()
+        alone = r"(?<![\d.,]){}(?![\d.,]*\d)"
+        missing += [n for n in numbers if not re.search(alone.format(re.escape(n)), held)]
+    return missing
+
+
+def test_numbers_of_ours_are_those_of_the_files_that_are_named():
+    page = DOCS / "claims.md"
+    assert page.read_text().count("benchmarks/results/") > 5
+    assert unmeasured(page) == []
+
+
+def test_the_check_sees_a_number_that_was_not_measured(tmp_path):
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "a.md").write_text("| 1,234 | 5.6× |\n")
+    page = tmp_path / "claims.md"
+    page.write_text("| x | 1,234 | 5.6× | [a](benchmarks/results/a.md) |\n")
+    assert unmeasured(page) == []
+    page.write_text("| x | 234 | 5.7× | [a](benchmarks/results/a.md) |\n")
+    assert unmeasured(page) == ["234", "5.7×"]
+
+
+def test_the_readme_counts_architectures_as_the_matrix_does():
+    matrix = (DOCS / "compatibility.md").read_text()
+    packed, padded = re.search(r"(\d+) packed-exact, (\d+) exact by padded", matrix).groups()
+    by_trl = re.search(r"by TRL: (\d+) exact, (\d+) silent differences, (\d+) refused", matrix)
+    exact, silent, refused = by_trl.groups()
+    promise = " ".join((ROOT / "README.md").read_text().split())
+    assert f"on all {int(packed) + int(padded)} architectures" in promise
+    assert f"{packed} of them packed, {padded} as padded rows" in promise
+    assert f"{exact} are exact, {refused} refuse, and {silent} train on something else" in promise
+    assert "silent differences: 0" in matrix
+
+
+# --- the API --------------------------------------------------------------------------------------
+
+
+def undocumented(thing: object) -> list[str]:
+    """Return what the docstring of a public function or class leaves out."""
+    text = inspect.getdoc(thing) or ""
+    missing = [] if len(text.split()) > 8 else ["a docstring"]
+    function = thing if inspect.isfunction(thing) else None
+    if inspect.isclass(thing) and not dataclasses.is_dataclass(thing):
+        function = thing.__init__
+    names = inspect.signature(function).parameters.values() if function else ()
+    if dataclasses.is_dataclass(thing) and thing is not trl_packing.PackedSFTConfig:
+        names = inspect.signature(thing).parameters.values()  # type: ignore[arg-type]
+    for name in names:
+        if name.name == "self" or name.kind in (name.VAR_KEYWORD, name.VAR_POSITIONAL):
+            continue
+        if not re.search(rf"\b{name.name}\b", text):
+            missing.append(name.name)
+    whole = text + (inspect.getdoc(thing.__call__) or "" if inspect.isclass(thing) else "")
+    if not re.search(r"[Rr]aises?\b", whole):
+        missing.append("what it raises")
+    return missing
+
+
+@pytest.mark.parametrize("name", trl_packing.__all__)
+def test_public_docstrings_name_parameters_and_errors(name):
+    # A plan is made by `pack`, and raises nothing by itself.
+    raises_nothing = {"PackingPlan": ["what it raises"]}
+    assert undocumented(getattr(trl_packing, name)) == raises_nothing.get(name, [])
+
+
+def test_the_check_sees_a_thin_docstring():
+    def thin(length: int, capacity: int) -> None:
+        """Return whether a document of this length still fits into a bin."""
+
+    assert undocumented(thin) == ["capacity", "what it raises"]
+
+
+def test_every_public_name_is_on_the_api_page():
+    page = (DOCS / "api.md").read_text()
+    named = r"^::: (trl_packing\.[\w.]*?)\.(\w+)$"
+    shown = {name: home for home, name in re.findall(named, public_names.completed(page), re.M)}
+    assert set(trl_packing.__all__) - set(shown) == set()
+    for name, home in shown.items():
+        assert hasattr(importlib.import_module(home), name), f"{home}.{name}"
+    without = page.replace("::: trl_packing.packing.pack\n", "")
+    assert "::: trl_packing.packing.pack\n" in public_names.completed(without)
+
+
+def test_pictures_are_what_their_script_draws(tmp_path):
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    draw.HERE = tmp_path
+    draw.draw_row()
+    draw.draw_plan()
+    draw.draw_step()
+    drawn = {p.name: p.read_text() for p in tmp_path.glob("*.svg")}
+    assert drawn == {p.name: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
+    assert len(drawn) == 3
+
+
+# --- the strict build -----------------------------------------------------------------------------
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+    return subprocess.run(
+        [*command, "--site-dir", str(site)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+@pytest.mark.slow
+def test_the_strict_build_passes_and_stops_at_a_broken_link(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("needs mkdocs: pip install '.[docs]', or `make docs`")
+    done = build(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Return a plan in which every document" in (tmp_path / "site" / "api.html").read_text()
+    copy = tmp_path / "copy"
+    skipped = shutil.ignore_patterns(".venv", ".git", "site", "outputs", "*_cache", "demo")
+    shutil.copytree(ROOT, copy, ignore=skipped)
+    page = copy / "docs" / "how-it-works.md"
+    for bad in ("[a](nothing.md)", "[a](settings.md#nothing)", "[a](../trl_packing/nothing.py)"):
+        text = page.read_text()
+        page.write_text(f"{text}\n{bad}\n")
+        done = build(copy / "mkdocs.yml", tmp_path / "broken")
+        page.write_text(text)
+        assert done.returncode != 0, f"{bad} was not noticed"
+        assert "nothing" in done.stderr

@@ -1,0 +1,174 @@
+"""notebooks/: run top to bottom without a network, and stored without anything that a run leaves.
+
+To clear one after working on it: jupyter nbconvert --clear-output --inplace notebooks/NAME.ipynb
+"""
+
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from IPython.core.inputtransformer2 import TransformerManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+from tiny import save_tiny_model
+
+REPOSITORY = Path(__file__).parents[1]
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+ANATOMY, SWAP, PROOF = NOTEBOOKS
+
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+# --- as they are stored -------------------------------------------------------------------------
+
+
+@every_notebook
+def test_nothing_of_a_run_is_stored(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    for cell in code(notebook):
+        assert cell.outputs == [], f"{cell.id}: clear the outputs (see above)"
+        assert cell.execution_count is None, f"{cell.id}: clear the outputs (see above)"
+        assert cell.metadata == {}
+    # Editors make ids up anew, and spell JSON their own way: both would show in every diff.
+    assert all(re.fullmatch(r"[a-z-]+", cell.id) for cell in notebook.cells)
+    assert set(notebook.metadata) == {"accelerator", "colab", "kernelspec", "language_info"}
+    assert path.read_text() == nbformat.writes(notebook) + "\n"
+
+
+@every_notebook
+def test_a_notebook_has_a_title_one_question_and_checks_its_claims(path):
+    cells = read(path).cells
+    title, question, *_ = cells[0].source.split("\n\n")
+    assert title.startswith("# ")
+    assert re.fullmatch(r"\*\*Question: [^?]*\?\*\*", question)
+    assert sum("**Question" in cell.source for cell in cells) == 1
+    assert sum("\nassert " in cell.source for cell in cells) >= 2
+
+
+# --- the first cell ---------------------------------------------------------------------------
+
+
+def installs(path: Path, monkeypatch, *, found: bool) -> list[str]:
+    """Run the first code cell where trl_packing is or is not found; return what it installs."""
+    lines: list[str] = []
+
+    class Shell:
+        def run_line_magic(self, name: str, line: str) -> None:
+            lines.append(f"{name} {line}")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if found else None)
+    source = TransformerManager().transform_cell(code(read(path))[0].source)
+    exec(source, {"get_ipython": Shell})
+    return lines
+
+
+@every_notebook
+def test_the_first_cell_installs_only_where_nothing_is_installed(path, monkeypatch):
+    assert installs(path, monkeypatch, found=True) == []
+    (line,) = installs(path, monkeypatch, found=False)
+    name, extra = re.fullmatch(r'pip install -q "([\w-]+)\[(\w+)\]"', line).groups()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert name == project["name"]
+    assert extra in project["optional-dependencies"]
+
+
+# --- on a T4 ------------------------------------------------------------------------------------
+
+
+class Device:
+    def __init__(self, major: int):
+        self.major = major
+
+
+@pytest.mark.parametrize("path", [SWAP, PROOF], ids=lambda path: path.stem)
+@pytest.mark.parametrize(("major", "has_bf16"), [(7, False), (9, True)], ids=["T4", "H100"])
+def test_precision_is_what_the_gpu_computes_in(path, major, has_bf16, monkeypatch):
+    """PyTorch says that a T4 has bf16, unless asked about emulation; so does transformers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device(major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+    assert torch.cuda.is_bf16_supported()
+    (line,) = re.findall(r"^ *has_bf16 = (.*)$", all_code(path), flags=re.M)
+    assert eval(line, {"torch": torch, "on_gpu": True}) is has_bf16
+
+
+def all_code(path: Path) -> str:
+    return "\n".join(cell.source for cell in code(read(path)))
+
+
+# --- run ----------------------------------------------------------------------------------------
+
+
+def run(notebook: NotebookNode, folder: Path, **environment: str) -> str:
+    """Run all cells in `folder` without a network, and return what they print."""
+    nowhere = "http://127.0.0.1:9"
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+        "PYTHONPATH": str(REPOSITORY),  # this checkout, whatever is installed
+        **environment,
+    }
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute(env={**os.environ, **environment})
+    outputs = [output for cell in code(notebook) for output in cell.outputs]
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def size(outputs: list[dict[str, Any]]) -> int:
+    return len(json.dumps([o for o in outputs if "image/svg+xml" not in o.get("data", {})]))
+
+
+@pytest.mark.slow
+@every_notebook
+def test_a_notebook_runs_top_to_bottom_offline(path, tmp_path):
+    notebook = read(path)
+    printed = run(notebook, tmp_path)
+    assert all(size(cell.outputs) < 5_000 for cell in code(notebook)), "outputs stay small"
+    expected = {
+        ANATOMY: "Here it is: ",
+        SWAP: "documents are isolated: ",
+        PROOF: "packed, boundaries lost (control)",
+    }
+    assert expected[path] in printed
+
+
+@pytest.mark.slow
+def test_a_claim_that_does_not_hold_stops_the_notebook(tmp_path):
+    notebook = read(ANATOMY)
+    (cell,) = [cell for cell in code(notebook) if cell.id == "mask"]
+    cell.source = cell.source.replace("apart = block_diagonal_mask(lengths)", "apart = causal")
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        run(notebook, tmp_path)
+
+
+@pytest.mark.slow
+def test_model_and_data_can_be_named(tmp_path):
+    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_tiny_model(tmp_path, "llama")
+    printed = run(
+        read(SWAP), tmp_path, TRL_PACKING_MODEL=model, TRL_PACKING_DATA=str(tmp_path / "rows.jsonl")
+    )
+    assert f"model:  {model}" in printed
+    assert "documents    100 " in printed
+    assert "of 20" in printed

@@ -1,0 +1,182 @@
+"""The wheel: what is in it, and that it works outside the repository."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import trl_packing
+
+ROOT = Path(__file__).parents[1]
+VERSION = trl_packing.__version__
+
+# A run as small as can be, in a folder that has nothing of the repository.
+TRAINING = """
+from datasets import Dataset
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+import trl_packing.recipes
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+tokenizer = AutoTokenizer.from_pretrained(trl_packing.recipes.FOLDER / "demo" / "tokenizer")
+config = LlamaConfig(
+    vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2,
+)
+args = PackedSFTConfig(
+    output_dir="out", max_length=64, max_steps=2, bf16=False, report_to="none", use_cpu=True,
+)
+trainer = PackedSFTTrainer(
+    LlamaForCausalLM(config), args, processing_class=tokenizer,
+    train_dataset=Dataset.from_dict({"text": ["one two three " * n for n in range(1, 9)]}),
+)
+print("loss", trainer.train().training_loss, trl_packing.__file__)
+"""
+
+
+def unwanted(names: list[str]) -> list[str]:
+    """Return what a wheel must not carry: tests, caches, files beside the package."""
+    inside = re.compile(r"trl_packing(-[\d.]+\.dist-info)?/")
+    return [n for n in names if not inside.match(n) or re.search(r"(^|/)(tests?_|__pycache__)", n)]
+
+
+def recipes() -> set[str]:
+    """Return the files of recipes/ that are, or may be, committed."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "recipes"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {n.removeprefix("recipes/") for n in listed.stdout.split() if (ROOT / n).is_file()}
+
+
+# --- in the repository ----------------------------------------------------------------------------
+
+
+def test_the_metadata_agree_with_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
+    assert project["license"] == "Apache-2.0"
+    assert (ROOT / "trl_packing" / "py.typed").exists()
+    assert "Typing :: Typed" in project["classifiers"]
+
+
+def test_recipes_are_found_as_modules_in_a_checkout():
+    spec = importlib.util.find_spec("trl_packing.recipes.sft_packed")
+    assert spec is not None
+    assert spec.origin == str(ROOT / "recipes" / "sft_packed.py")
+    assert importlib.util.find_spec("trl_packing.recipes.no_such_recipe") is None
+
+
+def test_the_check_sees_what_does_not_belong_in_a_wheel():
+    bad = [
+        "tests/test_a.py",
+        "trl_packing/tests_x.py",
+        "trl_packing/__pycache__/a.pyc",
+        "docs/a.md",
+    ]
+    good = ["trl_packing/packing.py", f"trl_packing-{VERSION}.dist-info/METADATA"]
+    assert unwanted([*good, *bad]) == bad
+
+
+# --- built and installed --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel, built of the source distribution, as `python -m build` does."""
+    out = tmp_path_factory.mktemp("dist")
+    # Of a copy: a stray file of a developer's folder must neither help nor hurt.
+    source = tmp_path_factory.mktemp("source") / "repository"
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(".venv", ".git", "outputs", "dist", "*_cache", "site"),
+    )
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the interpreter of a new environment that has the wheel and what it depends on."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    found = folder / "bin" / "python"
+    # The dependencies of this environment, not its editable install: a .pth file in a folder that
+    # is itself named by a .pth file is not read.
+    get = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    site = subprocess.run([found, "-c", get], capture_output=True, text=True, check=True)
+    here = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+    Path(site.stdout.strip(), "dependencies.pth").write_text("\n".join(here))
+    install = [found, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True)
+    return found
+
+
+def outside(python: Path, folder: Path, *arguments: str) -> str:
+    """Run the environment's Python in `folder`, and return what it printed."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(python), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
+    assert wheel.name == f"trl_packing-{VERSION}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert unwanted(names) == []
+    assert {"trl_packing/py.typed", "trl_packing/cli.py"} <= set(names)
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+    carried = {n.removeprefix("trl_packing/recipes/") for n in names if "/recipes/" in n}
+    assert carried == recipes() | {"__init__.py"}
+
+
+@pytest.mark.slow
+def test_the_wheel_works_outside_the_repository(python, tmp_path):
+    which = "import trl_packing, importlib.metadata as m; print(trl_packing.__file__)"
+    version = "print(trl_packing.__version__, m.version('trl-packing'))"
+    place, versions = outside(python, tmp_path, "-c", f"{which}; {version}").splitlines()
+    assert Path(place).is_relative_to(python.parents[1])
+    assert versions == f"{VERSION} {VERSION}"
+    command = subprocess.run(
+        [python.with_name("trl-packing"), "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert command.returncode == 0, command.stderr
+    assert "verify" in command.stdout
+    output = outside(python, tmp_path, "-c", TRAINING)
+    assert "packed into" in output
+    assert str(python.parents[1]) in output.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_recipes_run_as_modules_outside_the_repository(python, tmp_path):
+    assert "--packing_strategy" in outside(
+        python, tmp_path, "-m", "trl_packing.recipes.sft_packed", "--help"
+    )
+    every = [n.removesuffix(".py") for n in recipes() if re.fullmatch(r"\w+\.py", n)]
+    imports = "; ".join(f"import trl_packing.recipes.{name}" for name in sorted(every))
+    outside(python, tmp_path, "-c", imports)
+    demo = ("--max_steps", "2", "--num_samples", "2", "--output_dir", str(tmp_path / "out"))
+    output = outside(python, tmp_path, "-m", "trl_packing.recipes.sft_packed", *demo)
+    assert "Exact match on 2 held-out prompts" in output
+    assert (tmp_path / "out" / "model.safetensors").exists()

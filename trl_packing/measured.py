@@ -1,0 +1,231 @@
+"""The trainer that says how fast it trains, and keeps the host from waiting for the device.
+
+    training_step              counts the micro-batch, from what its collator knows     (host)
+    _maybe_log_save_evaluate   sums the counts of all ranks, once a log                 (throughput)
+    log                        adds them to what is logged, in `log_history` and trackers
+    evaluate, save             stop the clock
+    _finalize_training         the totals, also in what `train()` returns
+
+docs/metrics.md defines each of the names.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+from trl_packing.device_peaks import peak_flops
+from trl_packing.host import HOST_ROW, HostRow, keep_row, wait_for
+from trl_packing.loss import WeightedMeanTrainer
+from trl_packing.model_flops import ModelFlops, NotCountable, model_flops
+from trl_packing.throughput import Counts, Machine, Throughput, in_short, machine_of
+
+logger = get_logger(__name__)
+
+
+class MeasuredTrainer(WeightedMeanTrainer):
+    """`WeightedMeanTrainer` that logs its throughput."""
+
+    _throughput: Throughput | None = None  # while it trains
+    _room: int | None = None  # tokens that a micro-batch of bins has room for
+    _model_flops: ModelFlops | None = None
+    _own_logs: dict[str, float] | None = None  # for the next call of `log`
+    _waited_after: int | None = None  # the optimizer step after which the device was waited for
+    _tokens_of_earlier_runs = 0
+    _clock = staticmethod(time.perf_counter)
+
+    # --- counting -----------------------------------------------------------------------------
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Count anew with every run, also one that begins again with smaller batches."""
+        found = super()._init_training_state(*args, **kwargs)
+        if not self._trl_path:
+            self._own_logs = None
+            self._waited_after = None
+            self._throughput = Throughput(self.state.global_step, self._clock)
+            self._tokens_of_earlier_runs = self._total_train_tokens
+            self._model_flops = self._count_flops() if self._peak_flops() else None
+        return found
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples = super().get_batch_samples(*args, **kwargs)
+        if self._throughput is not None:
+            # From here on: before, readers start up, and a resumed run skips what it has seen.
+            self._throughput.watch.start()
+        return samples
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if HOST_ROW in inputs and self._throughput is not None:
+            self._throughput.add(self._counts(inputs[HOST_ROW]))
+        return loss
+
+    def _counts(self, row: HostRow) -> Counts:
+        lengths, num_trained = row.lengths, int(row.is_trained.sum())
+        return Counts(
+            documents=len(lengths),
+            tokens=int(lengths.sum()),
+            trained_tokens=num_trained,
+            room=self._room or row.num_tokens,
+            flops=self._model_flops.of(lengths, num_trained) if self._model_flops else 0.0,
+        )
+
+    def _count_flops(self) -> ModelFlops | None:
+        try:
+            return model_flops(self.model)
+        except NotCountable as reason:
+            logger.info(f"no MFU is logged for {type(self.model).__name__}: {reason}")
+            return None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Take what the host knows of the row out of the batch; attention and head ask for it."""
+        prepared = super()._prepare_inputs(inputs)
+        if HOST_ROW in inputs:
+            row = prepared.pop(HOST_ROW)
+            keep_row(prepared["labels"], prepared["cu_seq_lens_q"], row)
+        return prepared
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Tell padding by its place: by its id, transformers leaves out EOS where it is the pad."""
+        if HOST_ROW in inputs and self.args.include_num_input_tokens_seen == "non_padding":
+            row = inputs[HOST_ROW]
+            inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
+        super()._track_num_input_tokens(inputs)
+
+    # --- logging ------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        step, control = self.state.global_step, self.control
+        logs = control.should_log and step > self._globalstep_last_logged  # as the parent asks
+        if self._throughput is not None and (logs or control.should_evaluate):
+            machine = self._share_counts()
+            if logs:
+                self._own_logs = self._throughput.interval_metrics(step, machine)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        """Log the totals too, and let transformers' samples be documents, not bins."""
+        if self._throughput is not None:
+            machine, step = self._share_counts(), self.state.global_step
+            self._own_logs = self._throughput.run_metrics(step, machine)
+            # It takes the share of the schedule that this call has run.
+            share = (step - self._initial_global_step) / max(self.state.max_steps, 1)
+            if share:
+                num_train_samples = self._throughput.run.documents / share
+            self._throughput = None
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # Not by TRL's `_metrics`: the totals would be lost where the last step was evaluated, for
+        # TRL adds those of training only to a model in training mode.
+        logs.update(self._own_logs or {})
+        self._own_logs = None
+        super().log(logs, start_time)
+
+    def _share_counts(self) -> Machine:
+        """Add the counts of all ranks, waiting for the device once."""
+        assert self._throughput is not None
+        own = [
+            *astuple(self._throughput.take_local()),
+            self._peak_flops() or 0.0,
+            peak_memory_bytes(self.args.device) or 0.0,
+        ]
+        ranks = [own]
+        if self.args.world_size > 1:
+            sent = torch.tensor([own], dtype=torch.float64).to(self.args.device, non_blocking=True)
+            ranks = self.accelerator.gather(sent).tolist()
+            self._waited_after = self.state.global_step
+        else:
+            self._wait_for_device()
+        counts = Counts.summed([row[:-2] for row in ranks])
+        self._throughput.add_shared(counts.shared_by(self.get_tp_size()))
+        # TRL counts the padding of `pad_to_multiple_of` and of ranks without documents too.
+        tokens = self._tokens_of_earlier_runs + self._throughput.run.tokens
+        self._total_train_tokens = tokens
+        if self._metrics["train"].get("num_tokens"):
+            self._metrics["train"]["num_tokens"] = [tokens]
+        return machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
+
+    def _wait_for_device(self) -> None:
+        """Let the device finish what is queued, at most once after an optimizer step."""
+        if self._waited_after == self.state.global_step:
+            return
+        self._waited_after = self.state.global_step
+        wait_for(self.args.device)
+
+    def _peak_flops(self) -> float | None:
+        """Return the peak of this process' devices in FLOP/s, None if it is not known."""
+        device = self.args.device
+        if device.type != "cuda":
+            return None
+        peak = peak_flops(torch.cuda.get_device_name(device), self._matrix_dtype())
+        return None if peak is None else peak * max(self.args.n_gpu, 1)
+
+    def _matrix_dtype(self) -> str:
+        """Return the type in which matrix products are computed."""
+        if self.args.bf16 or self.args.fp16:
+            return "bfloat16" if self.args.bf16 else "float16"
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        is_tf32 = dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return "tf32" if is_tf32 else dtype
+
+    # --- what is not training -----------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._not_timed():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._not_timed():
+            return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _not_timed(self) -> Iterator[None]:
+        """Stop the clock, when the device has done what was queued."""
+        if self._throughput is None or not self._throughput.watch.is_running:
+            yield
+            return
+        self._wait_for_device()
+        with self._throughput.watch.paused():
+            yield
+
+
+def peak_memory_bytes(device: torch.device) -> float | None:
+    """Return the most memory that PyTorch held on `device`, of a CPU the process; None if unknown.
+
+    Of a device since the process began or `reset_peak_memory_stats` was called.
+    """
+    if device.type != "cpu":
+        most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+        return None if most is None else float(most(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+class ThroughputOnBar(TrainerCallback):
+    """Show the throughput beside the progress bar, in a terminal and in a notebook, once a log."""
+
+    def __init__(self, trainer: MeasuredTrainer):
+        self.trainer = trainer
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        text = in_short(logs or {})
+        if not text or not state.is_world_process_zero:
+            return
+        for callback in self.trainer.callback_handler.callbacks:
+            bar: Any = getattr(callback, "training_bar", None)
+            if hasattr(bar, "set_postfix_str"):  # rich's has none, and shows all logs
+                bar.set_postfix_str(text)
+            tracker: Any = getattr(callback, "training_tracker", None)
+            if hasattr(tracker, "prefix"):
+                tracker.prefix = text

@@ -1,0 +1,315 @@
+"""Packing for plain `transformers.Trainer`: the model is told what a packed row is.
+
+    enable_packing(model)                                      this module
+    dataset = make_supervised_dset(tokenizer, data_path, ...)  supervised_dataset, packed_dataset
+    trainer = Trainer(model, args, train_dataset=dataset)
+    trainer.train()
+
+A packed call of the model (packed_call) then runs without a mask and without a cache, by the
+fastest attention that keeps the documents apart on this very model (exact_way), and its loss is the
+mean over the step's tokens, whatever the class makes of `num_items_in_batch`. Every other call is
+as it was.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
+from trl_packing.attention.interface import requires
+from trl_packing.config import ISOLATION_CHECKS
+from trl_packing.exact_way import install_first_exact, ways_from
+from trl_packing.isolation import IsolationReport
+from trl_packing.length_constants import length_constants
+from trl_packing.packed_call import VIRTUAL_TOKENS, next_token_loss, packed_batch, with_own_loss
+from trl_packing.packed_dataset import PackedDataset, enabled_models
+from trl_packing.probes import random_tokens
+from trl_packing.undisturbed import undisturbed
+
+logger = logging.getLogger(__name__)
+
+_REACH = 1024  # tokens of the longest probe, if it is not told which documents come
+_LOSS_TOLERANCE = 1e-3  # of the model's own loss, which its dtype may round otherwise
+
+
+def enable_packing(
+    model: nn.Module,
+    dataset: Any = None,
+    *,
+    attention: str = "auto",
+    isolation_check: str = "error",
+) -> AttentionChoice:
+    """Let `model` keep the documents of packed rows apart in any trainer; return how it does.
+
+    Call it before `Trainer` is made, on the model that it is given (PEFT's, if it is wrapped).
+    Nothing of it is in what the model saves.
+
+    dataset: what it will train on, a `PackedDataset` or token ids of some documents: the check is
+        then as long as the longest of them. Without, it reaches up to 1,024 tokens, and a document
+        beyond a length at which the model changes is checked when it comes.
+    attention, isolation_check: as in `PackedSFTConfig`. The check runs here, and once more in the
+        first packed call on another device, in another precision or mode, as Trainer sets them.
+
+    Plain Trainer's `eval_loss` stays what it is, a mean of the means of micro-batches;
+    `PackedSFTTrainer` reports the one over all tokens.
+
+    Raises TypeError for what is no model, ValueError for models and settings that cannot be packed
+    exactly, RuntimeError if documents see each other whichever way they are run.
+    """
+    base = _base(model)
+    _check_model(base)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(VIRTUAL_TOKENS)
+    if isolation_check not in ISOLATION_CHECKS:
+        raise ValueError(
+            f"isolation_check={isolation_check!r} is not known; choose one of "
+            f"{', '.join(ISOLATION_CHECKS)}"
+        )
+    documents = _some_documents(dataset)
+    packing = _Packing(
+        attention,
+        isolation_check,
+        documents,
+        reach=max([_REACH, *map(len, documents)]),
+        class_takes_count=_takes_count(base),
+    )
+    before = vars(model).get("_packing")
+    if before is None:
+        packing.below = _unbound(vars(model).pop("forward", None))
+        _put_on_top(model)
+    else:
+        packing.below, packing.class_takes_count = before.below, before.class_takes_count
+    vars(model)["_packing"] = packing
+    # Trainer then counts the targets of a step, whatever the class says: `with_own_loss` divides.
+    base.accepts_loss_kwargs = True
+    _take_exact_way(model, packing, _kind(model, training=True), documents)
+    if isolation_check != "off":
+        _check_loss(model, base)
+    enabled_models.add(model)
+    assert packing.way is not None
+    return packing.way
+
+
+@dataclass
+class _Packing:
+    """What `enable_packing` keeps on a model."""
+
+    attention: str
+    isolation_check: str
+    documents: list[np.ndarray]
+    reach: int  # tokens of the longest document that is covered by the check
+    class_takes_count: bool  # whether its own loss divides by `num_items_in_batch`
+    below: Callable[..., Any] | None = None  # forward of the instance, unbound, under ours
+    way: AttentionChoice | None = None
+    checked: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+def _base(model: Any) -> Any:
+    """Return the transformers model inside PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _check_model(base: Any) -> None:
+    config: Any = getattr(base, "config", None)
+    if not isinstance(base, nn.Module) or config is None:
+        raise TypeError(
+            f"enable_packing takes a transformers model, got {type(base).__name__}; load it first, "
+            "and call enable_packing(model) before Trainer(model, ...)"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(base).__name__} is an encoder-decoder: only decoders are packed")
+    if "attention_mask" not in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"{type(base).__name__} takes no attention_mask, by which Trainer would pass on where "
+            "the documents of a row are; train it with PackedSFTTrainer"
+        )
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True adds the balance of experts to the loss, which depends on "
+            "what shares a micro-batch; set model.config.output_router_logits = False, or train "
+            "with PackedSFTTrainer"
+        )
+
+
+def _takes_count(base: Any) -> bool:
+    """Whether the class divides its loss by `num_items_in_batch`, as Trainer would find out."""
+    says = getattr(base, "accepts_loss_kwargs", None)
+    if says is not None:
+        return bool(says)
+    parameters = inspect.signature(base.forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _some_documents(dataset: Any) -> list[np.ndarray]:
+    """Return the shortest, a middling and the longest document."""
+    if dataset is None:
+        return []
+    if isinstance(dataset, PackedDataset):
+        order = np.argsort(dataset.lengths, kind="stable")
+        chosen = sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
+        return [dataset.token_ids(i) for i in chosen]
+    return [np.asarray(document, dtype=np.int64) for document in dataset]
+
+
+# --- the forward of an enabled model --------------------------------------------------------------
+
+
+def _unbound(forward: Any) -> Callable[..., Any] | None:
+    # Unbound, or a copy of the model would run the weights of this one.
+    if forward is None:
+        return None
+    return getattr(forward, "__func__", lambda _self, *args, **kwargs: forward(*args, **kwargs))
+
+
+def _put_on_top(model: nn.Module) -> None:
+    @functools.wraps(type(model).forward)  # Trainer and `generate` read the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, *args, **kwargs)
+
+    model.forward = MethodType(forward, model)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    packing: _Packing = self._packing
+    names = list(inspect.signature(type(self).forward).parameters)[1:]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    batch = packed_batch(self, named)
+    if batch is not None:
+        _check_once(self, packing, batch)
+        return with_own_loss(_below(self), batch)
+    if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
+        return with_own_loss(_below(self), named)
+    return _below(self)(*args, **kwargs)
+
+
+def _below(model: Any) -> Callable[..., Any]:
+    return functools.partial(model._packing.below or type(model).forward, model)
+
+
+# --- what is exact --------------------------------------------------------------------------------
+
+
+def _kind(model: nn.Module, *, training: bool) -> tuple[Any, ...]:
+    """Return what a check holds for: the kind of device, the precision and the mode."""
+    parameter = next(model.parameters())
+    return parameter.device.type, _precision(parameter), training
+
+
+def _precision(parameter: Tensor) -> torch.dtype:
+    device = parameter.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else parameter.dtype
+
+
+@torch.compiler.disable
+def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
+    """Check what the calls before did not: another device, precision, mode or length."""
+    kind, longest = _kind(model, training=model.training), int(batch["max_length_q"])
+    constants = length_constants(model) if longest > packing.reach else []
+    crossed = [c for c in constants if packing.reach <= c < longest]
+    if kind in packing.checked and not crossed:
+        return
+    if packing.isolation_check == "off" and kind[:2] in {known[:2] for known in packing.checked}:
+        return
+    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()):
+        # A forward inside its forward would gather weights that other ranks do not send.
+        if crossed:
+            raise RuntimeError(
+                f"a document of {longest:,} tokens is beyond a length at which the model changes "
+                f"({crossed[-1]:,}), the check went up to {packing.reach:,}, and the model is "
+                "sharded by now; tell it what comes: enable_packing(model, dataset)"
+            )
+        logger.warning(f"the model is sharded: what was checked before is relied on for {kind}")
+        packing.checked.add(kind)
+        return
+    documents = _documents_of(batch) if crossed else packing.documents
+    _take_exact_way(model, packing, kind, documents)
+    packing.reach = max(packing.reach, longest if crossed else 0)
+
+
+def _documents_of(batch: dict[str, Any]) -> list[np.ndarray]:
+    boundaries = batch["cu_seq_lens_q"].cpu().numpy()
+    return np.split(batch["input_ids"][0].cpu().numpy(), boundaries[1:-1])
+
+
+def _take_exact_way(
+    model: Any, packing: _Packing, kind: tuple[Any, ...], documents: Sequence[np.ndarray]
+) -> None:
+    """Install the first way that keeps documents apart. Raises RuntimeError if there is none."""
+    device, dtype, training = kind
+    base = _base(model)
+    choice = resolve_attention(base, packing.attention, device=device, dtype=dtype)
+    ways = ways_from(choice) if packing.attention == "auto" else [choice]
+    if packing.isolation_check == "off":
+        with _without_ours(model, packing):
+            install_attention(model, choice)
+        packing.way = choice
+        packing.checked.add(kind)
+        return
+    with _without_ours(model, packing):
+        way, found = install_first_exact(
+            model, ways, documents, agree=False, training=training, max_length=_REACH
+        )
+    if packing.way is None or way.backend != packing.way.backend:
+        packing.checked.clear()
+        logger.info(f"{type(base).__name__} runs packed rows by {way}")
+    packing.way = way
+    if isinstance(found, IsolationReport) and found:
+        packing.checked.add(kind)
+        return
+    message = (
+        f"{type(base).__name__} does not keep the documents of a packed row apart: {found}. Train "
+        "padded rows, or set another attention; isolation_check='warn' trains all the same"
+    )
+    leaks = isinstance(found, str) or found.verdict == "leaks"
+    if leaks and packing.isolation_check == "error":
+        raise RuntimeError(message)
+    packing.checked.add(kind)
+    logger.warning(message)
+
+
+@contextmanager
+def _without_ours(model: Any, packing: _Packing) -> Iterator[None]:
+    """Take what lies on the model's forward away, ours and what came after, and put it back.
+
+    `install_attention` wraps the forward, and finds its own wrapper again only if it is the last.
+    """
+    on_top = vars(model).pop("forward")
+    if packing.below is not None:
+        model.forward = MethodType(packing.below, model)
+    try:
+        yield
+    finally:
+        packing.below = _unbound(vars(model).pop("forward", None))
+        model.forward = on_top
+
+
+@torch.no_grad()
+def _check_loss(model: Any, base: Any) -> None:
+    """Raise ValueError if the model's own loss is not that of the next token: ours would be."""
+    ids = torch.from_numpy(random_tokens(base, np.random.default_rng(0))(17))[None]
+    batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if requires(base, "position_ids"):
+        batch["position_ids"] = torch.arange(17)[None]
+    device = next(model.parameters()).device
+    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+    with undisturbed(model, training=True):
+        output = model(**batch, labels=batch["input_ids"], return_dict=True)
+        ours = float(next_token_loss(output.logits, batch["input_ids"]))
+    own = float("nan") if output.loss is None else float(output.loss)
+    if not abs(own - ours) <= _LOSS_TOLERANCE * max(1.0, ours):
+        raise ValueError(
+            f"{type(base).__name__} has another loss ({own:.4f}) than that of the "
+            f"next token ({ours:.4f}); train it with PackedSFTTrainer, or with a "
+            "compute_loss_func of your own and isolation_check='off'"
+        )

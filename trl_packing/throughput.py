@@ -1,0 +1,208 @@
+"""How fast a run trains: counts of what was trained, over the seconds that training took.
+
+    micro-batch        `Counts` of one rank, on the host
+        │  add
+    interval           since the last log, all ranks        tokens_per_second, utilization, mfu, ...
+        │  add
+    run                since train() began                  train_tokens_per_second, ...
+
+docs/metrics.md defines each of the names.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was trained.
+
+    tokens: without padding; trained_tokens: targets of the loss.
+    room: tokens that would have fitted (bins × capacity), or, where nothing is packed into bins,
+        tokens computed, padding included.
+    flops: what the documents need on this model (model_flops); 0 if that is not known.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    room: int = 0
+    flops: float = 0.0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def shared_by(self, ranks: int) -> "Counts":
+        """Return the counts of `ranks` ranks that all counted the same, as of one of them."""
+        return Counts(
+            self.documents // ranks,
+            self.tokens // ranks,
+            self.trained_tokens // ranks,
+            self.room // ranks,
+            self.flops / ranks,
+        )
+
+    @staticmethod
+    def summed(rows: Sequence[Sequence[float]]) -> "Counts":
+        """Return the sum of counts that came as rows of numbers."""
+        documents, tokens, trained, room, flops = (
+            sum(numbers) for numbers in zip(*rows, strict=True)
+        )
+        return Counts(int(documents), int(tokens), int(trained), int(room), flops)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a run.
+
+    peak_flops: FLOP/s of all of them; None if that of any is not known.
+    peak_memory_bytes: of the rank that took most; None if unknown.
+    """
+
+    peak_flops: float | None = None
+    peak_memory_bytes: float | None = None
+
+
+class Stopwatch:
+    """Seconds of training, without those that are not.
+
+    >>> times = iter([0.0, 2.0, 10.0, 13.0])
+    >>> watch = Stopwatch(lambda: next(times))
+    >>> watch.start()
+    >>> with watch.paused():  # from 2 to 10
+    ...     pass
+    >>> watch.seconds()
+    5.0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._before = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Go, if it does not yet."""
+        if self._since is None:
+            self._since = self._clock()
+
+    @property
+    def is_running(self) -> bool:
+        return self._since is not None
+
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._since is None else self._clock() - self._since)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop meanwhile; nothing happens if it stands already."""
+        if self._since is None:
+            yield
+            return
+        self._before, self._since = self.seconds(), None
+        try:
+            yield
+        finally:
+            self.start()
+
+
+class Throughput:
+    """Counts and seconds of a run, and of the interval since the last log."""
+
+    def __init__(self, first_step: int = 0, clock: Callable[[], float] = time.perf_counter):
+        self.watch = Stopwatch(clock)
+        self.run = Counts()
+        self._local = Counts()  # of this rank, since they were last shared
+        self._interval = Counts()
+        self._first_step = self._last_step = first_step
+        self._last_seconds = 0.0
+
+    def add(self, counts: Counts) -> None:
+        """Add a micro-batch of this rank."""
+        self._local += counts
+
+    def take_local(self) -> Counts:
+        """Return what this rank has added since it was last asked."""
+        local, self._local = self._local, Counts()
+        return local
+
+    def add_shared(self, counts: Counts) -> None:
+        """Add what all ranks together have taken."""
+        self._interval += counts
+        self.run += counts
+
+    def interval_metrics(self, step: int, machine: Machine) -> dict[str, float]:
+        """Return the metrics since the last call; `step` optimizer steps are done."""
+        seconds = self.watch.seconds()
+        found = metrics(
+            self._interval, seconds - self._last_seconds, step - self._last_step, machine
+        )
+        self._interval, self._last_seconds, self._last_step = Counts(), seconds, step
+        return found
+
+    def run_metrics(self, step: int, machine: Machine) -> dict[str, float]:
+        """Return the metrics of the whole run, with totals, under names that begin with train_."""
+        seconds = self.watch.seconds()
+        totals = {
+            "documents": self.run.documents,
+            "tokens": self.run.tokens,
+            "trained_tokens": self.run.trained_tokens,
+            "seconds": seconds,
+        }
+        found = totals | metrics(self.run, seconds, step - self._first_step, machine)
+        return {f"train_{name}": value for name, value in found.items()}
+
+
+def metrics(counts: Counts, seconds: float, steps: int, machine: Machine) -> dict[str, float]:
+    """Return what is logged of `counts` in `seconds` and `steps`; only what is known."""
+    found: dict[str, float] = {}
+    if not counts.room:  # a collator of a user's class that says nothing of its rows
+        return found
+    if seconds > 0:
+        found["tokens_per_second"] = counts.tokens / seconds
+        found["trained_tokens_per_second"] = counts.trained_tokens / seconds
+        found["documents_per_second"] = counts.documents / seconds
+    if counts.room:
+        found["utilization"] = counts.tokens / counts.room
+    if steps:
+        found["documents_per_step"] = counts.documents / steps
+    if machine.peak_memory_bytes:
+        found["peak_memory_gib"] = machine.peak_memory_bytes / GIB
+    if machine.peak_flops and counts.flops and seconds > 0:
+        found["mfu"] = counts.flops / seconds / machine.peak_flops
+    return found
+
+
+def machine_of(peaks: Sequence[float], memories: Sequence[float]) -> Machine:
+    """Return the machine of ranks with these peaks and memories, 0 where one is not known."""
+    return Machine(
+        peak_flops=sum(peaks) if all(peaks) else None,
+        peak_memory_bytes=max(memories) or None,
+    )
+
+
+def in_short(logs: dict[str, float]) -> str:
+    """Return what a progress bar shows of `logs`, empty if they are not of training.
+
+    >>> in_short({"tokens_per_second": 12345.6, "utilization": 0.9987, "mfu": 0.41})
+    '12.3k tokens/s, 99.9% full, 41% MFU'
+    """
+    if "tokens_per_second" not in logs:
+        return ""
+    words = [f"{_scaled(logs['tokens_per_second'])} tokens/s"]
+    if "utilization" in logs:
+        words.append(f"{logs['utilization']:.1%} full")
+    if "mfu" in logs:
+        words.append(f"{logs['mfu']:.0%} MFU")
+    return ", ".join(words)
+
+
+def _scaled(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:,.3g}G"
