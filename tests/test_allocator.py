@@ -27,7 +27,7 @@ def faults():
 
 with pages_kept(sys.argv[1] == "kept"):
     before = faults()
-    for _ in range(10):
+    for _ in range(40):
         tensors = [torch.ones(2**23) for _ in range(4)]  # 32 MiB each
         del tensors
     print(faults() - before)
@@ -46,7 +46,7 @@ def page_faults(how: str, **environment: str) -> int:
 
 
 def test_pages_are_zeroed_once_and_not_every_step():
-    # Ten steps on the same pages: a tenth of the faults.
+    # The first steps find pages, those after them find the same ones.
     assert page_faults("kept") < 0.3 * page_faults("not") + 1000
 
 
