@@ -161,6 +161,39 @@ def test_an_all_ones_mask_fails_the_same_comparison(name, tmp_path):
         assert_same_gradients(gradients, expected)
 
 
+class MasksEverySecondTarget(PackedCollator):
+    """A class of a user's own that changes which tokens are trained, behind ours."""
+
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        batch["labels"][:, ::2] = -100
+        return batch
+
+
+def test_what_a_collator_of_ones_own_masks_is_not_trained(tmp_path):
+    """Nobody goes by what our collator has told the host of the row before."""
+    loss, gradients, chosen = first_step(
+        "llama",
+        False,
+        False,
+        2,
+        1,
+        tmp_path,
+        collator=MasksEverySecondTarget(),
+        isolation_check="off",
+    )
+    whole, _ = one_at_a_time("llama", False, chosen)
+    at = 0
+    for document in chosen:
+        places = enumerate(document["labels"], start=at)
+        at += len(document["labels"])
+        document["labels"] = [-100 if place % 2 == 0 else label for place, label in places]
+    expected_loss, expected = one_at_a_time("llama", False, chosen)
+    assert loss == pytest.approx(expected_loss, abs=LOSS_TOLERANCE)
+    assert_same_gradients(gradients, expected)
+    assert abs(loss - whole) > 100 * LOSS_TOLERANCE, "the control"
+
+
 def test_bf16_step_is_as_close_as_bf16_allows(tmp_path):
     """bf16 keeps 8 bits: at most 16 roundings (8 products forward, 8 back) of the largest entry."""
     loss, gradients, chosen = first_step(

@@ -286,6 +286,7 @@ TABLE = {
             "plan",
             "prepare",
             "report",
+            "stream_overflow",
             "weighting",
         },
         {"accelerate", "datasets", "torch", "transformers", "trl"},

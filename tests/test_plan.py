@@ -178,3 +178,5 @@ def test_the_report_says_what_a_token_counts(tmp_path):
     weighted = documents(9).add_column("loss_weight", [2.0] * 9)
     report = trainer_for(tmp_path, weighted).packing_report
     assert "of a step, all alike, times loss_weight" in str(report)
+    stream = weighted.to_iterable_dataset()
+    assert str(trainer_for(tmp_path, stream, max_steps=1).packing_report.loss) == report.loss

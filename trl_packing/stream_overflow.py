@@ -7,7 +7,7 @@ A stream is read in a dataloader worker, again every epoch, and ahead of the tra
 taken from time to time and added up by whoever reads (`streaming`, `stream_batches`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -92,6 +92,14 @@ def take_counts(dataset: Any) -> PreparationCounts:
 
     dataset: what `fit_stream` returned, or any stream or part made of that.
     """
-    fits = (getattr(step, "function", None) for step in steps_of(dataset))
-    counts = (fit.take_counts() for fit in fits if isinstance(fit, StreamFit))
-    return sum(counts, PreparationCounts())
+    return sum((fit.take_counts() for fit in _fits_of(dataset)), PreparationCounts())
+
+
+def columns_kept(dataset: Any) -> list[str]:
+    """Return the columns that `fit_stream` has kept, without reading; none if unknown."""
+    return [column for fit in _fits_of(dataset) for column in fit.columns]
+
+
+def _fits_of(dataset: Any) -> Iterator[StreamFit]:
+    functions = (getattr(step, "function", None) for step in steps_of(dataset))
+    return (function for function in functions if isinstance(function, StreamFit))

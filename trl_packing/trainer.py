@@ -38,7 +38,7 @@ from trl_packing.arguments import (
 )
 from trl_packing.attention import AttentionChoice
 from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
-from trl_packing.collator import PackedCollator
+from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
@@ -58,6 +58,7 @@ from trl_packing.plan import (
 )
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
+from trl_packing.stream_overflow import columns_kept
 from trl_packing.weighting import in_words
 
 logger = get_logger(__name__)
@@ -218,7 +219,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 f"{weighting!r}; set it in the config, which evaluation reads too"
             )
         own = copy.copy(own)
-        own.loss_weighting, own.host_row = weighting, True
+        own.loss_weighting = weighting
+        # What a class of the user's own changes in a batch, the host would not know of.
+        own.host_row = type(own) in (PackedCollator, DataCollatorWithFlattening)
         return own
 
     def _all_datasets(self) -> list[Any]:
@@ -397,10 +400,11 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     # --- report -------------------------------------------------------------------------------
 
     def _report(self) -> PackingReport:
-        loss = None  # a function of one's own says itself what it computes
-        if self.compute_loss_func is None:
-            loss = in_words(self._options.loss_weighting, columns_of(self.train_dataset))
-        if isinstance(self.train_dataset, IterableDataset):
+        is_stream, loss = isinstance(self.train_dataset, IterableDataset), None
+        if self.compute_loss_func is None:  # which says itself what it computes
+            columns = (columns_kept if is_stream else columns_of)(self.train_dataset)
+            loss = in_words(self._options.loss_weighting, columns)
+        if is_stream:
             return without_plan(
                 self.args,
                 ranks=self._data_ranks()[0],
