@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
-DEEPSPEED := $(VENV)/.deepspeed
+ALL_READY := $(VENV)/.all
 
 .PHONY: demo test test-all notebooks matrix check lint types format docs bench clean
 
@@ -14,7 +14,7 @@ demo: $(READY)  ## the main job: train a small model on packed data, before and 
 test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
-test-all: $(DEEPSPEED) $(DOCS_READY)  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs
+test-all: $(ALL_READY)  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 notebooks: $(READY)  ## run them top to bottom, offline, about a minute
@@ -58,10 +58,10 @@ $(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
-# Its ops are compiled when they are used: without a compiler or without success, tests that need
-# it are skipped, and say so. It builds with what is installed (setuptools, wheel, ninja, torch).
-$(DEEPSPEED): $(READY)
-	$(BIN)/python -m pip install --quiet setuptools wheel ninja
+# What only slow tests need. DeepSpeed's ops are compiled when they are used: without a compiler or
+# without success, tests that need it are skipped, and say so. It builds with what is installed.
+$(ALL_READY): $(DOCS_READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[qlora]" setuptools wheel ninja
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
 	touch $@
 
