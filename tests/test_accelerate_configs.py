@@ -111,7 +111,7 @@ def alone(tmp_path_factory) -> list[str]:
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
 def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp_path):
     if name != "ddp" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: `make .venv/.deepspeed`")
+        pytest.skip("deepspeed is not installed: `make .venv/.all`")
     output = outputs(
         started(name, tmp_path, ["--num_processes", "2", "--mixed_precision", "no"], [])
     )

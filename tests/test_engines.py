@@ -70,7 +70,7 @@ def scenario(folder, engine, name, arguments, accumulation) -> Scenario:
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request) -> str:
     if request.param != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: `make .venv/.deepspeed`")
+        pytest.skip("deepspeed is not installed: `make .venv/.all`")
     return request.param
 
 
