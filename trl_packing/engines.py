@@ -95,10 +95,21 @@ def is_sharded(model: nn.Module) -> bool:
     return sharded or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
 
 
+def largest_if_sharded(value: int, model: nn.Module) -> int:
+    """Return the largest value of all ranks where they make the same forwards, else `value`."""
+    if _is_alone() or not is_sharded(model):
+        return value
+    return largest_on_any_rank(value, model)
+
+
 def largest_on_any_rank(value: int, model: nn.Module) -> int:
     """Return the largest of the values that all ranks pass; `model` says on which device."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _is_alone():
         return value
     largest = torch.tensor(value, device=next(model.parameters()).device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
+
+
+def _is_alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
+from trl_packing.attention.interface import inside_peft
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackingOptions
 from trl_packing.engines import announce_head, largest_on_any_rank
@@ -55,8 +56,7 @@ class IsolationGate:
     @property
     def base_model(self) -> Any:
         """The transformers model inside PEFT's."""
-        model = self.model
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        return inside_peft(self.model)
 
     def check_head(self, wrapped: Any) -> None:
         """Score the model's own logits where TRL's fused LM head computes something else."""

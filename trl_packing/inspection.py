@@ -26,19 +26,22 @@ LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _FIXED = ("--output_dir", "unused", "--use_cpu", "--bf16", "false", "--report_to", "none")
 
 
-def load_rows(data: str, split: str = "train", *, config: str | None = None) -> Dataset:
+def load_rows(
+    data: str, split: str = "train", *, config: str | None = None, cache_dir: str | None = None
+) -> Dataset:
     """Return the rows of a .json, .jsonl or .parquet file, a folder of them, or a hub id.
 
     split: "train[:1000]" works too. config: of a data set on the hub, where it has several.
+    cache_dir: where `datasets` keeps what it has read; None: where it always does.
 
     Raises ValueError for a file that does not exist.
     """
     loader = LOADERS.get(Path(data).suffix)
     if loader is None:
-        return load_dataset(data, config, split=split)
+        return load_dataset(data, config, split=split, cache_dir=cache_dir)
     if not Path(data).is_file():
         raise ValueError(f"{data} does not exist")
-    return load_dataset(loader, data_files=data, split=split)
+    return load_dataset(loader, data_files=data, split=split, cache_dir=cache_dir)
 
 
 def inspect(

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from trl_packing.attention import own_attention
 from trl_packing.attention.interface import requires
 from trl_packing.collator import PackedCollator
-from trl_packing.engines import is_sharded, largest_on_any_rank
+from trl_packing.engines import largest_if_sharded
 from trl_packing.host import HOST_ROW
 from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
 from trl_packing.probes import MIN_TOKENS, SHORT, Probe, probes, random_tokens
@@ -127,7 +127,7 @@ def check_isolation(
         report, probe = min(judged, key=lambda j: (order.index(j[0].verdict), -j[0].difference))
         leaks = report.verdict == "leaks"
         # Ranks of a sharded model wait for each other in every forward: all look, or none.
-        if largest_on_any_rank(int(leaks), model) if is_sharded(model) else leaks:
+        if largest_if_sharded(int(leaks), model):
             layer = _first_leaking_layer(model, inner, probe, collate)
             report = replace(report, first_layer=layer if leaks else "")
         if gradients:

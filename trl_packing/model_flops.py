@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from trl_packing.attention.interface import inside_peft
+
 # How transformers' classes call the matrix behind attention, by which heads are verified.
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -74,7 +76,7 @@ def model_flops(model: Any) -> ModelFlops:
     other kinds, experts of unknown number.
     """
     _check_adapters(model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = inside_peft(model)
     config = base.config
     if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
         raise NotCountable("the model is more than a decoder of text")

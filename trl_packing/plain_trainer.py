@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
-from trl_packing.attention.interface import requires
+from trl_packing.attention.interface import inside_peft, requires
 from trl_packing.config import ISOLATION_CHECKS
+from trl_packing.engines import is_sharded
 from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.isolation import IsolationReport
 from trl_packing.length_constants import length_constants
@@ -66,7 +66,7 @@ def enable_packing(
     Raises TypeError for what is no model, ValueError for models and settings that cannot be packed
     exactly, RuntimeError if documents see each other whichever way they are run.
     """
-    base = _base(model)
+    base = inside_peft(model)
     _check_model(base)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(VIRTUAL_TOKENS)
@@ -112,11 +112,6 @@ class _Packing:
     below: Callable[..., Any] | None = None  # forward of the instance, unbound, under ours
     way: AttentionChoice | None = None
     checked: set[tuple[Any, ...]] = field(default_factory=set)
-
-
-def _base(model: Any) -> Any:
-    """Return the transformers model inside PEFT's."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _check_model(base: Any) -> None:
@@ -221,7 +216,7 @@ def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
         return
     if packing.isolation_check == "off" and kind[:2] in {known[:2] for known in packing.checked}:
         return
-    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()):
+    if is_sharded(model):
         # A forward inside its forward would gather weights that other ranks do not send.
         if crossed:
             raise RuntimeError(
@@ -247,7 +242,7 @@ def _take_exact_way(
 ) -> None:
     """Install the first way that keeps documents apart. Raises RuntimeError if there is none."""
     device, dtype, training = kind
-    base = _base(model)
+    base = inside_peft(model)
     choice = resolve_attention(base, packing.attention, device=device, dtype=dtype)
     ways = ways_from(choice) if packing.attention == "auto" else [choice]
     if packing.isolation_check == "off":

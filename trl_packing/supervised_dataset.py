@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset, concatenate_datasets
 
 from trl_packing.documents_from_rows import documents_from_rows
-from trl_packing.inspection import LOADERS
+from trl_packing.inspection import load_rows
 from trl_packing.overflow import fit_documents
 from trl_packing.packed_dataset import PackedDataset
 from trl_packing.pieces import Overflow
@@ -73,7 +73,7 @@ def make_supervised_dset(
             prompt_template=_prompt_template(prompt_template, query),
             response_field=response,
         )
-        rows = _rows_of(os.fspath(path), tokenized_cache_home or None)
+        rows = load_rows(os.fspath(path), cache_dir=tokenized_cache_home or None)
         whole = documents_from_rows(rows, supervision, name=Path(path).name)
         fitted, counts = fit_documents(
             whole,
@@ -101,15 +101,6 @@ def _for_each(paths: Sequence[Any], given: str | Sequence[str]) -> list[str]:
             "for each"
         )
     return names
-
-
-def _rows_of(path: str, cache: str | None) -> Dataset:
-    loader = LOADERS.get(Path(path).suffix)
-    if loader is None:
-        return load_dataset(path, split="train", cache_dir=cache)
-    if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist")
-    return load_dataset(loader, data_files=path, split="train", cache_dir=cache)
 
 
 def _with_mask(batch: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:

@@ -29,6 +29,7 @@ from trl_packing.attention import (
 from trl_packing.attention.interface import (
     announce_boundaries,
     implementation_name,
+    inside_peft,
     mark_packed_calls,
     unwrap_packed_calls,
 )
@@ -144,7 +145,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
 
     `model` may be wrapped by PEFT. Calls that are not packed stay as they were.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = inside_peft(model)
     # The backbone builds the masks, and a fused LM head calls it without `base.forward`.
     backbone = getattr(base, "base_model", base)
     if type(backbone).__name__.endswith("DecoderWrapper"):  # bart and its kin call past it

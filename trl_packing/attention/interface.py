@@ -245,6 +245,11 @@ def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
+def inside_peft(model: Any) -> Any:
+    """Return the transformers model that PEFT wraps, or `model`."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def requires(model: nn.Module, argument: str) -> bool:
     """Whether `model.forward` cannot be called without `argument`."""
     parameter = inspect.signature(model.forward).parameters.get(argument)

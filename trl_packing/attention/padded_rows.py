@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.interface import BOUNDARIES, requires, wrap_packed_calls
-from trl_packing.engines import is_sharded, largest_on_any_rank
+from trl_packing.engines import largest_if_sharded
 from trl_packing.host import host_boundaries, is_trained, keep, sent
 from trl_packing.labels import IGNORE_INDEX
 
@@ -56,8 +56,7 @@ def pad_packed_calls(
         idle = rows[-1]._replace(
             is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
         )
-        most = largest_on_any_rank(len(rows), model) if is_sharded(model) else len(rows)
-        rows += [idle] * (most - len(rows))
+        rows += [idle] * (largest_if_sharded(len(rows), model) - len(rows))
         outputs = []
         for row in rows:
             _forget_longer_documents(model)
