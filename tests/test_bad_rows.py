@@ -206,10 +206,8 @@ def test_rows_for_many_reasons_are_few_words():
 def test_a_template_that_asks_for_too_much_names_the_row(tmp_path):
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.chat_template = "{% for i in range(1000000) %}a{% endfor %}"
-    with pytest.raises(ValueError, match="row 0 .*cannot render it: Range too big.*30 such rows"):
-        trainer_for(
-            tmp_path, [{"messages": [user("Hi"), said("Yes?")]}] * 30, tokenizer=tokenizer
-        )
+    with pytest.raises(ValueError, match=r"row 0 .*cannot render it: Range too big.*30 such rows"):
+        trainer_for(tmp_path, [{"messages": [user("Hi"), said("Yes?")]}] * 30, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("form", ["text", "messages"])
@@ -219,7 +217,7 @@ def test_half_a_character_names_its_row(tmp_path, form):
 
     rows = [row("Hi" if i != 4 else "H\ud800i") for i in range(10)]
     stream = IterableDataset.from_generator(lambda: iter(rows))
-    with pytest.raises(ValueError, match="row 4 of the train dataset.*lone surrogate '.ud800'"):
+    with pytest.raises(ValueError, match=r"row 4 of the train dataset.*lone surrogate '.ud800'"):
         trainer_for(tmp_path, stream).train()
 
 

@@ -65,7 +65,9 @@ class Supervision:
         messages = _name_of_messages(row)
         # A stream of mixed rows fills them up with nulls; a prompt beside a whole conversation
         # repeats its beginning (ultrachat_200k).
-        if row.get("prompt") is not None and (messages is None or row.get("completion") is not None):
+        if row.get("prompt") is not None and (
+            messages is None or row.get("completion") is not None
+        ):
             return "prompt messages" if isinstance(row["prompt"], list) else "prompt"
         if messages is not None:
             return "messages"
