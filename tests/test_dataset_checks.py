@@ -6,7 +6,7 @@ from datasets import Dataset
 from tiny import tiny_tokenizer
 
 from trl_packing.arrow_documents import ArrowDocuments
-from trl_packing.dataset_checks import check_columns, check_eos, check_rows, check_token_ids
+from trl_packing.dataset_checks import check_columns, check_eos, check_rows
 
 BAD_DATA = {
     "no column": (
@@ -121,13 +121,6 @@ def test_rows_packed_before_cannot_grow():
             ValueError, match=r"append_eos=True, but the rows of the train .* packed already"
         ):
             check_rows(packed, 5, "train", append_eos=True)
-
-
-@pytest.mark.parametrize(("ids", "named"), [([5, 8], 8), ([-1, 5], -1)])
-def test_a_token_that_the_model_does_not_embed_is_named(ids, named):
-    documents = ArrowDocuments(Dataset.from_dict({"input_ids": [[0, 7], ids]}), ["input_ids"])
-    with pytest.raises(ValueError, match=f"has token id {named}, but .* 8 ids"):
-        check_token_ids(documents, 8, "train")
 
 
 def test_plain_text_needs_an_eos_token():

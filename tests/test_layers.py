@@ -28,8 +28,13 @@ TABLE = {
     "report": (set(), set()),
     "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
     "bad_rows": (set(), {"numpy"}),
+    "length_constants": (set(), set()),
+    "model_limits": (
+        {"arrow_documents", "bad_rows", "labels", "length_constants"},
+        {"datasets", "numpy", "torch"},
+    ),
     "dataset_checks": (
-        {"arrow_documents", "bad_rows", "labels", "token_columns"},
+        {"arrow_documents", "bad_rows", "labels", "model_limits", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stop_tokens": (
@@ -49,7 +54,7 @@ TABLE = {
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stream_parts": (set(), {"datasets"}),
-    "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
+    "stream_windows": ({"model_limits", "stream_parts"}, {"datasets", "numpy"}),
     "stream_overflow": (
         {
             "arrow_documents",
@@ -63,14 +68,27 @@ TABLE = {
         {"datasets", "pyarrow"},
     ),
     "streaming": (
-        {"packing", "report", "stream_overflow", "stream_parts", "stream_windows"},
+        {
+            "model_limits",
+            "packing",
+            "report",
+            "stream_overflow",
+            "stream_parts",
+            "stream_windows",
+        },
         {"datasets", "numpy", "torch"},
     ),
     "stream_batches": (
-        {"report", "stream_overflow", "stream_parts", "streaming"},
+        {
+            "model_limits",
+            "report",
+            "stream_overflow",
+            "stream_parts",
+            "stream_windows",
+            "streaming",
+        },
         {"numpy", "torch"},
     ),
-    "length_constants": (set(), set()),
     "static_shapes": ({"length_constants"}, set()),
     "collator": ({"documents", "host", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
     "templates": (set(), {"numpy"}),
@@ -192,6 +210,8 @@ TABLE = {
             "head",
             "isolation",
             "length_constants",
+            "model_limits",
+            "stream_windows",
         },
         {"accelerate", "datasets", "numpy", "torch"},
     ),
@@ -210,7 +230,7 @@ TABLE = {
         {"datasets", "transformers", "trl"},
     ),
     "packed_dataset": (
-        {"arrow_documents", "labels", "packing"},
+        {"arrow_documents", "labels", "model_limits", "packing"},
         {"datasets", "numpy", "torch", "transformers"},
     ),
     "supervised_dataset": (
@@ -237,6 +257,7 @@ TABLE = {
             "exact_way",
             "isolation",
             "length_constants",
+            "model_limits",
             "packed_call",
             "packed_dataset",
             "probes",
@@ -263,11 +284,12 @@ TABLE = {
             "sampler",
             "static_shapes",
             "stream_batches",
+            "stream_overflow",
             "streaming",
             "token_columns",
             "unpacking",
         },
-        {"accelerate", "datasets", "torch", "trl"},
+        {"accelerate", "datasets", "torch"},
     ),
     "trainer": (
         {

@@ -45,6 +45,7 @@ def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
     if data_collator is not None and not isinstance(data_collator, _OURS):
         return f"data_collator is your own ({type(data_collator).__name__})"
     if isinstance(train_dataset, (Dataset, IterableDataset)):
+        check_not_empty(train_dataset, "train")
         columns = get_dataset_column_names(train_dataset) or []
         if {"image", "images"} & set(columns):
             return "the data set has images"
@@ -93,8 +94,6 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
                     f"accelerator_config.{name}=True cannot divide packed micro-batches, whose "
                     f"documents differ in number; leave {name} unset: ranks get their own bins"
                 )
-    if isinstance(train_dataset, (Dataset, IterableDataset)):
-        check_not_empty(train_dataset, "train")
 
 
 def check_loss_options(

@@ -106,12 +106,18 @@ class ArrowDocuments(torch.utils.data.Dataset):
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
         return self._in_order(self.readers[column].sums())
 
-    def bounds(self, column: str) -> tuple[int, int]:
-        """Return the smallest and largest value of `column` in the whole Arrow table."""
-        chunks = [values for values, _ in self.readers[column].chunks if len(values)]
-        if not chunks:
-            return 0, 0
-        return min(int(v.min()) for v in chunks), max(int(v.max()) for v in chunks)
+    def rows_where(
+        self, column: str, condition: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Return the rows that have a value of `column` which meets `condition`, ascending.
+
+        condition: from values ``(T,)`` to booleans ``(T,)``.
+        """
+        found = [np.zeros(0, bool)]
+        for values, offsets in self.readers[column].chunks:
+            at = np.flatnonzero(condition(values))
+            found.append(np.searchsorted(at, offsets[1:]) > np.searchsorted(at, offsets[:-1]))
+        return np.flatnonzero(np.concatenate(found)[self.stored_rows(np.arange(len(self)))])
 
     def _in_order(self, stored: np.ndarray) -> np.ndarray:
         return stored[self.stored_rows(np.arange(len(self)))]

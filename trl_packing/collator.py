@@ -86,6 +86,12 @@ class PackedCollator:
     static_shapes: StaticShapes | None = None
     host_row: bool = False
 
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ValueError(
+                f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1, or None"
+            )
+
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch described in this module's docstring.
 

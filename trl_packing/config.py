@@ -3,6 +3,7 @@
 import re
 import warnings
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from trl import SFTConfig
@@ -185,6 +186,7 @@ def check_options(args: Any) -> None:
     Plain `SFTConfig` objects do not check themselves for packing; the trainer calls this for them.
     """
     options = PackingOptions.of(args)
+    _check_types(args)
     choices = {
         "packing_strategy": (args.packing_strategy, STRATEGIES),
         "overflow": (options.overflow, (None, *OVERFLOWS)),
@@ -203,11 +205,59 @@ def check_options(args: Any) -> None:
         )
     if args.max_length is not None and args.max_length <= 0:
         raise ValueError(f"max_length={args.max_length} must be positive, or None without packing")
+    if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
+        raise ValueError(
+            f"pad_to_multiple_of={args.pad_to_multiple_of} must be at least 1, or None"
+        )
     if (args.packing or args.eval_packing) and args.max_length is None:
         raise ValueError(
             "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. "
             "Set max_length, or packing=False and eval_packing=False."
         )
+
+
+_WHOLE, _YES_OR_NO, _TEXT = "a whole number", "True or False", "a text"
+_TEMPLATE = "a text or a list of token ids"
+
+# name -> (what it must be, whether it may be None)
+_TYPES = {
+    "max_length": (_WHOLE, True),
+    "pad_to_multiple_of": (_WHOLE, True),
+    "documents_per_step": (_WHOLE, True),
+    "packing": (_YES_OR_NO, False),
+    "eval_packing": (_YES_OR_NO, True),
+    "append_eos": (_YES_OR_NO, False),
+    "static_shapes": (_YES_OR_NO, False),
+    "response_template": (_TEMPLATE, True),
+    "instruction_template": (_TEMPLATE, True),
+    "prompt_template": (_TEXT, True),
+    "source_column": (_TEXT, True),
+    "query_field": (_TEXT, False),
+    "response_field": (_TEXT, False),
+    "attention": (_TEXT, False),
+}
+
+
+def _check_types(args: Any) -> None:
+    """Raise ValueError for a value of another type, as a YAML file or a shell may bring it."""
+    for name, (expected, optional) in _TYPES.items():
+        value = getattr(args, name, getattr(PackingOptions, name, None))
+        if not (value is None and optional) and not _is(value, expected):
+            raise ValueError(
+                f"{name}={value!r} is a {type(value).__name__}; it must be {expected}"
+                + ", or None" * optional
+            )
+
+
+def _is(value: Any, expected: str) -> bool:
+    if expected == _YES_OR_NO:
+        return isinstance(value, bool)
+    if expected == _WHOLE:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if isinstance(value, str):
+        return True
+    ids = value if expected == _TEMPLATE and isinstance(value, (list, tuple)) else None
+    return ids is not None and all(_is(token, _WHOLE) for token in ids)
 
 
 def _check_static_shapes(args: Any, options: PackingOptions) -> None:

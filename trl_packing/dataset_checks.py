@@ -15,6 +15,7 @@ from trl.data_utils import is_conversational, maybe_convert_to_chatml
 from trl_packing.arrow_documents import ArrowDocuments, weight_lists
 from trl_packing.bad_rows import and_others
 from trl_packing.labels import MASK_COLUMNS, WEIGHT_COLUMN
+from trl_packing.model_limits import ModelLimits
 from trl_packing.token_columns import TOKEN_COLUMNS
 
 
@@ -121,21 +122,6 @@ def check_rows(
         )
 
 
-def check_token_ids(documents: ArrowDocuments, vocabulary: int, name: str) -> None:
-    """Raise ValueError for an id outside ``[0, vocabulary)``; a model would fail deep inside."""
-    low, high = documents.bounds("input_ids")
-    if low >= 0 and high < vocabulary:
-        return
-    for row, document in enumerate(documents):  # the table may hold rows that were left out
-        outside = (document["input_ids"] < 0) | (document["input_ids"] >= vocabulary)
-        if outside.any():
-            raise ValueError(
-                f"document {row} of the {name} dataset has token id "
-                f"{document['input_ids'][outside][0]}, but the model's vocabulary has {vocabulary} "
-                "ids; was it tokenized with another tokenizer?"
-            )
-
-
 def _check_no_missing(dataset: datasets.Dataset, name: str, columns: list[str]) -> None:
     stored = ArrowDocuments(dataset, columns).stored_rows(np.arange(len(dataset)))
     for column in columns:
@@ -153,6 +139,7 @@ def _check_no_missing(dataset: datasets.Dataset, name: str, columns: list[str]) 
 def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:
     present = [c for c in (*TOKEN_COLUMNS, *MASK_COLUMNS) if c in dataset.column_names]
     documents = ArrowDocuments(dataset, present)
+    ModelLimits().check_documents(documents, f"of the {name} dataset")  # no id is negative
     entries = {column: documents.lengths(column) for column in present}
     if WEIGHT_COLUMN in dataset.column_names:
         chunks = dataset.data.column(WEIGHT_COLUMN).chunks

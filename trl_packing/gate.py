@@ -22,6 +22,8 @@ from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.head import use_own_head
 from trl_packing.isolation import IsolationReport, check_fused_head
 from trl_packing.length_constants import length_constants
+from trl_packing.model_limits import ModelLimits, limits_of
+from trl_packing.stream_windows import NOTHING_TO_TRAIN
 
 logger = get_logger(__name__)
 
@@ -49,6 +51,7 @@ class IsolationGate:
             self.base_model, options.attention, device=device, dtype=dtype
         )
         install_attention(model, self.attention)
+        self.limits = limits_of(self.base_model)
         # The shortest and the longest document, by mode (training or not).
         self._checked: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._head_is_checked = False
@@ -90,7 +93,7 @@ class IsolationGate:
         """
         if self.options.isolation_check == "off":
             return
-        documents = probe_documents(dataset, self.model, max_length)
+        documents = probe_documents(dataset, self.model, max_length, self.limits)
         lengths = min(map(len, documents)), max(map(len, documents))
         if _covered(lengths, self._checked[training]):
             return
@@ -149,10 +152,20 @@ def _covered(lengths: tuple[int, int], checked: list[tuple[int, int]]) -> bool:
     return any(least <= lengths[0] and lengths[1] <= most for least, most in checked)
 
 
-def probe_documents(dataset: Any, model: Any, max_length: int | None) -> list[np.ndarray]:
-    """Return the documents that probe isolation: the shortest, a middling and the longest."""
+def probe_documents(
+    dataset: Any, model: Any, max_length: int | None, limits: ModelLimits = ModelLimits()
+) -> list[np.ndarray]:
+    """Return the documents that probe isolation: the shortest, a middling and the longest.
+
+    Raises ValueError for a stream that has none, or has documents beyond the model's `limits`.
+    """
     if isinstance(dataset, IterableDataset):
-        found = [np.asarray(d["input_ids"]) for d in islice(dataset, 16)]
+        first = list(islice(dataset, 16))
+        if not first:
+            raise ValueError(NOTHING_TO_TRAIN)
+        for number, document in enumerate(first):
+            limits.check_document(document, f"document {number} of the stream")
+        found = [np.asarray(d["input_ids"]) for d in first]
         # What else the stream brings is unknown: it may cross what max_length lets through.
         beyond = [
             constant

@@ -15,7 +15,6 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
-from trl.data_utils import get_dataset_column_names
 
 from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
 from trl_packing.attention import PADDED
@@ -31,6 +30,7 @@ from trl_packing.plan import attention_cost, training_sampler
 from trl_packing.sampler import PackedBatchSampler
 from trl_packing.static_shapes import StaticShapes
 from trl_packing.stream_batches import StreamBatches
+from trl_packing.stream_overflow import columns_kept
 from trl_packing.streaming import StreamSettings
 from trl_packing.token_columns import TOKEN_COLUMNS
 from trl_packing.unpacking import unpack_rows
@@ -170,7 +170,11 @@ class PackedLoaderTrainer(MeasuredTrainer):
             return parent(dataset)
         chosen = self.eval_dataset if dataset is None else dataset
         chosen = self.eval_dataset[dataset] if isinstance(dataset, str) else chosen
+        self._gate.limits.check(chosen, dataset if isinstance(dataset, str) else "evaluation")
         self._pass_gate(self.model, chosen, training=False)
+        if self._evaluates_padded and isinstance(chosen, IterableDataset):
+            limits = self._gate.limits  # read packed, a stream is checked by its reader
+            dataset = chosen = chosen.map(limits.checked, with_indices=True)
         if self._evaluates_padded and "seq_lengths" in columns_of(chosen):
             dataset = chosen = unpack_rows(chosen)
         self._sources = None if source_column is None else Sources.of(chosen, source_column)
@@ -218,6 +222,7 @@ class PackedLoaderTrainer(MeasuredTrainer):
                 "pin_memory": args.dataloader_pin_memory,
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
+            limits=self._gate.limits,
         )
         if training:
             self._train_stream = stream
@@ -310,8 +315,10 @@ class PackedLoaderTrainer(MeasuredTrainer):
 
 def columns_of(dataset: Any) -> list[str]:
     """Return the names of its columns; none where it is not a data set of `datasets`."""
-    is_known = isinstance(dataset, (Dataset, IterableDataset))
-    return get_dataset_column_names(dataset) if is_known else []
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return []
+    names = dataset.column_names or columns_kept(dataset)
+    return names or list(next(iter(dataset), {}))  # a stream may know them only by being read
 
 
 def _has_weights(dataset: Any) -> bool:
@@ -319,7 +326,7 @@ def _has_weights(dataset: Any) -> bool:
 
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:
-    present = get_dataset_column_names(dataset)
+    present = columns_of(dataset)
     return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT_COLUMN) if name in present]
 
 

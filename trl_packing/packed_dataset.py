@@ -14,6 +14,7 @@ knows on which `enable_packing` was called (plain_trainer); without one the rows
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from trl_packing.labels import (
     WEIGHT_COLUMN,
     document_labels,
 )
+from trl_packing.model_limits import ModelLimits
 from trl_packing.packing import PackingPlan, pack
 
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
@@ -57,7 +59,7 @@ class PackedDataset(torch.utils.data.Dataset):
     `PackedCollator`. One that drops `attention_mask` will not: transformers' own
     `DataCollatorWithFlattening` would make one document of the row.
 
-    Raises ValueError for a document longer than `pack_len`, for weights, which a plain trainer does
+    Raises ValueError for a document longer than `pack_len`, for negative ids, for weights, which a plain trainer does
     not know, and for rows that are packed already.
     """
 
@@ -90,8 +92,22 @@ class PackedDataset(torch.utils.data.Dataset):
         self.strategy = strategy
         self.rows_multiple_of = rows_multiple_of
         self.lengths = self._lengths()
+        self.check(ModelLimits())
         self._enabled_where_pickled = False
         self.repack(0)
+
+    def check(self, limits: ModelLimits) -> None:
+        """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
+        if isinstance(self.documents, ArrowDocuments):
+            replace(limits, positions=None).check_documents(self.documents, "of the data set")
+            beyond = self.lengths > (limits.positions or np.inf)
+            chosen = np.flatnonzero(beyond)[:1].tolist()
+        else:
+            chosen = list(range(len(self.documents)))
+        for number in chosen:
+            ids, labels = self._document(number)
+            document = {"input_ids": ids, "labels": labels}
+            limits.check_document(document, f"document {number} of the data set")
 
     def _lengths(self) -> np.ndarray:
         if isinstance(self.documents, ArrowDocuments):

@@ -31,6 +31,7 @@ from trl_packing.engines import is_sharded
 from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.isolation import IsolationReport
 from trl_packing.length_constants import length_constants
+from trl_packing.model_limits import limits_of
 from trl_packing.packed_call import VIRTUAL_TOKENS, next_token_loss, packed_batch, with_own_loss
 from trl_packing.packed_dataset import PackedDataset, enabled_models
 from trl_packing.probes import random_tokens
@@ -78,6 +79,7 @@ def enable_packing(
     if isolation_check != "off":
         _check_loss(model, base)  # first: a model that is refused stays as it came
     documents = _some_documents(dataset)
+    _check_readable(base, dataset, documents)
     packing = _Packing(
         attention,
         isolation_check,
@@ -154,6 +156,16 @@ def _some_documents(dataset: Any) -> list[np.ndarray]:
         chosen = sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
         return [dataset.token_ids(i) for i in chosen]
     return [np.asarray(document, dtype=np.int64) for document in dataset]
+
+
+def _check_readable(base: Any, dataset: Any, documents: Sequence[np.ndarray]) -> None:
+    """Raise ValueError for ids, labels and lengths that the model would fail on."""
+    limits = limits_of(base)
+    if isinstance(dataset, PackedDataset):
+        dataset.check(limits)
+        return
+    for number, document in enumerate(documents):
+        limits.check_document({"input_ids": document}, f"document {number}")
 
 
 # --- the forward of an enabled model --------------------------------------------------------------

@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from trl_packing.model_limits import ModelLimits
 from trl_packing.report import PreparationCounts
 from trl_packing.stream_overflow import take_counts
 from trl_packing.stream_parts import Document, division_of
+from trl_packing.stream_windows import NOTHING_TO_TRAIN
 from trl_packing.streaming import PackedStream, Place, StreamSettings
 
 _ENDED, _GOES_ON, _FAILED = 0, 1, 2
@@ -42,6 +44,7 @@ class StreamBatches(IterableDataset):
     global_step: returns the optimizer steps taken, by which positions are kept.
     agree: returns the largest of the values that the ranks pass.
     loading: further arguments of the readers' dataloaders.
+    limits: what the model can read; ValueError, when read, for a document beyond.
 
     Raises ValueError, when read, for a stream without documents, and whatever `PackedStream`
     raises; RuntimeError if another rank cannot go on.
@@ -59,9 +62,11 @@ class StreamBatches(IterableDataset):
         global_step: Callable[[], int] = lambda: 0,
         agree: Callable[[int], int] | None = None,
         loading: dict[str, Any] | None = None,
+        limits: ModelLimits = ModelLimits(),
     ):
         self.documents = documents
         self.settings = settings
+        self.limits = limits
         self.collate = collate
         self.rank = rank
         self.accumulation = accumulation
@@ -118,10 +123,7 @@ class StreamBatches(IterableDataset):
             batches += [self.collate([]) for _ in range(self.accumulation - len(batches))]
             yield batches, {"epoch": self.epoch, "steps": steps, **readers.position()}
         if steps == 1:
-            raise ValueError(
-                "the stream has no documents left to train on; check its source, max_length and "
-                "the completion or assistant masks"
-            )
+            raise ValueError(NOTHING_TO_TRAIN)
 
     def reader(self, number: int, place: Place) -> DataLoader:
         """Return a dataloader of (collated micro-batch, place behind it, counts)."""
@@ -133,6 +135,7 @@ class StreamBatches(IterableDataset):
             division=self._division,
             epoch=self.epoch,
             place=place,
+            limits=self.limits,
         )
         return DataLoader(
             stream,

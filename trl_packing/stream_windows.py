@@ -11,7 +11,14 @@ from typing import Any
 import datasets
 import numpy as np
 
+from trl_packing.model_limits import ModelLimits
 from trl_packing.stream_parts import Document
+
+
+NOTHING_TO_TRAIN = (
+    "the stream has no documents left to train on; check its source, max_length and the completion "
+    "or assistant masks"
+)
 
 
 class Source:
@@ -21,11 +28,21 @@ class Source:
     state: what `place` returned; reading goes on behind it.
     skipped: documents to leave out first, for a part that does not know its place.
 
-    Raises ValueError, when read, if a document is longer than `capacity`.
+    limits: what the model can read.
+
+    Raises ValueError, when read, if a document is longer than `capacity` or beyond `limits`.
     """
 
-    def __init__(self, part: Any, capacity: int | None, state: Any = None, skipped: int = 0):
+    def __init__(
+        self,
+        part: Any,
+        capacity: int | None,
+        state: Any = None,
+        skipped: int = 0,
+        limits: ModelLimits = ModelLimits(),
+    ):
         self._part = part
+        self._limits = limits
         self._capacity = capacity
         self.num_read = skipped
         if state is not None:
@@ -56,6 +73,8 @@ class Source:
                 f"document {self.num_read} of the stream has {length} tokens but capacity is "
                 f"{self._capacity}; raise max_length or set overflow='truncate' or 'split'"
             )
+        document = {name: _compact(value) for name, value in document.items()}
+        self._limits.check_document(document, f"document {self.num_read} of the stream")
         self.num_read += 1
         return document
 
@@ -91,7 +110,7 @@ class Window:
             document = self._source.next()
             if document is None:
                 break
-            self.documents.append({name: _compact(value) for name, value in document.items()})
+            self.documents.append(document)
             self._size += self._source.size_of(document)
         return self
 

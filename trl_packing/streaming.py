@@ -22,6 +22,7 @@ import datasets
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from trl_packing.model_limits import ModelLimits
 from trl_packing.packing import pack
 from trl_packing.report import PreparationCounts
 from trl_packing.stream_overflow import take_counts
@@ -72,9 +73,10 @@ class PackedStream(IterableDataset):
     documents: the whole stream; tokens come out as NumPy arrays.
     division: what is this reader's, by default all shards for every rank.
     epoch, place: where reading starts.
+    limits: what the model can read.
 
     Raises ValueError for a stream that was divided among ranks before; and, when read, for a
-    document longer than `capacity`, and if other documents than before lead to `place`.
+    document longer than `capacity` or beyond `limits`, and if other documents than before lead to `place`.
 
     >>> documents = [{"input_ids": [0] * length} for length in (3, 2, 1, 4)]
     >>> stream = PackedStream(documents, StreamSettings(capacity=4))
@@ -92,6 +94,7 @@ class PackedStream(IterableDataset):
         division: Division | None = None,
         epoch: int = 0,
         place: Place | None = None,
+        limits: ModelLimits = ModelLimits(),
     ):
         if settings.num_ranks > 1 and getattr(documents, "_distributed", None) is not None:
             raise ValueError(
@@ -105,6 +108,7 @@ class PackedStream(IterableDataset):
         self.division = division or division_of(documents, settings.num_ranks, 1)
         self.epoch = epoch
         self.place = place or Place()
+        self.limits = limits
 
     def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
         window = self._first_window()
@@ -130,7 +134,7 @@ class PackedStream(IterableDataset):
         part = self.division.part(self.documents, self.settings.num_ranks, self.rank, self.reader)
         if isinstance(part, datasets.IterableDataset):
             part.set_epoch(self.epoch)
-        return Source(part, self.settings.capacity, state, skipped)
+        return Source(part, self.settings.capacity, state, skipped, self.limits)
 
     @property
     def _full(self) -> int:

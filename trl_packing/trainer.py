@@ -40,7 +40,6 @@ from trl_packing.attention import AttentionChoice
 from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
     check_source_column,
 )
@@ -156,6 +155,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         self._hold_shapes()
         add_trained_positions_head(self._gate.base_model)
         self.packing_report = self._report()
+        self._check_evaluation_sets()
         self.add_callback(_OnTrainBegin(self))
         self.add_callback(ThroughputOnBar(self))
 
@@ -233,6 +233,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             self.train_dataset,
             *(evaluated.values() if isinstance(evaluated, dict) else [evaluated]),
         ]
+
+    def _check_evaluation_sets(self) -> None:
+        evaluated = self.eval_dataset
+        named = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
+        for name, dataset in named.items():
+            self._gate.limits.check(dataset, name)
 
     def _shards_sequences(self) -> bool:
         parallelism = self.accelerator.parallelism_config
@@ -393,13 +399,6 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             if words := str(stream.counts_of_all_ranks()):
                 logger.warning_once(f"evaluation stream: {words}")
 
-    def _vocabulary_size(self) -> int:
-        embeddings = self.model.get_input_embeddings()
-        weight = getattr(embeddings, "weight", None)
-        if weight is None:
-            return self.model.config.get_text_config().vocab_size
-        return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves none of it here
-
     # --- report -------------------------------------------------------------------------------
 
     def _report(self) -> PackingReport:
@@ -417,7 +416,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 tokens_per_micro_batch=self._tokens_per_micro_batch,
             )
         documents = self._remove_unused_columns(self.train_dataset)
-        check_token_ids(documents, self._vocabulary_size(), "train")
+        self._gate.limits.check(self.train_dataset, "train")
         return plan_report(
             documents,
             self._get_train_sampler(documents),
