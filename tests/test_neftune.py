@@ -68,7 +68,7 @@ def arguments(folder, config=PackedSFTConfig, **options):
 def recorded(folder, model=None, trainer=PackedSFTTrainer, documents=DOCUMENTS, **options):
     record = Record()
     peft_config = options.pop("peft_config", None)
-    config = PackedSFTConfig if trainer is PackedSFTTrainer else SFTConfig
+    config = SFTConfig if trainer is SFTTrainer else PackedSFTConfig
     trainer(
         model or tiny_model("llama"),
         arguments(folder, config, **options),
@@ -127,6 +127,29 @@ def test_transformers_own_noise_is_less(name, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.trainer.scale_noise_by_document", lambda model: None)
     with pytest.raises(AssertionError):
         assert_noise_of_documents_alone(recorded(tmp_path, **WAYS[name])[True])
+
+
+class OverridesLoss(PackedSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+class OverridesStep(PackedSFTTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(
+                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+            )
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("attention", ["documents", "model", "padded"])
+@pytest.mark.parametrize("trainer", [OverridesLoss, OverridesStep])
+def test_a_trainer_that_overrides_a_step_keeps_it(trainer, attention, tmp_path):
+    noise = recorded(tmp_path, trainer=trainer, attention=attention)
+    assert_noise_of_documents_alone(noise[True])
 
 
 @pytest.mark.parametrize("backend", ["documents", "model", "padded"])

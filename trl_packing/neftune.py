@@ -6,7 +6,7 @@ L is the length of the token's document and d the width of the embeddings. The h
 takes the length of the row that it sees for L. A packed row is longer than its documents, and so is
 a padded row than most of them: the noise would shrink with whatever shares the batch.
 
-    packed row         boundaries of the documents      told by `wrap_packed_calls`
+    packed row         boundaries of the documents      told by the trainer and `wrap_packed_calls`
     padded rows        length of each row               told by `padded_rows`
     any other call     transformers' own hook
 """

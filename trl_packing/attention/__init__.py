@@ -30,7 +30,6 @@ from trl_packing.attention.interface import (
     announce_boundaries,
     implementation_name,
     inside_peft,
-    leave_packed_calls,
     mark_packed_calls,
     unwrap_packed_calls,
 )
@@ -168,7 +167,6 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     elif choice.backend in ("documents", "varlen"):
         mark_packed_calls(backbone)
     else:
-        leave_packed_calls(backbone)
         return
     if backbone is not base:
         announce_boundaries(base)

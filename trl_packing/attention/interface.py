@@ -75,11 +75,6 @@ def mark_packed_calls(backbone: nn.Module) -> None:
     wrap_packed_calls(backbone, announced)
 
 
-def leave_packed_calls(backbone: nn.Module) -> None:
-    """Let packed calls of `backbone` run as they are: its own attention reads the boundaries."""
-    wrap_packed_calls(backbone, lambda forward, **kwargs: forward(**kwargs))
-
-
 def wrap_packed_calls(module: nn.Module, run: Callable[..., Any]) -> None:
     """Run packed calls of `module` as ``run(forward, **kwargs)``; others are left alone.
 
