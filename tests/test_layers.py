@@ -42,7 +42,8 @@ TABLE = {
     ),
     "balance": (set(), {"numpy"}),
     "steps": ({"balance", "packing"}, {"numpy"}),
-    "sampler": ({"packing", "steps"}, {"numpy", "transformers"}),
+    "document_order": (set(), {"numpy", "torch", "transformers"}),
+    "sampler": ({"document_order", "packing", "steps"}, {"numpy", "transformers"}),
     "unpacking": (
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
@@ -158,7 +159,7 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "report", "sampler"}, {"trl"}),
+    "plan": ({"arrow_documents", "config", "document_order", "report", "sampler"}, {"trl"}),
     "prepare": (
         {
             "arguments",

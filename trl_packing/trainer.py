@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -333,6 +334,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             self.model._is_accelerate_prepared = False
             self.model_wrapped = self.model  # compiled by then, under torch_compile
             self.accelerator._models.remove(self.model)
+        # accelerate draws the order of documents from this seed; ranks must agree on it.
+        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
+        self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         with pages_kept(on_cpu=self.args.device.type == "cpu"):
             return super().train(checkpoint, *args, **kwargs)
