@@ -85,7 +85,7 @@ def test_a_seed_given_to_torch_before_training_counts_as_in_a_padded_run(tmp_pat
     assert plain["documents"] != ours["documents"]
 
 
-@pytest.mark.parametrize("step", [3, 15])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 15])
 def test_a_resumed_run_holds_the_documents_of_the_padded_run(tmp_path, step):
     """Eleven steps an epoch; both runs save, and go on from, the same step."""
     settings = {"save_strategy": "steps", "save_steps": step}
