@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> dict[str, Result]:
 
 
 def curves(padded: list[float], free: list[float], points: int = 9) -> str:
-    """Return the two loss curves, a line for each of about `points` steps, the last one included."""
+    """Return both loss curves, a line for each of about `points` steps and the last one."""
     every = max(1, len(padded) // points)
     shown = sorted({*range(0, len(padded), every), len(padded) - 1})
     lines = [f"{step + 1:>6,}  {padded[step]:>10.6f}  {free[step]:>12.6f}" for step in shown]
