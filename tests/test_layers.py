@@ -27,9 +27,10 @@ TABLE = {
     "evaluation": ({"document_columns"}, {"torch"}),
     "report": (set(), set()),
     "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
+    "bad_rows": (set(), {"numpy"}),
     "dataset_checks": (
-        {"arrow_documents", "labels", "token_columns"},
-        {"datasets", "numpy", "trl"},
+        {"arrow_documents", "bad_rows", "labels", "token_columns"},
+        {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stop_tokens": (
         {"arrow_documents", "labels", "token_columns"},
@@ -83,8 +84,8 @@ TABLE = {
         set(),
     ),
     "documents_from_rows": (
-        {"labels", "supervision", "tokenization"},
-        {"accelerate", "datasets", "jinja2", "numpy", "transformers", "trl"},
+        {"bad_rows", "labels", "supervision", "tokenization", "turns"},
+        {"accelerate", "datasets", "numpy", "transformers", "trl"},
     ),
     "legacy_collator": (
         {"collator", "labels", "templates"},

@@ -132,6 +132,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
         keep_outputs_precise(self.accelerator)
+        if self.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
+            loading = self.accelerator.dataloader_config
+            loading.split_batches = loading.dispatch_batches = False
         self._check_parallelism()
         self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
