@@ -48,7 +48,8 @@ TABLE = {
     ),
     "balance": (set(), {"numpy"}),
     "steps": ({"balance", "packing"}, {"numpy"}),
-    "sampler": ({"packing", "steps"}, {"numpy", "transformers"}),
+    "document_order": (set(), {"numpy", "torch", "transformers"}),
+    "sampler": ({"document_order", "packing", "steps"}, {"numpy", "transformers"}),
     "unpacking": (
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
@@ -108,9 +109,10 @@ TABLE = {
         {"collator", "labels", "templates"},
         {"datasets", "numpy", "torch", "transformers", "trl"},
     ),
+    "neftune": (set(), {"torch", "transformers"}),
     "architectures": (set(), {"torch", "transformers"}),
     "engines": (set(), {"torch"}),
-    "attention.interface": (set(), {"torch", "transformers"}),
+    "attention.interface": ({"neftune"}, {"torch", "transformers"}),
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
@@ -119,7 +121,7 @@ TABLE = {
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
-        {"attention.interface", "engines", "host", "labels"},
+        {"attention.interface", "engines", "host", "labels", "neftune"},
         {"numpy", "torch", "transformers"},
     ),
     "attention": (
@@ -137,7 +139,7 @@ TABLE = {
     "head": ({"engines", "host", "labels"}, {"numpy", "torch", "trl"}),
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
-        {"document_columns", "evaluation", "label_smoothing", "labels"},
+        {"document_columns", "evaluation", "label_smoothing", "labels", "neftune"},
         {"torch", "transformers", "trl"},
     ),
     "throughput": (set(), set()),
@@ -177,7 +179,7 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "report", "sampler"}, {"trl"}),
+    "plan": ({"arrow_documents", "config", "document_order", "report", "sampler"}, {"trl"}),
     "prepare": (
         {
             "arguments",
@@ -258,6 +260,7 @@ TABLE = {
             "isolation",
             "length_constants",
             "model_limits",
+            "neftune",
             "packed_call",
             "packed_dataset",
             "probes",
@@ -308,6 +311,7 @@ TABLE = {
             "loaders",
             "loss",
             "measured",
+            "neftune",
             "plan",
             "prepare",
             "report",
