@@ -50,11 +50,19 @@ def test_without_labels_every_token_but_the_first_is_trained():
     assert documents.num_trained().tolist() == [2, 0, 0, 3]
 
 
-def test_sums_are_by_document_and_bounds_of_the_whole_table():
+def test_sums_are_by_document():
     documents = ArrowDocuments(Dataset.from_list(ROWS).select([3, 1, 0]), COLUMNS)
     assert documents.sums("input_ids").tolist() == [130, 0, 36]
-    assert documents.bounds("labels") == (-100, 34)
-    assert ArrowDocuments(Dataset.from_list(ROWS[1:2]), COLUMNS).bounds("labels") == (0, 0)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_rows_with_such_a_value_are_found_in_the_order_of_the_data_set(column):
+    chosen = [3, 1, 0, 2, 3]
+    documents = ArrowDocuments(Dataset.from_list(ROWS).select(chosen), [column])
+    for limit in (-100, 0, 11, 20, 33, 99):
+        expected = [i for i, row in enumerate(chosen) if any(v > limit for v in ROWS[row][column])]
+        found = documents.rows_where(column, lambda values, limit=limit: values > limit)
+        assert found.tolist() == expected
 
 
 def test_an_index_counts_from_the_end_too_and_stops_at_it():

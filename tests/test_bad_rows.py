@@ -221,6 +221,93 @@ def test_half_a_character_names_its_row(tmp_path, form):
         trainer_for(tmp_path, stream).train()
 
 
+@pytest.mark.parametrize("train_on", ["assistant", None])
+def test_tool_calls_that_are_a_text_name_their_row(tmp_path, train_on):
+    usual = {"messages": [user("Hi"), said("Yes?")]}
+    bad = {"messages": [user("Hi"), said("", tool_calls='[{"name": "look"}]')]}
+    sentence = r"row 1 of .*message 1 .*\(assistant\) has str .*look.* as tool_calls; make it a list"
+    with pytest.raises(ValueError, match=sentence):
+        trainer_for(tmp_path, [usual, bad], train_on=train_on)
+
+
+def stream_of(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+TOKENS = {"input_ids": [7, 8, 9]}
+
+
+@pytest.mark.parametrize(
+    ("usual", "other", "sentence"),
+    [
+        (TOKENS, {**TOKENS, "labels": [-100, 8, 9]}, "has 'labels', but its first row has none"),
+        ({**TOKENS, "labels": [7, 8, 9]}, TOKENS, "has no 'labels', but others have"),
+        ({**TOKENS, "completion_mask": [0, 1, 1]}, TOKENS, "has no 'completion_mask', but others"),
+        (TOKENS, {**TOKENS, "assistant_masks": [0, 1, 1]}, "has 'assistant_masks', but its first"),
+        ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', but others have"),
+    ],
+)
+def test_a_stream_whose_rows_change_columns_names_the_row(tmp_path, usual, other, sentence):
+    rows = [other if i == 31 else usual for i in range(40)]
+    with pytest.raises(ValueError, match=f"row 31 of the stream {sentence}"):
+        trainer_for(tmp_path, stream_of(rows), max_steps=20).train()
+
+
+def test_columns_that_say_nothing_of_tokens_may_come_and_go(tmp_path):
+    rows = [{**TOKENS, "source": "web"} if i % 2 else TOKENS for i in range(40)]
+    trainer_for(tmp_path, stream_of(rows)).train()
+
+
+@pytest.mark.parametrize("lengths", [[10, -2], [4, 3]])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_lengths_that_do_not_name_every_token_name_their_row(tmp_path, lengths, streamed):
+    good = {"input_ids": [7] * 8, "labels": [7] * 8, "seq_lengths": [6, 2]}
+    rows = [{**good, "seq_lengths": lengths} if i == 31 else good for i in range(40)]
+    trainer_for(tmp_path, [good] * 3).train()
+    with pytest.raises(ValueError, match="row 31 of the .*seq_lengths"):
+        trainer_for(tmp_path, stream_of(rows) if streamed else rows, max_steps=20).train()
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("rows", [[], [{"input_ids": [7, 8, 9], "labels": [-100] * 3}] * 3])
+def test_a_stream_with_nothing_to_train_is_refused_in_words(tmp_path, rows, evaluated):
+    with pytest.raises(ValueError, match="is empty: it has no rows|no documents left to train on"):
+        if evaluated:
+            trainer_for(tmp_path, [PAIR]).evaluate(stream_of(rows))
+        else:
+            trainer_for(tmp_path, stream_of(rows)).train()
+
+
+LONG = "many words and more " * 20
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "running"),
+    [
+        ({"messages": [user("Hi"), said(LONG)]}, {}, False),
+        ({"messages": [user("Hi"), said(LONG)]}, {"train_on": "assistant"}, False),
+        ({"conversations": [{"from": "gpt", "value": LONG}]}, {}, False),
+        ({"prompt": "Hi", "completion": LONG}, {"completion_only_loss": False}, False),
+        ({"query": "Hi", "response": LONG}, {"prompt_template": "qa"}, False),
+        ({"text": f"### A: {LONG}"}, {"response_template": "### A:"}, False),
+        ({"text": f"<|im_start|>user\nHi<|im_end|>\n{LONG}<|im_end|>"}, {}, False),
+        ({"input_ids": [9] * 90, "labels": [-100] * 5 + [9] * 85}, {}, False),
+        ({"text": LONG}, {}, True),
+        ({"input_ids": [9] * 90}, {}, True),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_cut_answers_are_not_told_to_be_split(tmp_path, row, settings, running, streamed):
+    """A piece of an answer without its question teaches to begin in the middle."""
+    rows = stream_of([row] * 8) if streamed else [row] * 8
+    trainer = trainer_for(tmp_path, rows, max_length=32, **settings)
+    trainer.train()
+    report = str(trainer.packing_report)
+    assert "of the trained tokens are lost" in report
+    assert "raise max_length" in report
+    assert ("overflow='split'" in report) == running
+
+
 # --- a prompt beside a whole conversation ---------------------------------------------------------
 
 

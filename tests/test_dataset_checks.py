@@ -5,7 +5,6 @@ import pytest
 from datasets import Dataset
 from tiny import tiny_tokenizer
 
-from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.dataset_checks import check_columns, check_eos, check_rows
 
 BAD_DATA = {

@@ -59,7 +59,9 @@ TABLE = {
     "stream_overflow": (
         {
             "arrow_documents",
+            "dataset_checks",
             "document_columns",
+            "model_limits",
             "overflow",
             "pieces",
             "report",
@@ -102,7 +104,7 @@ TABLE = {
         set(),
     ),
     "documents_from_rows": (
-        {"bad_rows", "labels", "supervision", "tokenization", "turns"},
+        {"bad_rows", "dataset_checks", "labels", "supervision", "tokenization", "turns"},
         {"accelerate", "datasets", "numpy", "transformers", "trl"},
     ),
     "legacy_collator": (

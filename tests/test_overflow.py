@@ -58,30 +58,30 @@ def data_sets(draw):
 # stop tokens, and 20 would be one if it were trained. Amounts: documents, tokens, trained, stops.
 STOPS = {12, 25, 20}
 BEFORE = Amount(3, 13, 7, 2)
-OR_SPLIT = "raise max_length or set overflow='split'"
+RAISE = "raise max_length"  # pieces of an answer without its prompt would make no sense
 
 BY_HAND = {
     # The second document keeps its prompt only, so it goes.
     "truncate": (
         [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
         Amount(2, 7, 5, 1),
-        Step(1, "longer than max_length=4: cut at the end", Amount(0, 2, 2, 1), 1, OR_SPLIT),
+        Step(1, "longer than max_length=4: cut at the end", Amount(0, 2, 2, 1), 1, RAISE),
         Step(1, "with no trained token left: dropped", Amount(1, 4, 0, 0)),
     ),
     "truncate_start": (
         [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
         Amount(3, 11, 7, 2),
-        Step(1, "longer than max_length=4: cut at the start", Amount(0, 2), 0, OR_SPLIT),
+        Step(1, "longer than max_length=4: cut at the start", Amount(0, 2), 0, RAISE),
     ),
     "truncate_prompt": (
         [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
         Amount(3, 11, 7, 2),
-        Step(1, "longer than max_length=4: prompt cut at the start", Amount(0, 2), 0, OR_SPLIT),
+        Step(1, "longer than max_length=4: prompt cut at the start", Amount(0, 2), 0, RAISE),
     ),
     "drop": (
         [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
         Amount(2, 7, 5, 1),
-        Step(1, "longer than max_length=4: dropped", Amount(1, 6, 2, 1), 1, OR_SPLIT),
+        Step(1, "longer than max_length=4: dropped", Amount(1, 6, 2, 1), 1, RAISE),
     ),
     # 20 21 22 23 | 24 25: the first piece has nothing to train; 24 begins a piece: no target.
     "split": (
@@ -148,7 +148,7 @@ def test_cutting_the_prompt_loses_no_trained_token_of_completions_that_fit(rows,
 def test_the_error_policy_names_the_first_document_that_is_too_long():
     sentence = (
         "document 1 of the train dataset has 6 tokens but max_length is 4; raise max_length or set "
-        "overflow='truncate', 'split' or 'drop'"
+        "overflow='truncate' or 'drop'"
     )
     with pytest.raises(ValueError, match=sentence):
         fit(THREE, "error")
@@ -336,7 +336,7 @@ def test_weights_of_any_documents_stay_with_their_tokens(rows, capacity):
 
 BAD_WEIGHTS = {
     "too few": ([1.0], "a document has 3 input_ids but 1 loss_weights; give one label, mask entry"),
-    "null row": (None, "column 'loss_weights' has a missing (null) row"),
+    "null row": (None, "row 0 of the stream has no 'loss_weights', but others have"),
     "null": ([1.0, None, 1.0], "column 'loss_weights' has a missing (null) "),
     "words": (["a", "b", "c"], "column 'loss_weights' holds list<item: string>, but weights are"),
 }
@@ -468,7 +468,7 @@ GOOD = document(10, 3)
 BAD_ROWS = {
     "missing row": (
         {"input_ids": None, "labels": [1]},
-        "column 'input_ids' has a missing (null) row",
+        "row 1 of the stream has no 'input_ids', but others have",
     ),
     "missing token": (
         {"input_ids": [1, None], "labels": [1, 2]},

@@ -106,9 +106,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
         return self._in_order(self.readers[column].sums())
 
-    def rows_where(
-        self, column: str, condition: Callable[[np.ndarray], np.ndarray]
-    ) -> np.ndarray:
+    def rows_where(self, column: str, condition: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return the rows that have a value of `column` which meets `condition`, ascending.
 
         condition: from values ``(T,)`` to booleans ``(T,)``.

@@ -243,10 +243,7 @@ def _check_types(args: Any) -> None:
     for name, (expected, optional) in _TYPES.items():
         value = getattr(args, name, getattr(PackingOptions, name, None))
         if not (value is None and optional) and not _is(value, expected):
-            raise ValueError(
-                f"{name}={value!r} is a {type(value).__name__}; it must be {expected}"
-                + ", or None" * optional
-            )
+            raise ValueError(f"{name}={value!r} must be {expected}" + ", or None" * optional)
 
 
 def _is(value: Any, expected: str) -> bool:

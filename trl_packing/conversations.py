@@ -136,6 +136,11 @@ def _complaints(message: Any, chat_template: str) -> Iterator[str]:
             f"has the role {role!r}, which is none of {ROLES} and not named in the chat template; "
             "rename it"
         )
+    elif message.get("tool_calls") and not _is_list_of_calls(message["tool_calls"]):
+        yield (
+            f"({role}) has {_short(message['tool_calls'])} as tool_calls; make it a list of calls "
+            "(json.loads reads one that is written as JSON)"
+        )
     elif content is None and not any(message.get(key) for key in _OTHER_CONTENT):
         yield f"({role}) has no content; remove the row, or set it to ''"
     elif isinstance(content, (list, tuple)):
@@ -143,6 +148,10 @@ def _complaints(message: Any, chat_template: str) -> Iterator[str]:
             yield f"({role}) has a list as content whose parts have no 'type': {_short(content)}"
     elif content is not None and not isinstance(content, str):
         yield f"({role}) has {_short(content)} as content; make it a string"
+
+
+def _is_list_of_calls(calls: Any) -> bool:
+    return isinstance(calls, (list, tuple)) and all(isinstance(call, Mapping) for call in calls)
 
 
 def _short(value: Any) -> str:

@@ -4,6 +4,7 @@ A wrong data set names the row, the column and the way out here; a model would f
 train on something else.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -14,7 +15,7 @@ from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
 from trl_packing.arrow_documents import ArrowDocuments, weight_lists
 from trl_packing.bad_rows import and_others
-from trl_packing.labels import MASK_COLUMNS, WEIGHT_COLUMN
+from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, WEIGHT_COLUMN
 from trl_packing.model_limits import ModelLimits
 from trl_packing.token_columns import TOKEN_COLUMNS
 
@@ -47,6 +48,32 @@ def check_columns(
         if "completion" not in columns and whole:
             known -= {"prompt"}  # it repeats the beginning of the conversation (ultrachat_200k)
         _check_no_missing(dataset, name, sorted({*known, "completion"} & set(columns)))
+
+
+def check_same_columns(
+    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Iterable[str]
+) -> None:
+    """Raise ValueError naming the first row of a stream whose columns are not those of row 0.
+
+    columns: those of row 0; columns that say nothing of tokens may come and go.
+    """
+    expected = {*_BY_TOKEN} & set(columns)
+    for column in [*_BY_TOKEN]:
+        is_null = [value is None for value in batch.get(column, [None] * len(rows))]
+        wrong = np.flatnonzero(np.array(is_null) == (column in expected))
+        if len(wrong):
+            differs = (
+                f"no {column!r}, but others have"
+                if column in expected
+                else f"{column!r}, but its first row has none"
+            )
+            raise ValueError(
+                f"row {rows[wrong[0]]} of the stream has {differs}; give all rows the same columns"
+                f"{and_others(wrong)}"
+            )
+
+
+_BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 
 
 def empty_completions(
@@ -106,13 +133,20 @@ def check_rows(
     if isinstance(rows, datasets.IterableDataset):
         return
     documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])
-    lengths, stated = documents.lengths(), documents.sums("seq_lengths")
-    wrong = np.flatnonzero(lengths != stated)
+    wrong = documents.rows_where("seq_lengths", lambda lengths: lengths < 0)
+    if len(wrong):
+        stated = documents[int(wrong[0])]["seq_lengths"].tolist()
+        raise ValueError(
+            f"row {wrong[0]} of the {name} dataset has the seq_lengths {stated}; no length can be "
+            f"negative{and_others(wrong)}"
+        )
+    lengths, sums = documents.lengths(), documents.sums("seq_lengths")
+    wrong = np.flatnonzero(lengths != sums)
     if len(wrong):
         row = wrong[0]
         raise ValueError(
             f"row {row} of the {name} dataset holds {lengths[row]} input_ids but its seq_lengths "
-            f"sum to {stated[row]}; they must name every token{and_others(wrong)}"
+            f"sum to {sums[row]}; they must name every token{and_others(wrong)}"
         )
     if capacity is not None and lengths.max() > capacity:
         row = int(lengths.argmax())

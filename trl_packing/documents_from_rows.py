@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.bad_rows import BadRows, lone_surrogate
+from trl_packing.dataset_checks import check_same_columns
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
 from trl_packing.supervision import Supervision, says_what_is_trained
 from trl_packing.tokenization import Rendered, Tokenized, tokenize
@@ -221,7 +222,11 @@ def label_tokenized(
     present = get_dataset_column_names(dataset)
     if "labels" in present:
         return dataset
-    options: dict[str, Any] = {"fn_kwargs": {"completion_only": completion_only}, "batched": True}
+    options: dict[str, Any] = {
+        "fn_kwargs": {"completion_only": completion_only, "columns": present},
+        "batched": True,
+        "with_indices": True,
+    }
     if isinstance(dataset, Dataset):
         options |= {"num_proc": num_proc, "desc": f"Building labels for {name} dataset"}
     masks = [column for column in MASK_COLUMNS if column in present]
@@ -229,8 +234,12 @@ def label_tokenized(
 
 
 def _label_batch(
-    batch: Mapping[str, Sequence[Any]], completion_only: bool
+    batch: Mapping[str, Sequence[Any]],
+    rows_read: Sequence[int],
+    completion_only: bool,
+    columns: Sequence[str],
 ) -> dict[str, list[np.ndarray]]:
+    check_same_columns(batch, rows_read, columns)
     ignored = () if completion_only else ("completion_mask",)
     masks = [name for name in MASK_COLUMNS if name in batch and name not in ignored]
     rows = zip(batch["input_ids"], *(batch[name] for name in masks), strict=True)

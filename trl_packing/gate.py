@@ -4,7 +4,8 @@ It holds how the documents of a run are kept apart (`attention`), checks it on t
 with the run's own documents, and takes a slower exact way where the check fails.
 """
 
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.head import use_own_head
 from trl_packing.isolation import IsolationReport, check_fused_head
 from trl_packing.length_constants import length_constants
-from trl_packing.model_limits import ModelLimits, limits_of
-from trl_packing.stream_windows import NOTHING_TO_TRAIN
+from trl_packing.model_limits import NO_LIMITS, ModelLimits, limits_of
+from trl_packing.stream_windows import NOTHING_TO_TRAIN, check_lengths
 
 logger = get_logger(__name__)
 
@@ -153,7 +154,7 @@ def _covered(lengths: tuple[int, int], checked: list[tuple[int, int]]) -> bool:
 
 
 def probe_documents(
-    dataset: Any, model: Any, max_length: int | None, limits: ModelLimits = ModelLimits()
+    dataset: Any, model: Any, max_length: int | None, limits: ModelLimits = NO_LIMITS
 ) -> list[np.ndarray]:
     """Return the documents that probe isolation: the shortest, a middling and the longest.
 
@@ -164,8 +165,13 @@ def probe_documents(
         if not first:
             raise ValueError(NOTHING_TO_TRAIN)
         for number, document in enumerate(first):
+            check_lengths(document, number)
             limits.check_document(document, f"document {number} of the stream")
-        found = [np.asarray(d["input_ids"]) for d in first]
+        found = [
+            np.asarray(document["input_ids"])[start : start + length]
+            for document in first
+            for start, length in _documents_of(document)
+        ]
         # What else the stream brings is unknown: it may cross what max_length lets through.
         beyond = [
             constant
@@ -180,6 +186,15 @@ def probe_documents(
     return [
         documents[int(rows[i])]["input_ids"][starts[i] : starts[i] + lengths[i]] for i in chosen
     ]
+
+
+def _documents_of(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield first token and length of each document; a packed row holds several."""
+    lengths = row.get("seq_lengths")
+    lengths = [len(row["input_ids"])] if lengths is None else lengths
+    yield from (
+        (end - length, length) for length, end in zip(lengths, accumulate(lengths), strict=True)
+    )
 
 
 def _places(dataset: Dataset, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

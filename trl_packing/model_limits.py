@@ -9,7 +9,7 @@ ends the process, and on some kernels a wrong number. So every data set is looke
 runs on it: one pass over the Arrow table, a stream document by document.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,21 +45,28 @@ class ModelLimits:
         if "input_ids" in columns:
             self.check_documents(ArrowDocuments(dataset, columns), f"of the {name} dataset")
 
-    def check_documents(self, documents: ArrowDocuments, where: str) -> None:
-        """Raise ValueError naming the first document that is beyond, and how many are."""
+    def check_documents(
+        self, documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
+    ) -> None:
+        """Raise ValueError naming the first document that is beyond, and how many are.
+
+        numbers: what documents are called, if not 0, 1, 2, …
+        """
+        numbers = range(len(documents)) if numbers is None else numbers
         for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
             if column in documents.columns:
                 wrong = documents.rows_where(column, is_beyond)
                 if len(wrong):
                     values = documents[int(wrong[0])][column]
                     problem = self._problem(column, values[is_beyond(values)][0])
-                    raise ValueError(f"document {wrong[0]} {where} {problem}{and_others(wrong)}")
+                    which = f"document {numbers[wrong[0]]} {where}"
+                    raise ValueError(f"{which} {problem}{and_others(wrong)}")
         if self.positions is not None:
             column = "seq_lengths" if "seq_lengths" in documents.columns else "input_ids"
             wrong, length = self._too_long(documents, column)
             if len(wrong):
                 raise ValueError(
-                    f"document {wrong[0]} {where} {self._problem('length', length)}"
+                    f"document {numbers[wrong[0]]} {where} {self._problem('length', length)}"
                     f"{and_others(wrong)}"
                 )
 
@@ -116,6 +123,9 @@ class ModelLimits:
 
 
 _NAMES = {"input_ids": "token id", "labels": "label"}
+
+
+NO_LIMITS = ModelLimits()
 
 
 def limits_of(model: Any) -> ModelLimits:

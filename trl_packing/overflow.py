@@ -195,13 +195,26 @@ def _overflow_step(overflow: Overflow, before: _Counted, cut: _Counted, pieces: 
     why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
     if overflow.policy == "wrapped":
         why = f"cut where rows of max_length={overflow.capacity} end"
+    suggests_split = not overflow.makes_pieces and _are_running_text(overflow, before, cut, pieces)
     return Step(
         number - intact,
         why,
         before.amount() - cut.amount(),
         lost_a_stop=int((stops_left < before.stops).sum()),
-        way_out="raise max_length" + " or set overflow='split'" * (not overflow.makes_pieces),
+        way_out="raise max_length" + " or set overflow='split'" * suggests_split,
     )
+
+
+def _are_running_text(overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces) -> bool:
+    """Return whether pieces of the documents that are cut would make sense alone.
+
+    Those of a conversation, or of an answer without its prompt, would not: these have tokens that
+    are not trained, or stop tokens between their turns.
+    """
+    is_cut = np.ones(len(before.tokens), bool)
+    is_cut[pieces.rows[cut.tokens == before.tokens[pieces.rows]]] = False
+    trained = before.trained[is_cut] >= before.tokens[is_cut] - 1
+    return overflow.running_text and bool(trained.all() and (before.stops[is_cut] < 2).all())
 
 
 def _drop_steps(

@@ -59,8 +59,8 @@ class PackedDataset(torch.utils.data.Dataset):
     `PackedCollator`. One that drops `attention_mask` will not: transformers' own
     `DataCollatorWithFlattening` would make one document of the row.
 
-    Raises ValueError for a document longer than `pack_len`, for negative ids, for weights, which a plain trainer does
-    not know, and for rows that are packed already.
+    Raises ValueError for a document longer than `pack_len`, for negative ids, for weights, which a
+    plain trainer does not know, and for rows that are packed already.
     """
 
     def __init__(

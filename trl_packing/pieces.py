@@ -23,10 +23,12 @@ class Overflow:
 
     `policy` is one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
     or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
+    `running_text`: pieces of such documents may make sense alone; those of an answer do not.
     """
 
     policy: str
     capacity: int | None
+    running_text: bool = True
 
     @property
     def makes_pieces(self) -> bool:
@@ -104,5 +106,5 @@ def too_long_error(which: str, length: int, capacity: int | None) -> ValueError:
     """Return the error for a document that the policy refuses."""
     return ValueError(
         f"{which} has {length} tokens but max_length is {capacity}; raise max_length or set "
-        "overflow='truncate', 'split' or 'drop'"
+        "overflow='truncate' or 'drop'"
     )

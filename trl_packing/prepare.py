@@ -10,7 +10,7 @@ documents      each ≤ max_length, each with something to train
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -87,7 +87,8 @@ class Preparation:
             )
         elif self.options.response_template is not None:
             unfound = self._unfound(documents, name)
-        fitted, counts = self._fitted(documents, name)
+        is_text = formatting_func is None and self._is_running_text(dataset)
+        fitted, counts = self._fitted(documents, name, running_text=is_text)
         for note in filter(None, (empty, unfound)):
             logger.warning(note)
             counts = counts and counts.with_note(note)
@@ -215,11 +216,17 @@ class Preparation:
 
     # --- what fits --------------------------------------------------------------------------------
 
+    def _is_running_text(self, dataset: AnyDataset) -> bool:
+        columns = set(get_dataset_column_names(dataset))
+        has_template = self.options.prompt_template or self.options.response_template
+        return not has_template and not columns & {"prompt", "messages", "conversations"}
+
     def _fitted(
-        self, documents: AnyDataset, name: str
+        self, documents: AnyDataset, name: str, *, running_text: bool
     ) -> tuple[AnyDataset, PreparationCounts | None]:
         args, appends = self.args, self.options.append_eos
-        overflow, stops = overflow_of(args, self.packing), self._stop_ids()
+        overflow = replace(overflow_of(args, self.packing), running_text=running_text)
+        stops = self._stop_ids()
         if "seq_lengths" in get_dataset_column_names(documents):
             check_rows(documents, args.max_length, name, append_eos=appends)
             return documents, None

@@ -61,6 +61,7 @@ class Step:
             lost=self.lost + other.lost,
             lost_a_stop=self.lost_a_stop + other.lost_a_stop,
             empty=self.empty + other.empty,
+            way_out=min(self.way_out, other.way_out, key=len),  # what helps the documents of both
         )
 
     def __str__(self) -> str:

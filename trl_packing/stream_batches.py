@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from trl_packing.model_limits import ModelLimits
+from trl_packing.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.report import PreparationCounts
 from trl_packing.stream_overflow import take_counts
 from trl_packing.stream_parts import Document, division_of
@@ -62,7 +62,7 @@ class StreamBatches(IterableDataset):
         global_step: Callable[[], int] = lambda: 0,
         agree: Callable[[int], int] | None = None,
         loading: dict[str, Any] | None = None,
-        limits: ModelLimits = ModelLimits(),
+        limits: ModelLimits = NO_LIMITS,
     ):
         self.documents = documents
         self.settings = settings

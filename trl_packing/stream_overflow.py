@@ -14,7 +14,9 @@ import datasets
 import pyarrow as pa
 
 from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.dataset_checks import check_same_columns
 from trl_packing.document_columns import document_columns_of
+from trl_packing.model_limits import ModelLimits
 from trl_packing.overflow import count_losses, fit_table
 from trl_packing.pieces import Overflow
 from trl_packing.report import PreparationCounts
@@ -43,6 +45,7 @@ def fit_stream(
     return dataset.with_format(None).map(  # plain lists, whatever format the user has set
         StreamFit(kept, overflow, before, stop_ids, note),
         batched=True,
+        with_indices=True,
         remove_columns=[column for column in columns if column not in kept],
     )
 
@@ -65,8 +68,11 @@ class StreamFit:
         self.note = note
         self._counts = PreparationCounts()
 
-    def __call__(self, batch: Batch) -> dict[str, list[Any]]:
+    def __call__(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[Any]]:
+        check_same_columns(batch, rows, self.columns)
         table = pa.table({name: pa.array(batch[name]) for name in self.columns})
+        read = ArrowDocuments(datasets.Dataset(table), TOKEN_COLUMNS)
+        ModelLimits().check_documents(read, "of the stream", rows)
         table = table if self.before is None else self.before(table)
         fitted = fit_table(table, self.overflow)
         documents = datasets.Dataset(table)

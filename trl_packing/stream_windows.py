@@ -11,9 +11,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from trl_packing.model_limits import ModelLimits
+from trl_packing.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.stream_parts import Document
-
 
 NOTHING_TO_TRAIN = (
     "the stream has no documents left to train on; check its source, max_length and the completion "
@@ -39,7 +38,7 @@ class Source:
         capacity: int | None,
         state: Any = None,
         skipped: int = 0,
-        limits: ModelLimits = ModelLimits(),
+        limits: ModelLimits = NO_LIMITS,
     ):
         self._part = part
         self._limits = limits
@@ -71,12 +70,25 @@ class Source:
         if self._capacity is not None and length > self._capacity:
             raise ValueError(
                 f"document {self.num_read} of the stream has {length} tokens but capacity is "
-                f"{self._capacity}; raise max_length or set overflow='truncate' or 'split'"
+                f"{self._capacity}; raise max_length or set overflow='truncate' or 'drop'"
             )
+        check_lengths(document, self.num_read)
         document = {name: _compact(value) for name, value in document.items()}
         self._limits.check_document(document, f"document {self.num_read} of the stream")
         self.num_read += 1
         return document
+
+
+def check_lengths(row: Document, number: int) -> None:
+    """Raise ValueError if a packed row misstates the lengths of its documents."""
+    lengths = row.get("seq_lengths")
+    if lengths is not None and (
+        min(lengths, default=0) < 0 or sum(lengths) != len(row["input_ids"])
+    ):
+        raise ValueError(
+            f"row {number} of the stream holds {len(row['input_ids'])} tokens, but its seq_lengths "
+            f"are {list(lengths)}; they must name every token, and none can be negative"
+        )
 
 
 class Window:

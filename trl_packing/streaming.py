@@ -22,7 +22,7 @@ import datasets
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from trl_packing.model_limits import ModelLimits
+from trl_packing.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.packing import pack
 from trl_packing.report import PreparationCounts
 from trl_packing.stream_overflow import take_counts
@@ -76,7 +76,8 @@ class PackedStream(IterableDataset):
     limits: what the model can read.
 
     Raises ValueError for a stream that was divided among ranks before; and, when read, for a
-    document longer than `capacity` or beyond `limits`, and if other documents than before lead to `place`.
+    document longer than `capacity` or beyond `limits`, and if other documents than before lead to
+    `place`.
 
     >>> documents = [{"input_ids": [0] * length} for length in (3, 2, 1, 4)]
     >>> stream = PackedStream(documents, StreamSettings(capacity=4))
@@ -94,7 +95,7 @@ class PackedStream(IterableDataset):
         division: Division | None = None,
         epoch: int = 0,
         place: Place | None = None,
-        limits: ModelLimits = ModelLimits(),
+        limits: ModelLimits = NO_LIMITS,
     ):
         if settings.num_ranks > 1 and getattr(documents, "_distributed", None) is not None:
             raise ValueError(

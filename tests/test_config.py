@@ -1,0 +1,55 @@
+"""A setting of another type is refused where it is set, in one sentence."""
+
+import pytest
+from trl import SFTConfig
+
+from trl_packing import PackedSFTConfig
+from trl_packing.config import check_options
+
+HERE = {"use_cpu": True, "bf16": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_length", ["16", 16.0, True]),
+        ("documents_per_step", ["4", 2.5, True]),
+        ("packing", ["yes", None]),
+        ("eval_packing", ["no"]),
+        ("append_eos", ["yes", 2]),
+        ("static_shapes", ["no", None]),
+        ("response_template", [5, ["### A:"], [1.5]]),
+        ("prompt_template", [5]),
+        ("query_field", [None, 5]),
+        ("response_field", [None, ["a"]]),
+        ("source_column", [3, ["a"]]),
+        ("attention", [None, 2]),
+        ("packing_strategy", [None, 3, ["bfd"]]),
+        ("overflow", [3, ["drop"]]),
+        ("train_on", [1, True]),
+        ("loss_weighting", [None, 1]),
+        ("isolation_check", [None, False]),
+    ],
+)
+def test_a_setting_of_another_type_is_one_sentence(tmp_path, name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{name}=.* (must be|is unknown; choose one of)"):
+            PackedSFTConfig(str(tmp_path), **HERE, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_length": 16, "documents_per_step": 4, "append_eos": True},
+        {"response_template": [5, 6], "instruction_template": "### Q:", "source_column": "web"},
+        {"packing": False, "max_length": None, "eval_packing": None, "pad_to_multiple_of": 8},
+    ],
+)
+def test_settings_of_their_type_pass(tmp_path, settings):
+    PackedSFTConfig(str(tmp_path), **HERE, **settings)
+
+
+def test_the_settings_of_trl_are_looked_at_too(tmp_path):
+    config = SFTConfig(str(tmp_path), **HERE, max_length="16")
+    with pytest.raises(ValueError, match="max_length='16' must be a whole number, or None"):
+        check_options(config)
