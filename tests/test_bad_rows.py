@@ -225,7 +225,9 @@ def test_half_a_character_names_its_row(tmp_path, form):
 def test_tool_calls_that_are_a_text_name_their_row(tmp_path, train_on):
     usual = {"messages": [user("Hi"), said("Yes?")]}
     bad = {"messages": [user("Hi"), said("", tool_calls='[{"name": "look"}]')]}
-    sentence = r"row 1 of .*message 1 .*\(assistant\) has str .*look.* as tool_calls; make it a list"
+    sentence = (
+        r"row 1 of .*message 1 .*\(assistant\) has str .*look.* as tool_calls; make it a list"
+    )
     with pytest.raises(ValueError, match=sentence):
         trainer_for(tmp_path, [usual, bad], train_on=train_on)
 
@@ -264,18 +266,21 @@ def test_lengths_that_do_not_name_every_token_name_their_row(tmp_path, lengths, 
     good = {"input_ids": [7] * 8, "labels": [7] * 8, "seq_lengths": [6, 2]}
     rows = [{**good, "seq_lengths": lengths} if i == 31 else good for i in range(40)]
     trainer_for(tmp_path, [good] * 3).train()
-    with pytest.raises(ValueError, match="row 31 of the .*seq_lengths"):
+    with pytest.raises(ValueError, match=r"row 31 of the .*seq_lengths"):
         trainer_for(tmp_path, stream_of(rows) if streamed else rows, max_steps=20).train()
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("rows", [[], [{"input_ids": [7, 8, 9], "labels": [-100] * 3}] * 3])
 def test_a_stream_with_nothing_to_train_is_refused_in_words(tmp_path, rows, evaluated):
-    with pytest.raises(ValueError, match="is empty: it has no rows|no documents left to train on"):
+    def run():
         if evaluated:
             trainer_for(tmp_path, [PAIR]).evaluate(stream_of(rows))
         else:
             trainer_for(tmp_path, stream_of(rows)).train()
+
+    with pytest.raises(ValueError, match=r"is empty: it has no rows|no documents left to train on"):
+        run()
 
 
 LONG = "many words and more " * 20
@@ -323,3 +328,34 @@ def test_a_prompt_beside_messages_repeats_their_beginning(tmp_path, column, stre
     plain = trainer_for(tmp_path / "plain", [{"messages": c} for c in conversations])
     assert documents(trainer) == documents(plain)
     trainer.train()
+
+
+# --- flags that are null --------------------------------------------------------------------------
+
+
+def flagged(train, number=4):
+    messages = [user("Hi") | {"train": None}, said("Yes?", train=train)]
+    return [{"messages": messages} for _ in range(number)]
+
+
+def test_flags_that_are_all_null_are_as_if_they_were_not_there(tmp_path):
+    without = [{"messages": [user("Hi"), said("Yes?")]}] * 4
+    trainer = trainer_for(tmp_path / "null", flagged(None))
+    assert documents(trainer) == documents(trainer_for(tmp_path / "plain", without))
+    trainer.train()
+
+
+def test_flags_of_later_rows_count_for_the_first(tmp_path):
+    rows = Dataset.from_list(flagged(None) + flagged(True))
+    trainer = trainer_for(tmp_path / "some", rows)
+    asked = trainer_for(tmp_path / "asked", flagged(None), train_on="assistant")
+    assert documents(trainer)[:4] == documents(asked)
+    assert documents(trainer) != documents(trainer_for(tmp_path / "null", flagged(None, 8)))
+
+
+def test_a_stream_whose_first_flags_are_null_says_what_it_trains(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_for(tmp_path, stream_of(flagged(None)))
+    asked = trainer_for(tmp_path / "asked", flagged(None), train_on="assistant")
+    assert documents(trainer) == documents(asked)
+    assert "null in its first row: the assistant's turns are trained" in caplog.text

@@ -46,6 +46,10 @@ TABLE = {
         {"arrow_documents", "labels", "pieces", "report", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
     ),
+    "unpadding": (
+        {"arrow_documents", "bad_rows", "labels", "pieces", "token_columns"},
+        {"accelerate", "datasets", "numpy", "pyarrow", "trl"},
+    ),
     "balance": (set(), {"numpy"}),
     "steps": ({"balance", "packing"}, {"numpy"}),
     "document_order": (set(), {"numpy", "torch", "transformers"}),
@@ -101,7 +105,7 @@ TABLE = {
     "tokenization": ({"labels", "templates"}, {"numpy", "trl"}),
     "supervision": (
         {"conversations", "prompt_templates", "templates", "tokenization", "turns"},
-        set(),
+        {"datasets", "pyarrow"},
     ),
     "documents_from_rows": (
         {"bad_rows", "dataset_checks", "labels", "supervision", "tokenization", "turns"},
@@ -199,6 +203,7 @@ TABLE = {
             "supervision",
             "templates",
             "token_columns",
+            "unpadding",
         },
         {"accelerate", "datasets", "numpy", "trl"},
     ),

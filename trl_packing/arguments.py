@@ -204,10 +204,12 @@ def supervision_of(
     chat_template: str | None,
     completion_only: bool,
     formatting_func: Callable[[Any], str] | None = None,
+    flagged: bool | None = None,
 ) -> Supervision:
     """Return what `args` say about which tokens of rows like `first` are trained.
 
     chat_template, completion_only: what TRL has made of `args` and the training set.
+    flagged: whether messages say whether they are trained; None: as those of `first` do.
     Raises ValueError for templates that are empty or cannot be read.
     """
     options = PackingOptions.of(args)
@@ -218,7 +220,8 @@ def supervision_of(
         prompt_template = PromptTemplate.of(options.prompt_template, options.query_field)
         completion_only = args.completion_only_loss is not False
     train_on = options.train_on
-    if train_on is None and isinstance(args, PackedSFTConfig) and says_what_is_trained(first):
+    flagged = says_what_is_trained(first) if flagged is None else flagged
+    if train_on is None and isinstance(args, PackedSFTConfig) and flagged:
         train_on = "assistant"
     return Supervision(
         ChatTemplate(tokenizer, chat_template),

@@ -23,7 +23,7 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.bad_rows import BadRows, lone_surrogate
 from trl_packing.dataset_checks import check_same_columns
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
-from trl_packing.supervision import Supervision, says_what_is_trained
+from trl_packing.supervision import Supervision, has_flags
 from trl_packing.tokenization import Rendered, Tokenized, tokenize
 from trl_packing.turns import TEMPLATE_ERRORS
 
@@ -65,7 +65,7 @@ def documents_from_rows(
     Raises ValueError, naming the row, for what cannot be rendered or tokenized.
     """
     first = next(iter(dataset.with_format(None)))
-    flagged = says_what_is_trained(first)
+    flagged = has_flags(dataset, first)
     try:
         supervision.check(first)
     except ValueError as error:

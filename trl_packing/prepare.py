@@ -37,9 +37,10 @@ from trl_packing.overflow import fit_documents
 from trl_packing.report import PreparationCounts
 from trl_packing.stop_tokens import append_eos, eos_appender, stop_token_ids, unended
 from trl_packing.stream_overflow import fit_stream
-from trl_packing.supervision import Supervision
+from trl_packing.supervision import Supervision, has_flags, says_what_is_trained
 from trl_packing.templates import Templates
 from trl_packing.token_columns import TOKEN_COLUMNS, token_columns_of
+from trl_packing.unpadding import cut_padding
 
 logger = get_logger(__name__)
 
@@ -79,6 +80,7 @@ class Preparation:
         check_not_empty(dataset, name)
         self._check_columns(dataset, formatting_func, name)
         empty = self._empty_completions(dataset, formatting_func, name)
+        dataset, padding = self._unpadded(dataset, name)
         documents, unfound = self._tokenized(dataset, formatting_func, name), None
         collator = self.completion_only_lm or self._template_of_tokens(dataset, name)
         if collator is not None:
@@ -89,7 +91,7 @@ class Preparation:
             unfound = self._unfound(documents, name)
         is_text = formatting_func is None and self._is_running_text(dataset)
         fitted, counts = self._fitted(documents, name, running_text=is_text)
-        for note in filter(None, (empty, unfound)):
+        for note in filter(None, (empty, padding, unfound)):
             logger.warning(note)
             counts = counts and counts.with_note(note)
         return fitted, counts
@@ -105,6 +107,11 @@ class Preparation:
             check_columns(dataset, name, self.args.dataset_text_field)
         if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
             weights_of_documents(dataset, f"the {name} dataset")  # said of the user's own rows
+
+    def _unpadded(self, dataset: AnyDataset, name: str) -> tuple[AnyDataset, str | None]:
+        if "input_ids" not in get_dataset_column_names(dataset):
+            return dataset, None
+        return cut_padding(dataset, num_proc=self.args.dataset_num_proc, name=name)
 
     def _empty_completions(
         self, dataset: AnyDataset, formatting_func: Any, name: str
@@ -141,8 +148,15 @@ class Preparation:
                 chat_template=self.chat_template,
                 completion_only=self.completion_only,
                 formatting_func=formatting_func,
+                flagged=has_flags(dataset, first),
             )
             self._warn_of_tools(first, supervision, name)
+            if supervision.train_on != self.options.train_on and not says_what_is_trained(first):
+                logger.warning(
+                    f"messages of the {name} dataset have 'train' or 'weight', null in its first "
+                    "row: the assistant's turns are trained, and others as they say; set train_on "
+                    "to train something else"
+                )
             documents = documents_from_rows(
                 dataset,
                 supervision,

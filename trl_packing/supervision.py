@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import datasets
+import pyarrow as pa
+
 from trl_packing.conversations import (
     check_messages,
     is_sharegpt,
@@ -221,10 +224,41 @@ def _contents(row: Row) -> str:
 
 
 def says_what_is_trained(row: Row) -> bool:
-    """Return whether messages of `row` have the keys "train" or "weight", null or not."""
-    lists = [row.get(name) for name in ("prompt", "completion", "messages", "conversations")]
+    """Return whether a message of `row` has a "train" or "weight" that is not null."""
+    return any(message.get(flag) is not None for message in _all_messages(row) for flag in _FLAGS)
+
+
+def has_flags(dataset: datasets.Dataset | datasets.IterableDataset, first: Row) -> bool:
+    """Return whether any message of a data set has a "train" or "weight" that is not null.
+
+    Of a stream, whether those of its `first` row have such keys, null or not: later ones may say.
+    """
+    named = any(flag in message for message in _all_messages(first) for flag in _FLAGS)
+    if not named or isinstance(dataset, datasets.IterableDataset):
+        return named
+    columns = [name for name in _MESSAGE_COLUMNS if name in dataset.column_names]
+    return any(_has_flags(chunk) for name in columns for chunk in dataset.data.column(name).chunks)
+
+
+def _has_flags(chunk: pa.Array) -> bool:
+    kind = chunk.type
+    if not pa.types.is_list(kind) and not pa.types.is_large_list(kind):
+        return not pa.types.is_string(kind)  # JSON, say, where a look at all rows would be slow
+    if not pa.types.is_struct(kind.value_type):
+        return False
+    messages = chunk.flatten()
+    names = {field.name for field in kind.value_type} & set(_FLAGS)
+    return any(messages.field(name).null_count < len(messages) for name in names)
+
+
+_FLAGS = ("train", "weight")
+_MESSAGE_COLUMNS = ("prompt", "completion", "messages", "conversations")
+
+
+def _all_messages(row: Row) -> list[Mapping[str, Any]]:
+    lists = [row.get(name) for name in _MESSAGE_COLUMNS]
     messages = [m for each in lists if isinstance(each, list) for m in each]
-    return any("train" in m or "weight" in m for m in messages if isinstance(m, dict))
+    return [message for message in messages if isinstance(message, dict)]
 
 
 def _string(row: Row, column: str) -> str:

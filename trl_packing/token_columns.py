@@ -34,7 +34,9 @@ def token_lists(table: pa.Table) -> dict[str, FlatLists]:
 
     Raises ValueError for anything but lists of numbers, and for unequal numbers of entries.
     """
-    lists = {name: _flat(name, table.column(name)) for name in token_columns_of(table.column_names)}
+    lists = {
+        name: flat_lists(name, table.column(name)) for name in token_columns_of(table.column_names)
+    }
     lengths = np.diff(lists["input_ids"][1])
     for name, (_, offsets) in lists.items():
         wrong = np.flatnonzero(np.diff(offsets) != lengths)
@@ -46,7 +48,8 @@ def token_lists(table: pa.Table) -> dict[str, FlatLists]:
     return lists
 
 
-def _flat(name: str, column: pa.ChunkedArray) -> FlatLists:
+def flat_lists(name: str, column: pa.ChunkedArray) -> FlatLists:
+    """Return values ``(T,)`` and offsets ``(N + 1,)`` int64, the first 0, of one column."""
     chunk = column.combine_chunks()  # a copy, also of one chunk: the offsets of a slice begin at 0
     values, offsets = (weight_lists if name == WEIGHT_COLUMN else integer_lists)(name, chunk)
     return values, offsets.astype(np.int64)
