@@ -5,6 +5,7 @@ documents must stay apart under any call of its tokens, or the call is refused.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def a_copy(trainer, model, inputs):
 
 def each_document(trainer, model, inputs):
     ends = inputs["cu_seq_lens_q"].tolist()
-    pieces = zip(ends[:-1], ends[1:], strict=True)
+    pieces = itertools.pairwise(ends)
     return torch.cat([model(input_ids=inputs["input_ids"][:, a:b]).logits for a, b in pieces], 1)
 
 
@@ -337,6 +338,6 @@ def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):
         ends = trainer.row["cu_seq_lens_q"].tolist()
         alone = [
             plain(input_ids=trainer.row["input_ids"][:, a:b].clone()).logits
-            for a, b in zip(ends[:-1], ends[1:], strict=True)
+            for a, b in itertools.pairwise(ends)
         ]
     torch.testing.assert_close(trainer.said, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)

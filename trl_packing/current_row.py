@@ -22,8 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trl_packing.collator import boundaries_of_row
 from trl_packing.documents import document_ids_from_lengths
-from trl_packing.host import host_boundaries, known, sent
-from trl_packing.labels import IGNORE_INDEX
+from trl_packing.host import host_boundaries, known
 
 # Keys of a packed batch that say where its documents lie.
 BOUNDARIES = (
@@ -95,7 +94,8 @@ class AnnouncedLoader:
 def other_rows() -> Iterator[None]:
     """Call a model of `PackedSFTTrainer` in your loss on rows that are not the batch's.
 
-    Each row ``(rows, T)`` of such a call is one document, as in any model, whatever it holds.
+    Each row ``(rows, T)`` of such a call is one document, as in any model, whatever it holds, and
+    also of the batch. Raises nothing.
 
     Example:
         >>> with other_rows():
@@ -169,13 +169,13 @@ def _boundaries_of_part(
     model: Any, tokens: Tensor, ids: Tensor, row: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the boundaries of a part of a row that begins with a document."""
-    start = tokens.storage_offset() - ids.storage_offset()
-    end = start + tokens.shape[1]
+    start = int(tokens.storage_offset() - ids.storage_offset())
+    end = start + int(tokens.shape[1])
     whole = host_boundaries(row["cu_seq_lens_q"])
     is_slice = len(tokens) == 1 and tokens.dim() == 2 and tokens.stride(1) == 1
     if not is_slice or start not in whole or end > whole[-1] or end == start:
         raise ValueError(_message(model, tokens, f"of a row that is {_shape(ids)}"))
-    cut = np.unique(np.clip(whole, start, end))
+    cut = np.unique(np.array(whole).clip(start, end))
     made = boundaries_of_row(torch.from_numpy(np.diff(cut)))
     return {
         name: value.to(tokens.device) if torch.is_tensor(value) else value
@@ -184,7 +184,7 @@ def _boundaries_of_part(
 
 
 def _positions(model: Any, given: Any, boundaries: dict[str, Any]) -> Any:
-    """Return the `position_ids` of the call: the given ones if they begin anew in every document."""
+    """Return the given `position_ids` if they begin anew in every document, else the row's."""
     restarting = boundaries["position_ids"]
     if not torch.is_tensor(given) or given is restarting or given.dim() != 2:
         return restarting if given is None else given
@@ -206,10 +206,10 @@ def _shape(tokens: Tensor) -> str:
 
 def _message(model: Any, tokens: Tensor, why: str) -> str:
     return (
-        f"{type(model).__name__} was called on tokens of shape {_shape(tokens)} in a step on packed "
-        f"documents, {why}, so its documents could see each other: call model(**inputs), or with "
-        "inputs['input_ids'] whole, cut at the end, or a document of it; rows that are not the "
-        "batch's go inside `with trl_packing.other_rows():`"
+        f"{type(model).__name__} was called on tokens of shape {_shape(tokens)} in a step on "
+        f"packed documents, {why}, so documents could see each other: call model(**inputs), or "
+        "with inputs['input_ids'] whole, cut at the end, or a document of it; rows that are not "
+        "the batch's go inside `with trl_packing.other_rows():`"
     )
 
 

@@ -239,7 +239,7 @@ class PackedLoaderTrainer(MeasuredTrainer):
     # --- the row at hand ----------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Tell the model which row is trained: a loss of the user's own may not pass it on whole."""
+        """Tell the model which row is trained: a loss of the user's may not pass all of it on."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         return (batches if self._trl_path else AnnouncedBatches(batches)), num_items
 
