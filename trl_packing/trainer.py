@@ -53,6 +53,7 @@ from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loaders import WEIGHT_COLUMNS, PackedLoaderTrainer, columns_of
 from trl_packing.loss import check_weights_can_be_used
 from trl_packing.measured import ThroughputOnBar
+from trl_packing.neftune import scale_noise_by_document
 from trl_packing.plan import (
     micro_batch_of_stream,
     plan_report,
@@ -446,6 +447,7 @@ class _OnTrainBegin(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        scale_noise_by_document(trainer._gate.base_model)
         trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
         self._print_report(state)
 

@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.current_row import BOUNDARIES, completed_call
+from trl_packing.neftune import embedding_documents
 
 # (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
 PackedKernel = Callable[..., Tensor]
@@ -89,8 +90,8 @@ def wrap_packed_calls(module: nn.Module, run: Callable[..., Any]) -> None:
         args, kwargs = completed(self, names, args, kwargs)
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
             return below(self, *args, **kwargs)
-        with _inner_calls_as_they_are():
-            named = dict(zip(names, args, strict=False))
+        named = dict(zip(names, args, strict=False))
+        with embedding_documents(boundaries=kwargs["cu_seq_lens_q"]), _inner_calls_as_they_are():
             return run(functools.partial(below, self), **named, **kwargs)
 
     forward.before_packed_calls = before  # type: ignore[attr-defined]
