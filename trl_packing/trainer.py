@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -33,13 +34,14 @@ from trl_packing.arguments import (
     check_loss_options,
     generation_config_of,
     packing_hidden,
+    packs_by_default,
     reason_for_trl_path,
     refuse_options,
 )
 from trl_packing.attention import AttentionChoice
 from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
-from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.config import PackingOptions
 from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
     check_source_column,
@@ -51,6 +53,7 @@ from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loaders import WEIGHT_COLUMNS, PackedLoaderTrainer, columns_of
 from trl_packing.loss import check_weights_can_be_used
 from trl_packing.measured import ThroughputOnBar
+from trl_packing.neftune import scale_noise_by_document
 from trl_packing.plan import (
     micro_batch_of_stream,
     plan_report,
@@ -113,12 +116,18 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         if self._trl_path:
             refuse_options(self._options, self._trl_path)
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
-            if isinstance(args, PackedSFTConfig):
-                args.packing = False  # its default, where nobody asked for packing
+            if packs_by_default(args):
+                args.packing = False
             super().__init__(
                 model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
             )
             return
+        if packs_by_default(args) and args.max_length is None:
+            args.packing = False
+            logger.warning(
+                "max_length=None: bins have no capacity, so documents are not packed; batches are "
+                "those of packing=False"
+            )
         check_arguments(args, train_dataset)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
@@ -131,6 +140,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
         keep_outputs_precise(self.accelerator)
+        if self.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
+            loading = self.accelerator.dataloader_config
+            loading.split_batches = loading.dispatch_batches = False
         self._check_parallelism()
         self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -333,6 +345,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             self.model._is_accelerate_prepared = False
             self.model_wrapped = self.model  # compiled by then, under torch_compile
             self.accelerator._models.remove(self.model)
+        # accelerate draws the order of documents from this seed; ranks must agree on it.
+        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
+        self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         with pages_kept(on_cpu=self.args.device.type == "cpu"):
             return super().train(checkpoint, *args, **kwargs)
@@ -434,6 +449,7 @@ class _OnTrainBegin(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        scale_noise_by_document(trainer._gate.base_model)
         trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
         self._print_report(state)
 
