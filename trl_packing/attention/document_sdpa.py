@@ -391,7 +391,7 @@ def _windowed_sdpa(
     chunks = [x.split(size, 2) for x in (q, k, v)]
     for n, (queries, *_) in enumerate(zip(*chunks, strict=True)):
         if n == 0 and queries.shape[2] <= window:
-            yield _causal_sdpa(*(x[0] for x in chunks), scale)
+            yield _causal_sdpa(queries, chunks[1][0], chunks[2][0], scale)
             continue
         keys, values = (torch.cat(x[max(n - 1, 0) : n + 1], 2) for x in chunks[1:])
         past = keys.shape[2] - queries.shape[2]  # tokens of the chunk before
