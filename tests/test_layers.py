@@ -29,9 +29,10 @@ TABLE = {
     "evaluation": ({"document_columns"}, {"torch"}),
     "report": (set(), set()),
     "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
+    "bad_rows": (set(), {"numpy"}),
     "dataset_checks": (
-        {"arrow_documents", "labels", "token_columns"},
-        {"datasets", "numpy", "trl"},
+        {"arrow_documents", "bad_rows", "labels", "token_columns"},
+        {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stop_tokens": (
         {"arrow_documents", "labels", "printable", "token_columns"},
@@ -44,7 +45,8 @@ TABLE = {
     ),
     "balance": (set(), {"numpy"}),
     "steps": ({"balance", "packing"}, {"numpy"}),
-    "sampler": ({"packing", "steps"}, {"numpy", "transformers"}),
+    "document_order": (set(), {"numpy", "torch", "transformers"}),
+    "sampler": ({"document_order", "packing", "steps"}, {"numpy", "transformers"}),
     "unpacking": (
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
@@ -84,16 +86,17 @@ TABLE = {
         set(),
     ),
     "documents_from_rows": (
-        {"labels", "printable", "supervision", "tokenization"},
-        {"accelerate", "datasets", "jinja2", "numpy", "transformers", "trl"},
+        {"bad_rows", "labels", "printable", "supervision", "tokenization", "turns"},
+        {"accelerate", "datasets", "numpy", "transformers", "trl"},
     ),
     "legacy_collator": (
         {"collator", "labels", "templates"},
         {"datasets", "numpy", "torch", "transformers", "trl"},
     ),
+    "neftune": (set(), {"torch", "transformers"}),
     "architectures": (set(), {"torch", "transformers"}),
     "engines": (set(), {"torch"}),
-    "attention.interface": (set(), {"torch", "transformers"}),
+    "attention.interface": ({"neftune"}, {"torch", "transformers"}),
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
@@ -102,7 +105,7 @@ TABLE = {
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
-        {"attention.interface", "engines", "host", "labels"},
+        {"attention.interface", "engines", "host", "labels", "neftune"},
         {"numpy", "torch", "transformers"},
     ),
     "attention": (
@@ -120,7 +123,7 @@ TABLE = {
     "head": ({"engines", "host", "labels"}, {"numpy", "torch", "trl"}),
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
-        {"document_columns", "evaluation", "label_smoothing", "labels"},
+        {"document_columns", "evaluation", "label_smoothing", "labels", "neftune"},
         {"torch", "transformers", "trl"},
     ),
     "throughput": (set(), set()),
@@ -160,7 +163,7 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "report", "sampler"}, {"trl"}),
+    "plan": ({"arrow_documents", "config", "document_order", "report", "sampler"}, {"trl"}),
     "prepare": (
         {
             "arguments",
@@ -240,6 +243,7 @@ TABLE = {
             "exact_way",
             "isolation",
             "length_constants",
+            "neftune",
             "packed_call",
             "packed_dataset",
             "probes",
@@ -289,6 +293,7 @@ TABLE = {
             "loaders",
             "loss",
             "measured",
+            "neftune",
             "plan",
             "prepare",
             "report",

@@ -25,6 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trl_packing.neftune import embedding_documents
+
 # (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
 PackedKernel = Callable[..., Tensor]
 
@@ -92,9 +94,10 @@ def wrap_packed_calls(module: nn.Module, run: Callable[..., Any]) -> None:
             kwargs |= _announced_boundaries
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
             return unbound(self, *args, **kwargs)
-        return run(
-            functools.partial(unbound, self), **dict(zip(names, args, strict=False)), **kwargs
-        )
+        with embedding_documents(boundaries=kwargs["cu_seq_lens_q"]):
+            return run(
+                functools.partial(unbound, self), **dict(zip(names, args, strict=False)), **kwargs
+            )
 
     forward.before_packed_calls = own  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
