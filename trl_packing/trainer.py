@@ -34,13 +34,14 @@ from trl_packing.arguments import (
     check_loss_options,
     generation_config_of,
     packing_hidden,
+    packs_by_default,
     reason_for_trl_path,
     refuse_options,
 )
 from trl_packing.attention import AttentionChoice
 from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
-from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.config import PackingOptions
 from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
     check_source_column,
@@ -115,12 +116,18 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         if self._trl_path:
             refuse_options(self._options, self._trl_path)
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
-            if isinstance(args, PackedSFTConfig):
-                args.packing = False  # its default, where nobody asked for packing
+            if packs_by_default(args):
+                args.packing = False
             super().__init__(
                 model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
             )
             return
+        if packs_by_default(args) and args.max_length is None:
+            args.packing = False
+            logger.warning(
+                "max_length=None: bins have no capacity, so documents are not packed; batches are "
+                "those of packing=False"
+            )
         check_arguments(args, train_dataset)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
