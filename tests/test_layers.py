@@ -15,6 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 # module -> (modules of ours that it imports, third-party packages that it imports at the top)
 TABLE = {
     "packing": (set(), {"numpy"}),
+    "printable": (set(), set()),
+    "exit_messages": ({"printable"}, set()),
     "documents": (set(), {"numpy", "torch"}),
     "labels": (set(), {"numpy"}),
     "host": ({"labels"}, {"numpy", "torch"}),
@@ -33,7 +35,7 @@ TABLE = {
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stop_tokens": (
-        {"arrow_documents", "labels", "token_columns"},
+        {"arrow_documents", "labels", "printable", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
     ),
     "pieces": ({"labels", "token_columns"}, {"numpy"}),
@@ -74,17 +76,17 @@ TABLE = {
     "length_constants": (set(), set()),
     "static_shapes": ({"length_constants"}, set()),
     "collator": ({"documents", "host", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
-    "templates": (set(), {"numpy"}),
-    "conversations": (set(), set()),
+    "templates": ({"printable"}, {"numpy"}),
+    "conversations": ({"printable"}, set()),
     "prompt_templates": (set(), set()),
-    "turns": ({"conversations"}, {"jinja2", "transformers", "trl"}),
+    "turns": ({"conversations", "printable"}, {"jinja2", "transformers", "trl"}),
     "tokenization": ({"labels", "templates"}, {"numpy", "trl"}),
     "supervision": (
-        {"conversations", "prompt_templates", "templates", "tokenization", "turns"},
+        {"conversations", "printable", "prompt_templates", "templates", "tokenization", "turns"},
         set(),
     ),
     "documents_from_rows": (
-        {"bad_rows", "labels", "supervision", "tokenization", "turns"},
+        {"bad_rows", "labels", "printable", "supervision", "tokenization", "turns"},
         {"accelerate", "datasets", "numpy", "transformers", "trl"},
     ),
     "legacy_collator": (
@@ -198,13 +200,15 @@ TABLE = {
         },
         {"accelerate", "datasets", "numpy", "torch"},
     ),
-    "render": ({"labels"}, {"numpy"}),
+    "render": ({"labels", "printable"}, {"numpy"}),
     "inspection": (
         {
+            "arguments",
             "arrow_documents",
             "config",
             "plan",
             "prepare",
+            "printable",
             "render",
             "report",
             "token_columns",
@@ -314,7 +318,15 @@ TABLE = {
         {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
     ),
     "cli": (
-        {"architectures", "attention", "exact_way", "inspection", "isolation", "matrix"},
+        {
+            "architectures",
+            "attention",
+            "exact_way",
+            "exit_messages",
+            "inspection",
+            "isolation",
+            "matrix",
+        },
         {"torch"},
     ),
 }
