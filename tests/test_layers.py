@@ -15,6 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 # module -> (modules of ours that it imports, third-party packages that it imports at the top)
 TABLE = {
     "packing": (set(), {"numpy"}),
+    "printable": (set(), set()),
+    "exit_messages": ({"printable"}, set()),
     "documents": (set(), {"numpy", "torch"}),
     "labels": (set(), {"numpy"}),
     "host": ({"labels"}, {"numpy", "torch"}),
@@ -34,7 +36,7 @@ TABLE = {
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stop_tokens": (
-        {"arrow_documents", "labels", "token_columns"},
+        {"arrow_documents", "labels", "printable", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
     ),
     "pieces": ({"labels", "token_columns"}, {"numpy"}),
@@ -75,17 +77,17 @@ TABLE = {
     "length_constants": (set(), set()),
     "static_shapes": ({"length_constants"}, set()),
     "collator": ({"documents", "host", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
-    "templates": (set(), {"numpy"}),
-    "conversations": (set(), set()),
+    "templates": ({"printable"}, {"numpy"}),
+    "conversations": ({"printable"}, set()),
     "prompt_templates": (set(), set()),
-    "turns": ({"conversations"}, {"jinja2", "transformers", "trl"}),
+    "turns": ({"conversations", "printable"}, {"jinja2", "transformers", "trl"}),
     "tokenization": ({"labels", "templates"}, {"numpy", "trl"}),
     "supervision": (
-        {"conversations", "prompt_templates", "templates", "tokenization", "turns"},
+        {"conversations", "printable", "prompt_templates", "templates", "tokenization", "turns"},
         set(),
     ),
     "documents_from_rows": (
-        {"bad_rows", "labels", "supervision", "tokenization", "turns"},
+        {"bad_rows", "labels", "printable", "supervision", "tokenization", "turns"},
         {"accelerate", "datasets", "numpy", "transformers", "trl"},
     ),
     "legacy_collator": (
@@ -95,16 +97,17 @@ TABLE = {
     "neftune": (set(), {"torch", "transformers"}),
     "architectures": (set(), {"torch", "transformers"}),
     "engines": (set(), {"torch"}),
-    "attention.interface": ({"neftune"}, {"torch", "transformers"}),
+    "current_row": ({"collator", "documents", "host", "labels"}, {"numpy", "torch"}),
+    "attention.interface": ({"current_row", "neftune"}, {"torch", "transformers"}),
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
-        {"attention.interface", "documents", "host", "length_constants"},
+        {"attention.interface", "current_row", "documents", "host", "length_constants"},
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
-        {"attention.interface", "engines", "host", "labels", "neftune"},
+        {"attention.interface", "current_row", "engines", "host", "labels", "neftune"},
         {"numpy", "torch", "transformers"},
     ),
     "attention": (
@@ -119,7 +122,7 @@ TABLE = {
         },
         {"torch"},
     ),
-    "head": ({"engines", "host", "labels"}, {"numpy", "torch", "trl"}),
+    "head": ({"attention.interface", "engines", "host", "labels"}, {"numpy", "torch", "trl"}),
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
         {"document_columns", "evaluation", "label_smoothing", "labels", "neftune", "token_metrics"},
@@ -198,13 +201,15 @@ TABLE = {
         },
         {"accelerate", "datasets", "numpy", "torch"},
     ),
-    "render": ({"labels"}, {"numpy"}),
+    "render": ({"labels", "printable"}, {"numpy"}),
     "inspection": (
         {
+            "arguments",
             "arrow_documents",
             "config",
             "plan",
             "prepare",
+            "printable",
             "render",
             "report",
             "token_columns",
@@ -257,6 +262,7 @@ TABLE = {
             "attention",
             "collator",
             "config",
+            "current_row",
             "document_columns",
             "gate",
             "labels",
@@ -281,6 +287,7 @@ TABLE = {
             "checkpoints",
             "collator",
             "config",
+            "current_row",
             "dataset_checks",
             "document_columns",
             "engines",
@@ -312,7 +319,15 @@ TABLE = {
         {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
     ),
     "cli": (
-        {"architectures", "attention", "exact_way", "inspection", "isolation", "matrix"},
+        {
+            "architectures",
+            "attention",
+            "exact_way",
+            "exit_messages",
+            "inspection",
+            "isolation",
+            "matrix",
+        },
         {"torch"},
     ),
 }
