@@ -1,6 +1,6 @@
 """The trainer that says how fast it trains, and keeps the host from waiting for the device.
 
-    training_step              counts the micro-batch, from what its collator knows     (host)
+    get_batch_samples          counts micro-batches, from what their collator knows     (host)
     _maybe_log_save_evaluate   sums the counts of all ranks, once a log                 (throughput)
     log                        adds them to what is logged, in `log_history` and trackers
     evaluate, save             stop the clock
@@ -60,17 +60,15 @@ class MeasuredTrainer(WeightedMeanTrainer):
         return found
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        samples = super().get_batch_samples(*args, **kwargs)
+        """Count the micro-batches of a step: `training_step` may be a user's, which counts none."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
         if self._throughput is not None:
             # From here on: before, readers start up, and a resumed run skips what it has seen.
             self._throughput.watch.start()
-        return samples
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        if HOST_ROW in inputs and self._throughput is not None:
-            self._throughput.add(self._counts(inputs[HOST_ROW]))
-        return loss
+            for batch in batches:
+                if HOST_ROW in batch:
+                    self._throughput.add(self._counts(batch[HOST_ROW]))
+        return batches, num_items
 
     def _counts(self, row: HostRow) -> Counts:
         lengths, num_trained = row.lengths, int(row.is_trained.sum())
