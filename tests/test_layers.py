@@ -128,6 +128,11 @@ TABLE = {
         {"device_peaks", "host", "loss", "model_flops", "throughput"},
         {"accelerate", "torch", "transformers"},
     ),
+    "epoch_record": ({"arrow_documents"}, {"numpy"}),
+    "resuming": (
+        {"arrow_documents", "epoch_record", "measured", "sampler"},
+        {"accelerate", "numpy", "transformers"},
+    ),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
     "undisturbed": (set(), {"numpy", "torch"}),
     "isolation": (
@@ -158,7 +163,7 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "report", "sampler"}, {"trl"}),
+    "plan": ({"arguments", "arrow_documents", "config", "report", "sampler"}, {"numpy", "trl"}),
     "prepare": (
         {
             "arguments",
@@ -243,7 +248,7 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "checkpoints": (set(), {"accelerate", "transformers"}),
+    "checkpoints": (set(), {"accelerate", "safetensors", "transformers"}),
     "allocator": (set(), set()),
     "recipes": (set(), set()),
     "loaders": (
@@ -257,8 +262,8 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
-            "measured",
             "plan",
+            "resuming",
             "sampler",
             "static_shapes",
             "stream_batches",
@@ -266,7 +271,7 @@ TABLE = {
             "token_columns",
             "unpacking",
         },
-        {"accelerate", "datasets", "torch", "trl"},
+        {"accelerate", "datasets", "numpy", "torch", "trl"},
     ),
     "trainer": (
         {
