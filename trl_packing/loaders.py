@@ -57,6 +57,7 @@ class PackedLoaderTrainer(ResumingTrainer):
     _pass_gate: Callable[..., None]
     _signature_columns: Any
     _train_stream: StreamBatches | None = None
+    _torch_seed: int | None = None  # of torch's global generator, when training starts
     _evaluated_streams: list[StreamBatches]
 
     # --- documents ----------------------------------------------------------------------------
@@ -104,6 +105,7 @@ class PackedLoaderTrainer(ResumingTrainer):
             ranks=ranks,
             rank=rank,
             hidden_size=self._hidden_size,
+            torch_seed=self._torch_seed,
             subset=subset,
         )
 

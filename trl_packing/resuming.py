@@ -135,7 +135,7 @@ class ResumingTrainer(MeasuredTrainer):
         changed = self._record.changed(self._plan_settings())
         if changed or self._resumed.is_planned_anew:
             logger.warning(
-                f"resumed with {changed or 'another version of trl_packing'}: "
+                f"resumed with {changed or 'another order of documents'}: "
                 f"{self._what_follows()}; training ends after step {max_steps:,}"
             )
         return (num_epochs, per_epoch, *others, max_steps)
