@@ -58,11 +58,13 @@ class ResumingTrainer(MeasuredTrainer):
         raise NotImplementedError
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self._record, self._sampler = None, None
         if isinstance(resume_from_checkpoint, (str, Path)):
             path = Path(resume_from_checkpoint) / FILE
             self._record = EpochRecord.load(path) if path.is_file() else None
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._record = None
 
     # --- where an epoch goes on ---------------------------------------------------------------
 
@@ -244,6 +246,7 @@ class ResumingTrainer(MeasuredTrainer):
         before = np.zeros(len(self._sampled), bool)
         trained = before.copy()
         running = sampler if rest is None else rest.sampler
+        running.set_epoch(epoch)  # a callback may have asked for a dataloader of its own
         if steps >= self._num_steps(len(running)):
             epoch, steps = epoch + 1, 0
         elif rest is None:
