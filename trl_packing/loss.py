@@ -33,6 +33,7 @@ from trl_packing.labels import (
     SOURCE_IDS,
     WEIGHT_COLUMN,
 )
+from trl_packing.neftune import embedding_documents
 
 _WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 _FOR_THE_LOSS = (WEIGHT_COLUMN, SOURCE_IDS)  # of a batch; the model is not given them
@@ -177,6 +178,11 @@ class WeightedMeanTrainer(SFTTrainer):
             prepared[WEIGHT_COLUMN] = weights.to(self.args.device, non_blocking=True)
         return prepared
 
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell NEFTune which documents are trained, also where `compute_loss` is a user's."""
+        with embedding_documents(boundaries=inputs.get("cu_seq_lens_q")):
+            return super().training_step(model, inputs, *args, **kwargs)
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -198,6 +204,7 @@ class WeightedMeanTrainer(SFTTrainer):
         if evaluated is not None and ids is not None and weights is not None:
             seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
         with (
+            embedding_documents(boundaries=inputs.get("cu_seq_lens_q")),
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),
             weighted_loss(self, model, weights, scale, seen) as weighted,
         ):

@@ -34,6 +34,7 @@ from trl_packing.arguments import (
     check_loss_options,
     generation_config_of,
     packing_hidden,
+    packs_by_default,
     reason_for_trl_path,
     refuse_options,
 )
@@ -45,7 +46,8 @@ from trl_packing.checkpoints import (
     marked_while_written,
 )
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
-from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.config import PackingOptions
+from trl_packing.current_row import set_current_row
 from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
     check_source_column,
@@ -57,6 +59,7 @@ from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loaders import WEIGHT_COLUMNS, PackedLoaderTrainer, columns_of
 from trl_packing.loss import check_weights_can_be_used
 from trl_packing.measured import ThroughputOnBar
+from trl_packing.neftune import scale_noise_by_document
 from trl_packing.plan import (
     micro_batch_of_stream,
     plan_report,
@@ -119,12 +122,18 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         if self._trl_path:
             refuse_options(self._options, self._trl_path)
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
-            if isinstance(args, PackedSFTConfig):
-                args.packing = False  # its default, where nobody asked for packing
+            if packs_by_default(args):
+                args.packing = False
             super().__init__(
                 model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
             )
             return
+        if packs_by_default(args) and args.max_length is None:
+            args.packing = False
+            logger.warning(
+                "max_length=None: bins have no capacity, so documents are not packed; batches are "
+                "those of packing=False"
+            )
         check_arguments(args, train_dataset)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
@@ -347,8 +356,11 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         self._check_checkpoint(checkpoint)
-        with pages_kept(on_cpu=self.args.device.type == "cpu"):
-            return super().train(checkpoint, *args, **kwargs)
+        try:
+            with pages_kept(on_cpu=self.args.device.type == "cpu"):
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            set_current_row(None)  # a step that raised leaves its row
 
     def _check_checkpoint(self, checkpoint: Any) -> None:
         """Raise ValueError before anything is read, if part of the checkpoint would be missing."""
@@ -407,6 +419,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             yield
         finally:
             self._evaluates_padded = before
+            set_current_row(None)
         for stream in self._evaluated_streams:
             if words := str(stream.counts_of_all_ranks()):
                 logger.warning_once(f"evaluation stream: {words}")
@@ -455,6 +468,7 @@ class _OnTrainBegin(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        scale_noise_by_document(trainer._gate.base_model)
         trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
         self._print_report(state)
 
