@@ -135,6 +135,11 @@ TABLE = {
         {"device_peaks", "host", "loss", "model_flops", "throughput", "token_metrics"},
         {"accelerate", "torch", "transformers"},
     ),
+    "epoch_record": ({"arrow_documents"}, {"numpy"}),
+    "resuming": (
+        {"arrow_documents", "epoch_record", "measured", "sampler"},
+        {"accelerate", "numpy", "transformers"},
+    ),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
     "undisturbed": (set(), {"numpy", "torch"}),
     "isolation": (
@@ -165,7 +170,10 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "document_order", "report", "sampler"}, {"trl"}),
+    "plan": (
+        {"arguments", "arrow_documents", "config", "document_order", "report", "sampler"},
+        {"numpy", "trl"},
+    ),
     "prepare": (
         {
             "arguments",
@@ -253,7 +261,7 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "checkpoints": (set(), {"accelerate", "transformers"}),
+    "checkpoints": (set(), {"accelerate", "safetensors", "transformers"}),
     "allocator": (set(), set()),
     "recipes": (set(), set()),
     "loaders": (
@@ -268,8 +276,8 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
-            "measured",
             "plan",
+            "resuming",
             "sampler",
             "static_shapes",
             "stream_batches",
@@ -277,7 +285,7 @@ TABLE = {
             "token_columns",
             "unpacking",
         },
-        {"accelerate", "datasets", "torch", "trl"},
+        {"accelerate", "datasets", "numpy", "torch", "trl"},
     ),
     "trainer": (
         {
