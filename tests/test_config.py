@@ -14,7 +14,7 @@ HERE = {"use_cpu": True, "bf16": False}
     [
         ("max_length", ["16", 16.0, True]),
         ("documents_per_step", ["4", 2.5, True]),
-        ("packing", ["yes", None]),
+        ("packing", ["yes", 2]),
         ("eval_packing", ["no"]),
         ("append_eos", ["yes", 2]),
         ("static_shapes", ["no", None]),

@@ -11,7 +11,7 @@ Without `train_on` and the templates it is TRL's meaning, token by token.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -170,17 +170,18 @@ class Supervision:
                     "assistant_only_loss=True, but it has no assistant tokens: it has no assistant "
                     "message, or the chat template marks none with {% generation %}"
                 )
-            return self._after(prompt, context, Rendered(text, [(*span, 1.0) for span in marked]))
+            spans = [(*span, 1.0) for span in marked]
+            return Rendered(text, spans, self._untrained(prompt, context), False, False)
         text = self.chat.render(messages, context)
-        rendered = Rendered(text, self._answers(text), only_whole=self.answers is not None)
-        return self._after(prompt, context, rendered)
+        spans = self._answers(text)
+        only_whole = self.answers is not None
+        return Rendered(text, spans, self._untrained(prompt, context), only_whole, False)
 
-    def _after(self, prompt: list[Any], context: Context, rendered: Rendered) -> Rendered:
-        """Return `rendered` with its prompt, if that is not trained."""
-        text = None
+    def _untrained(self, prompt: list[Any], context: Context) -> str | None:
+        """Return the text of a prompt that is not trained."""
         if prompt and self.completion_only and self.train_on is None:
-            text = self.chat.render(prompt, context, generation_prompt=True)
-        return replace(rendered, prompt=text, adds_special_tokens=False)
+            return self.chat.render(prompt, context, generation_prompt=True)
+        return None
 
     def _messages(self, row: Row) -> tuple[list[Any], list[Any], Context]:
         """Return the messages of the prompt, those after it, and what the template gets beside."""

@@ -32,6 +32,11 @@ from trl.data_utils import common_prefix_length
 from trl_packing.conversations import Message
 from trl_packing.printable import quote
 
+try:  # not public: without it, every text takes the longer way
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+except ImportError:  # pragma: no cover
+    _compile_jinja_template = None
+
 Span = tuple[int, int]  # [start, stop) in characters
 
 # A template may compute what cannot be computed, or ask for more than the sandbox gives.
@@ -80,6 +85,12 @@ class ChatTemplate:
         self, messages: Sequence[Message], context: Context, *, generation_prompt: bool = False
     ) -> str:
         """Return the text of a conversation. Raises what the template raises."""
+        if context.tools is None and not context.kwargs and _are_plain_texts(messages):
+            if self._renders_directly:
+                return self._render_directly(messages, generation_prompt)
+        return self._apply(messages, context, generation_prompt)
+
+    def _apply(self, messages: Sequence[Message], context: Context, generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
             messages,
             tools=context.tools,
@@ -88,6 +99,41 @@ class ChatTemplate:
             tokenize=False,
             **context.kwargs,
         )
+
+    # `apply_chat_template` copies and checks what a template is given; for messages of plain texts
+    # that is half of its time, and nothing changes by it.
+
+    def _render_directly(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self._compiled.render(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=generation_prompt,
+            **self._special_names,
+        )
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return _compile_jinja_template(self.source)
+
+    @cached_property
+    def _special_names(self) -> dict[str, Any]:
+        return dict(self.tokenizer.special_tokens_map)
+
+    @cached_property
+    def _renders_directly(self) -> bool:
+        """Whether the compiled template gives the text of `apply_chat_template`, tried on one."""
+        if _compile_jinja_template is None:
+            return False
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b\n"}]
+        for number, prompt in ((1, True), (1, False), (2, False)):
+            try:
+                direct = self._render_directly(messages[:number], prompt)
+                if direct != self._apply(messages[:number], Context(), prompt):
+                    return False
+            except TEMPLATE_ERRORS:
+                continue  # neither gives a text
+        return True
 
     def render_marked(self, messages: list[Message], context: Context) -> tuple[str, list[Span]]:
         """Return the text and the characters that the template marks with ``{% generation %}``."""
@@ -322,6 +368,16 @@ class ChatTemplate:
         # ChatML on a tokenizer without its tokens: then words are what a model has to stop with.
         words = self._around_answer[1].rstrip()
         return len(words) if after.startswith(words) else 0
+
+
+def _are_plain_texts(messages: Sequence[Message]) -> bool:
+    """Whether all messages are a role and a content, both of them texts and nothing else."""
+    for message in messages:
+        if len(message) != 2 or type(message) is not dict:
+            return False
+        if type(message.get("role")) is not str or type(message.get("content")) is not str:
+            return False
+    return len(messages) > 0
 
 
 def _is_plain(message: Message) -> bool:

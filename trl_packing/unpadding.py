@@ -86,7 +86,7 @@ class _CutStream:
         _check_mask(documents, "of the stream", rows)
         padding = documents.lengths() - documents.sums(_MASK)
         if not padding.any():
-            return dict(batch)
+            return {name: list(values) for name, values in batch.items()}
         if not self._has_told:
             self._has_told = True
             logger.warning(f"of the rows read first, {_sentence(padding, f'{self.name} stream')}")
