@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_packing.documents_from_rows import documents_from_rows
 from trl_packing.supervision import Supervision
-from trl_packing.turns import ChatTemplate, Context
+from trl_packing.turns import TEMPLATE_ERRORS, ChatTemplate, Context
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
 
@@ -558,3 +558,44 @@ def test_spans_one_character_off_are_noticed(name):
 def test_growing_prefixes_are_noticed(name):
     with pytest.raises(AssertionError):
         assert_turns(name, _GrowingPrefixes(tokenizer_for(name)), [THREE])
+
+
+# --- rendered by the compiled template ------------------------------------------------------------
+
+SHORT_CHATS = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": " Hi\n"}, {"role": "assistant", "content": "<b>Yes & no</b>\n"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSo."},
+        {"role": "user", "content": "{{ messages }} {% raw %}"},
+    ],
+]
+
+
+@pytest.mark.parametrize("template", sorted(p.stem for p in SHIPPED.glob("*.jinja")))
+@pytest.mark.parametrize("messages", SHORT_CHATS)
+@pytest.mark.parametrize("prompt", [False, True])
+def test_plain_texts_render_as_apply_chat_template_does(template, messages, prompt):
+    chat = sentence_tokenizer()
+    chat.chat_template = (SHIPPED / f"{template}.jinja").read_text()
+    ours = ChatTemplate(chat)
+    try:
+        expected = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except TEMPLATE_ERRORS as error:
+        with pytest.raises(type(error)):
+            ours.render(messages, Context(), generation_prompt=prompt)
+    else:
+        assert ours._renders_directly
+        assert ours.render(messages, Context(), generation_prompt=prompt) == expected
+
+
+def test_a_tokenizer_that_renders_otherwise_is_asked_itself():
+    chat = sentence_tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    apply = chat.apply_chat_template
+    chat.apply_chat_template = lambda *args, **kwargs: apply(*args, **kwargs).upper()
+    ours = ChatTemplate(chat)
+    assert not ours._renders_directly
+    assert ours.render([{"role": "user", "content": "hi"}], Context()) == "HI|"

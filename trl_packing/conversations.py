@@ -120,8 +120,20 @@ def check_messages(messages: Any, chat_template: str, *, what: str = "messages")
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"{what!r} must be a list of at least one message, got {_short(messages)}")
     for number, message in enumerate(messages):
+        if _is_plain(message):
+            continue
         for complaint in _complaints(message, chat_template):
             raise ValueError(f"message {number} of {what!r} {complaint}")
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether a message is a known role and a text, as most are: nothing else need be asked."""
+    return (
+        type(message) is dict
+        and message.get("role") in ROLES
+        and type(message.get("content")) is str
+        and not message.get("tool_calls")
+    )
 
 
 def _complaints(message: Any, chat_template: str) -> Iterator[str]:

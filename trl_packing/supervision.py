@@ -106,9 +106,10 @@ class Supervision:
 
     def render(self, row: Row, form: str) -> Rendered:
         """Return the text of a row of that form. Raises ValueError for what is wrong with it."""
-        if self.form(row) != form:
+        own = self.form(row)
+        if own != form:
             raise ValueError(
-                f"it holds {_WORDS[self.form(row)]}, but the first row {_WORDS[form]}; a data set "
+                f"it holds {_WORDS[own]}, but the first row {_WORDS[form]}; a data set "
                 "must be of one form"
             )
         if form == "text":
@@ -173,9 +174,8 @@ class Supervision:
             spans = [(*span, 1.0) for span in marked]
             return Rendered(text, spans, self._untrained(prompt, context), False, False)
         text = self.chat.render(messages, context)
-        spans = self._answers(text)
-        only_whole = self.answers is not None
-        return Rendered(text, spans, self._untrained(prompt, context), only_whole, False)
+        answers, only_whole = self._answers(text), self.answers is not None
+        return Rendered(text, answers, self._untrained(prompt, context), only_whole, False)
 
     def _untrained(self, prompt: list[Any], context: Context) -> str | None:
         """Return the text of a prompt that is not trained."""

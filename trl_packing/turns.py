@@ -85,9 +85,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], context: Context, *, generation_prompt: bool = False
     ) -> str:
         """Return the text of a conversation. Raises what the template raises."""
-        if context.tools is None and not context.kwargs and _are_plain_texts(messages):
-            if self._renders_directly:
-                return self._render_directly(messages, generation_prompt)
+        plain = context.tools is None and not context.kwargs and _are_plain_texts(messages)
+        if plain and self._renders_directly:
+            return self._render_directly(messages, generation_prompt)
         return self._apply(messages, context, generation_prompt)
 
     def _apply(self, messages: Sequence[Message], context: Context, generation_prompt: bool) -> str:
@@ -104,21 +104,23 @@ class ChatTemplate:
     # that is half of its time, and nothing changes by it.
 
     def _render_directly(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        return self._compiled.render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=generation_prompt,
-            **self._special_names,
-        )
+        names = {
+            **self._names,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
+        }
+        return "".join(self._compiled.root_render_func(self._compiled.new_context(names, True)))
 
     @cached_property
     def _compiled(self) -> Any:
         return _compile_jinja_template(self.source)
 
     @cached_property
-    def _special_names(self) -> dict[str, Any]:
-        return dict(self.tokenizer.special_tokens_map)
+    def _names(self) -> dict[str, Any]:
+        """What the template can name in every row: jinja would collect it anew for each."""
+        return {**self._compiled.globals, **self.tokenizer.special_tokens_map}
 
     @cached_property
     def _renders_directly(self) -> bool:
