@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from trl_packing.attention import CHOICES, AttentionChoice, install_attention, resolve_attention
-from trl_packing.exact_way import judge_way, ways_from
+from trl_packing.exact_way import Found, Refusal, judge_way, ways_from
 from trl_packing.isolation import IsolationReport
 
 
@@ -116,7 +116,6 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     first = resolve_attention(model, arguments.attention)
     print(f"{arguments.model}: {type(model).__name__}, {model.dtype}, {device}\n")
     for way in ways_from(first) if arguments.attention == "auto" else [first]:
-        install_attention(model, way)
         found = judge_way(
             model,
             way,
@@ -125,15 +124,15 @@ def _verify_model(arguments: argparse.Namespace) -> int:
             gradients=arguments.gradients,
         )
         print(_line(way, found))
-        if not isinstance(found, str) and found:
+        if found:
             print(f"\nTraining on packed documents is exact with attention={way.backend!r}.")
             return 0
     print("\nNo way keeps the documents of a packed row apart on this model.")
     return 1
 
 
-def _line(way: AttentionChoice, found: IsolationReport | str) -> str:
-    if isinstance(found, str):
+def _line(way: AttentionChoice, found: Found) -> str:
+    if isinstance(found, Refusal):
         return f"{way.backend:14} refused: {found}"
     gradients = found.gradient_difference
     return (
