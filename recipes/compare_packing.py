@@ -39,7 +39,6 @@ data sets" in small.
 """
 
 import copy
-import os
 import sys
 import time
 import warnings
@@ -59,6 +58,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.exit_messages import exits_in_one_line
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
@@ -308,7 +308,4 @@ def table(results: dict[str, Result]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        sys.exit(f"compare_packing.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    exits_in_one_line(main)()

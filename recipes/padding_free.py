@@ -31,15 +31,12 @@ else to do):
     The losses of the 63 steps differ by 1e-06 at most.
 """
 
-import os
-import sys
-
 from accelerate import PartialState
 from compare_packing import DEMO, Result, Runs, compare, parse, table
-from recipe_data import InputError
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.exit_messages import exits_in_one_line
 
 RUNS: Runs = {
     "padded": (SFTTrainer, {"packing": False}),
@@ -71,7 +68,4 @@ def curves(padded: list[float], free: list[float], points: int = 9) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        sys.exit(f"padding_free.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    exits_in_one_line(main)()

@@ -9,13 +9,13 @@
 Every way trains the same documents per step to the same loss; they differ in speed alone.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 
 from trl_packing.attention import (
@@ -24,11 +24,11 @@ from trl_packing.attention import (
     backward_run_in_check,
     install_attention,
 )
+from trl_packing.attention.kernel_backward import NoBackward
 from trl_packing.engines import largest_on_any_rank
 from trl_packing.isolation import IsolationReport, Stage, check_isolation, stage_of
 
-
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Refusal:
     @classmethod
     def of(cls, error: Exception) -> "Refusal":
         first_line, *_ = [*str(error).splitlines(), ""]
-        return cls(f"{type(error).__name__}: {first_line}", stage_of(error))
+        # Of a kernel without a backward, other ways have another kernel.
+        stage = Stage.PACKED if isinstance(error, NoBackward) else stage_of(error)
+        return cls(f"{type(error).__name__}: {first_line}", stage)
 
 
 Found = IsolationReport | Refusal

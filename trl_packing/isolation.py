@@ -47,8 +47,8 @@ _POSITIONS = 32
 class Stage(Enum):
     """What was running when an exception was raised in a check."""
 
-    PACKED = ""  # a packed call of the model
-    ALONE = "document alone"  # the model, on an ordinary row of one document
+    PACKED = "packed row"
+    ALONE = "document alone"  # in an ordinary row
     COLLATOR = "collator"
 
 
@@ -65,7 +65,9 @@ def _at(stage: Stage) -> Iterator[None]:
 def stage_of(error: Exception) -> Stage:
     """Return at which stage of a check `error` was raised."""
     notes = getattr(error, "__notes__", [])
-    return next((s for s in Stage if s.value and f"isolation check: {s.value}" in notes), Stage.PACKED)
+    return next(
+        (s for s in Stage if s.value and f"isolation check: {s.value}" in notes), Stage.PACKED
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
 from trl_packing.attention import PADDED
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackingOptions
+from trl_packing.current_row import AnnouncedBatches, AnnouncedLoader, set_current_row
 from trl_packing.document_columns import Sources, weights_of_documents
 from trl_packing.gate import IsolationGate
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
@@ -234,6 +235,29 @@ class PackedLoaderTrainer(MeasuredTrainer):
             batch_size=None,
             collate_fn=_as_it_is,
         )
+
+    # --- the row at hand ----------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Tell the model which row is trained: a loss of the user's may not pass all of it on."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        return (batches if self._trl_path else AnnouncedBatches(batches)), num_items
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        if not self._trl_path:
+            set_current_row(prepared)
+        return prepared
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Forget the row: it is trained by now, and what callbacks run are other rows."""
+        set_current_row(None)
+        super()._track_num_input_tokens(inputs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._trl_path:
+            dataloader = AnnouncedLoader(dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # --- static shapes ------------------------------------------------------------------------
 

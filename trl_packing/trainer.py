@@ -42,6 +42,7 @@ from trl_packing.attention import AttentionChoice
 from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
 from trl_packing.config import PackingOptions
+from trl_packing.current_row import set_current_row
 from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
     check_source_column,
@@ -349,8 +350,11 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
         self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        with pages_kept(on_cpu=self.args.device.type == "cpu"):
-            return super().train(checkpoint, *args, **kwargs)
+        try:
+            with pages_kept(on_cpu=self.args.device.type == "cpu"):
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            set_current_row(None)  # a step that raised leaves its row
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Mark a checkpoint while it is written, and delete older ones only when it is whole."""
@@ -401,6 +405,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             yield
         finally:
             self._evaluates_padded = before
+            set_current_row(None)
         for stream in self._evaluated_streams:
             if words := str(stream.counts_of_all_ranks()):
                 logger.warning_once(f"evaluation stream: {words}")

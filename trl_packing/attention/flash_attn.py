@@ -7,8 +7,8 @@ nothing needs registering here: this file only says which versions are there and
     version 3    sm80 to sm90        no dropout
     version 4    sm90 to sm121       no dropout, no backward of soft-cap; heads up to 128 from sm100
 
-Limits are those of the sources (flash-attn 2.8, its `hopper` and `flash_attn/cute`, 2026). What they
-miss shows in the isolation check, which runs one backward (`kernel_backward.py`).
+Limits are those of the sources (flash-attn 2.8, its `hopper` and `flash_attn/cute`, 2026). Others
+show in the isolation check, which runs one backward (`kernel_backward.py`).
 """
 
 import os
@@ -73,13 +73,11 @@ def _capability_refusal(version: str, capability: tuple[int, int]) -> str | None
     if capability < first:
         return f"{torch.cuda.get_device_name()} is older than {_sm(first)}"
     if beyond is not None and capability >= beyond:
-        return f"{torch.cuda.get_device_name()} is too new for version {version} ({_sm(capability)})"
+        return f"version {version} has no kernels for {_sm(capability)}"
     return None
 
 
-def _determinism_refusal(
-    name: str, capability: tuple[int, int] | None, widest: int
-) -> str | None:
+def _determinism_refusal(name: str, capability: tuple[int, int] | None, widest: int) -> str | None:
     """Return why `name` has no deterministic backward, if transformers will ask it for one."""
     if os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") != "1":
         return None
