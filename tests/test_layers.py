@@ -157,10 +157,7 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "exact_way": (
-        {"attention", "attention.kernel_backward", "engines", "isolation"},
-        {"numpy", "torch"},
-    ),
+    "exact_way": ({"attention", "engines", "isolation"}, {"numpy", "torch"}),
     "isolation_messages": (
         {"attention", "exact_way", "isolation", "length_constants", "probes"},
         set(),

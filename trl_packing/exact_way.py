@@ -24,7 +24,6 @@ from trl_packing.attention import (
     backward_run_in_check,
     install_attention,
 )
-from trl_packing.attention.kernel_backward import NoBackward
 from trl_packing.engines import largest_on_any_rank
 from trl_packing.isolation import IsolationReport, Stage, check_isolation, stage_of
 
@@ -52,9 +51,7 @@ class Refusal:
     @classmethod
     def of(cls, error: Exception) -> "Refusal":
         first_line, *_ = [*str(error).splitlines(), ""]
-        # Of a kernel without a backward, other ways have another kernel.
-        stage = Stage.PACKED if isinstance(error, NoBackward) else stage_of(error)
-        return cls(f"{type(error).__name__}: {first_line}", stage)
+        return cls(f"{type(error).__name__}: {first_line}", stage_of(error))
 
 
 Found = IsolationReport | Refusal
@@ -156,12 +153,13 @@ def judge_way(
     checked = model if wrapped is None else wrapped
     try:
         install_attention(model, way)
-        with backward_run_in_check(model, training=options.get("training")):
-            return check_isolation(checked, documents, attention=str(way), **options)
+        with backward_run_in_check(model, training=options.get("training")) as faults:
+            report = check_isolation(checked, documents, attention=str(way), **options)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model raises that cannot take such a batch
         return Refusal.of(error)
+    return Refusal(faults[0].splitlines()[0]) if report and faults else report
 
 
 def _because(

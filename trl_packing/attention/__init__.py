@@ -212,18 +212,21 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def backward_run_in_check(model: Any, *, training: bool | None) -> Iterator[None]:
-    """Run one small backward in what calls `model`, if it trains by a kernel that is not ours."""
+def backward_run_in_check(model: Any, *, training: bool | None) -> Iterator[list[str]]:
+    """Run one small backward in what calls `model`, if it trains by a kernel that is not ours.
+
+    Yields what is wrong with it, empty as long as nothing is.
+    """
     implementation = _current_implementation(inside_peft(model)) or ""
     is_foreign = flash_attn.is_flash_attention(implementation) or implementation.startswith(
         torch_varlen.NAME
     )
     trains = inside_peft(model).training if training is None else training
-    if not (is_foreign and trains):
-        yield
-        return
-    with backward_run_once(implementation):
-        yield
+    if is_foreign and trains:
+        with backward_run_once(implementation) as faults:
+            yield faults
+    else:
+        yield []
 
 
 def _own_implementation(model: Any) -> str | None:

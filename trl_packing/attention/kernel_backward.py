@@ -17,34 +17,33 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-class NoBackward(RuntimeError):
-    """An attention kernel cannot train what its forward computes."""
-
-
 @contextmanager
-def backward_run_once(implementation: str) -> Iterator[None]:
+def backward_run_once(implementation: str) -> Iterator[list[str]]:
     """Run one backward for every kind of call of the attention function `implementation`.
 
-    Raises NoBackward, inside the call, if the kernel raises in it, if a gradient is no number, or
-    if it reaches into another document.
+    Yields what is wrong with them: the kernel raises, a gradient is no number, or it reaches into
+    another document. The calls themselves go on.
     """
     function, tried = ALL_ATTENTION_FUNCTIONS[implementation], set()
+    faults: list[str] = []
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        output = function(module, query, key, value, *args, **kwargs)
         kind = _kind(query, key, value, kwargs)
         if kind not in tried:
             tried.add(kind)
-            _run(function, module, (query, key, value), args, kwargs)
-        return function(module, query, key, value, *args, **kwargs)
+            fault = _fault(function, module, (query, key, value), args, kwargs)
+            faults.extend([fault] if fault else [])
+        return output
 
     # The interface looks into the instance first: what is registered for all stays as it is.
     local = ALL_ATTENTION_FUNCTIONS._local_mapping
     before = local.get(implementation)
     ALL_ATTENTION_FUNCTIONS[implementation] = attention
     try:
-        yield
+        yield faults
     finally:
         if before is None:
             del ALL_ATTENTION_FUNCTIONS[implementation]
@@ -60,31 +59,32 @@ def _kind(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> 
 
 
 @torch.enable_grad()
-def _run(
+def _fault(
     function: Callable[..., Any],
     module: nn.Module,
     tensors: tuple[Tensor, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
+) -> str | None:
     leaves = [x.detach().requires_grad_() for x in tensors]
     if kwargs.get("sliding_window") is not None:
         # Short rows fit into the window, and transformers would leave it out.
         half = max(tensors[1].shape[2] // 2, 1)
         kwargs = kwargs | {"sliding_window": min(kwargs["sliding_window"], half)}
     start = _start_of_last_document(kwargs.get("cu_seq_lens_q"))
-    output = function(module, *leaves, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
     try:
+        output = function(module, *leaves, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
         found = torch.autograd.grad(output[:, start:].float().sum(), leaves)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise NoBackward(f"in its backward, {type(error).__name__}: {error}") from error
+        return f"its backward raises {type(error).__name__}: {error}"
     for gradient in found:  # (rows, heads, T, dim)
         if not torch.isfinite(gradient).all():
-            raise NoBackward("its backward returns gradients that are no numbers")
+            return "its backward returns gradients that are no numbers"
         if gradient[:, :, :start].any():
-            raise NoBackward("its backward reaches into the documents before")
+            return "its backward reaches into the documents before"
+    return None
 
 
 def _start_of_last_document(boundaries: Tensor | None) -> int:
