@@ -278,7 +278,11 @@ def _take_exact_way(
         packing.checked.add(kind)
         return
     named = packing.attention != "auto"
-    message = f"packed documents: {why_not_exact(base, way, found, named=named)}"
+    message = why_not_exact(base, way, found, named=named)
+    if found.verdict == "leaks":
+        message = (
+            f"{type(base).__name__} does not keep the documents of a packed row apart: {message}"
+        )
     if found.verdict in ("leaks", "refused") and packing.isolation_check == "error":
         raise RuntimeError(message)
     packing.checked.add(kind)
