@@ -29,9 +29,10 @@ TABLE = {
     "evaluation": ({"document_columns"}, {"torch"}),
     "report": (set(), set()),
     "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
+    "bad_rows": (set(), {"numpy"}),
     "dataset_checks": (
-        {"arrow_documents", "labels", "token_columns"},
-        {"datasets", "numpy", "trl"},
+        {"arrow_documents", "bad_rows", "labels", "token_columns"},
+        {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stop_tokens": (
         {"arrow_documents", "labels", "token_columns"},
@@ -44,7 +45,8 @@ TABLE = {
     ),
     "balance": (set(), {"numpy"}),
     "steps": ({"balance", "packing"}, {"numpy"}),
-    "sampler": ({"packing", "steps"}, {"numpy", "transformers"}),
+    "document_order": (set(), {"numpy", "torch", "transformers"}),
+    "sampler": ({"document_order", "packing", "steps"}, {"numpy", "transformers"}),
     "unpacking": (
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
@@ -84,8 +86,8 @@ TABLE = {
         set(),
     ),
     "documents_from_rows": (
-        {"labels", "supervision", "tokenization"},
-        {"accelerate", "datasets", "jinja2", "numpy", "transformers", "trl"},
+        {"bad_rows", "labels", "supervision", "tokenization", "turns"},
+        {"accelerate", "datasets", "numpy", "transformers", "trl"},
     ),
     "legacy_collator": (
         {"collator", "labels", "templates"},
@@ -160,7 +162,7 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "report", "sampler"}, {"trl"}),
+    "plan": ({"arrow_documents", "config", "document_order", "report", "sampler"}, {"trl"}),
     "prepare": (
         {
             "arguments",

@@ -56,6 +56,7 @@ class PackedLoaderTrainer(MeasuredTrainer):
     _pass_gate: Callable[..., None]
     _signature_columns: Any
     _train_stream: StreamBatches | None = None
+    _torch_seed: int | None = None  # of torch's global generator, when training starts
     _evaluated_streams: list[StreamBatches]
 
     # --- documents ----------------------------------------------------------------------------
@@ -98,6 +99,7 @@ class PackedLoaderTrainer(MeasuredTrainer):
             ranks=ranks,
             rank=rank,
             hidden_size=self._hidden_size,
+            torch_seed=self._torch_seed,
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:

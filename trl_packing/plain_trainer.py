@@ -78,6 +78,8 @@ def enable_packing(
             f"isolation_check={isolation_check!r} is not known; choose one of "
             f"{', '.join(ISOLATION_CHECKS)}"
         )
+    if isolation_check != "off":
+        _check_loss(model, base)  # first: a model that is refused stays as it came
     documents = _some_documents(dataset)
     packing = _Packing(
         attention,
@@ -96,8 +98,6 @@ def enable_packing(
     # Trainer then counts the targets of a step, whatever the class says: `with_own_loss` divides.
     base.accepts_loss_kwargs = True
     _take_exact_way(model, packing, _kind(model, training=True), documents)
-    if isolation_check != "off":
-        _check_loss(model, base)
     enabled_models.add(model)
     assert packing.way is not None
     return packing.way
@@ -227,12 +227,21 @@ def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
                 f"({crossed[-1]:,}), the check went up to {packing.reach:,}, and the model is "
                 "sharded by now; tell it what comes: enable_packing(model, dataset)"
             )
+        if not packing.checked:
+            raise RuntimeError(
+                "no check of this model has passed, and none can be made in a forward of a sharded "
+                "model; call enable_packing(model) before Trainer, and let it return"
+            )
         logger.warning(f"the model is sharded: what was checked before is relied on for {kind}")
         packing.checked.add(kind)
         return
-    documents = _documents_of(batch) if crossed else packing.documents
+    documents = packing.documents
+    if crossed:
+        both = sorted([*documents, *_documents_of(batch)], key=len)
+        documents = [both[0], both[-1]]
     _take_exact_way(model, packing, kind, documents)
-    packing.reach = max(packing.reach, longest if crossed else 0)
+    if crossed:  # another kind, or another way, is checked on them again
+        packing.reach, packing.documents = longest, documents
 
 
 def _documents_of(batch: dict[str, Any]) -> list[np.ndarray]:
@@ -254,10 +263,14 @@ def _take_exact_way(
         packing.way = choice
         packing.checked.add(kind)
         return
-    with _without_ours(model, packing):
-        way, found = install_first_exact(
-            model, ways, documents, agree=False, training=training, max_length=_REACH
-        )
+    try:
+        with _without_ours(model, packing):
+            way, found = install_first_exact(
+                model, ways, documents, agree=False, training=training, max_length=_REACH
+            )
+    except BaseException:
+        packing.checked.clear()  # of another way than the one that is installed now
+        raise
     if packing.way is None or way.backend != packing.way.backend:
         packing.checked.clear()
         logger.info(f"{type(base).__name__} runs packed rows by {way}")

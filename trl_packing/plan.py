@@ -10,6 +10,7 @@ from trl import SFTConfig
 
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.config import PackingOptions
+from trl_packing.document_order import order_seed
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
 
@@ -26,11 +27,13 @@ def training_sampler(
     ranks: int = 1,
     rank: int = 0,
     hidden_size: int | None = None,
+    torch_seed: int | None = None,
 ) -> PackedBatchSampler:
     """Return the sampler of one rank's training micro-batches.
 
     batch_size: `per_device_train_batch_size`, times the devices of this process.
     hidden_size: the model's, for the cost of attention; None leaves that out.
+    torch_seed: that of torch's global generator when training starts; None stands for `args.seed`.
 
     Raises ValueError for documents_per_step on rows that were packed before.
     """
@@ -43,6 +46,11 @@ def training_sampler(
         )
     if per_step is None and not packing and not rows:
         per_step = batch_size * accumulation * ranks
+    sampling = args.train_sampling_strategy
+    seed = args.data_seed if args.data_seed is not None else args.seed
+    if per_step is not None:
+        torch_seed = args.seed if torch_seed is None else torch_seed
+        seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
     return PackedBatchSampler(
         documents.lengths(),
         args.max_length,
@@ -54,8 +62,9 @@ def training_sampler(
         accumulation=accumulation,
         # The pieces of "bfd_split" are documents by the time of planning.
         strategy=args.packing_strategy.removesuffix("_split"),
-        seed=args.data_seed if args.data_seed is not None else args.seed,
-        shuffle=args.train_sampling_strategy != "sequential",
+        seed=seed,
+        shuffle=sampling != "sequential",
+        sampling=sampling,
         attention_cost=attention_cost(hidden_size),
         drop_last=args.dataloader_drop_last,
     )

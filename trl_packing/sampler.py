@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from trl_packing.document_order import document_order
 from trl_packing.packing import PackingPlan, pack
 from trl_packing.steps import PackedSteps, packed_steps
 
@@ -30,11 +31,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
     capacity: tokens a bin may hold. A micro-batch is `bins_per_batch` bins.
     documents_per_step: instead of packing into bins, take exactly so many documents every optimizer
         step (the last of an epoch may be smaller) and cut them into micro-batches of equal cost.
+        They are the documents of a padded run with steps of that size (document_order).
     rows: every document is a bin of its own, kept as it is (rows that were packed before).
     num_ranks, rank, accumulation: data-parallel ranks, which one this is, micro-batches of a step.
     strategy, seed: as in `pack`; the seed of an epoch is (seed, epoch). "wrapped" fills bins with
         documents in data-set order, so that pieces cut where rows end fill them again.
     shuffle: False keeps the data set's order and the same bins every epoch (evaluation).
+    sampling: with documents_per_step, the `train_sampling_strategy` by which transformers draws
+        documents: "random", "group_by_length", "batch_rebalance" or "sequential".
     attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
     balance_window: optimizer steps among which bins are exchanged, where random steps would make
         ranks wait: so that the micro-batches that run at the same moment cost about the same, and
@@ -65,6 +69,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         strategy: str = "bfd",
         seed: int = 0,
         shuffle: bool = True,
+        sampling: str = "random",
         attention_cost: float = 0.0,
         balance_window: int = 64,
         drop_last: bool = False,
@@ -81,12 +86,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.strategy = strategy
         self.seed = seed
         self.shuffle = shuffle
+        self.sampling = sampling if shuffle else "sequential"
         self.attention_cost = attention_cost
         self.balance_window = balance_window
         self.epoch = 0
         self.num_used = len(self.lengths)  # documents an epoch
         if drop_last and documents_per_step:
-            self.num_used -= self.num_used % max(documents_per_step // accumulation, 1)
+            self.num_used -= self.num_used % self._documents_kept_together(documents_per_step)
         self._check(allow_idle_ranks)
         self._epoch_drawn: int | None = None
         self._plan: PackingPlan | None = None
@@ -121,6 +127,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 f"of {self.num_ranks} ranks × {self.accumulation} accumulated micro-batches; "
                 "raise it or lower gradient_accumulation_steps"
             )
+
+    def _documents_kept_together(self, documents_per_step: int) -> int:
+        """Return of how many documents a padded run that drops the last ones trains multiples."""
+        if self.sampling == "batch_rebalance":
+            return documents_per_step
+        return max(documents_per_step // self.accumulation, 1)
 
     @property
     def _slots(self) -> int:
@@ -225,10 +237,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def _groups(self, step: int) -> list[list[int]]:
         assert self.documents_per_step is not None
         if self._epoch_drawn != self.epoch:
-            order = np.arange(len(self.lengths))
-            if self.shuffle:
-                order = np.random.default_rng((self.seed, self.epoch)).permutation(order)
-            self._order, self._epoch_drawn = order, self.epoch
+            self._order = document_order(
+                self.sampling,
+                self.lengths,
+                seed=self.seed,
+                epoch=self.epoch,
+                documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
+            )
+            self._epoch_drawn = self.epoch
         start = step * self.documents_per_step
         chosen = self._order[: self.num_used][start : start + self.documents_per_step]
         num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks

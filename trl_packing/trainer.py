@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -134,6 +135,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
         keep_outputs_precise(self.accelerator)
+        if self.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
+            loading = self.accelerator.dataloader_config
+            loading.split_batches = loading.dispatch_batches = False
         self._check_parallelism()
         self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -336,6 +340,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             self.model._is_accelerate_prepared = False
             self.model_wrapped = self.model  # compiled by then, under torch_compile
             self.accelerator._models.remove(self.model)
+        # accelerate draws the order of documents from this seed; ranks must agree on it.
+        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
+        self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         with pages_kept(on_cpu=self.args.device.type == "cpu"):
             return super().train(checkpoint, *args, **kwargs)

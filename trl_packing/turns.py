@@ -33,6 +33,9 @@ from trl_packing.conversations import Message
 
 Span = tuple[int, int]  # [start, stop) in characters
 
+# A template may compute what cannot be computed, or ask for more than the sandbox gives.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
+
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -264,7 +267,7 @@ class ChatTemplate:
         """Return the text of a conversation; None if the template refuses it."""
         try:
             return self.render(messages, context, generation_prompt=generation_prompt)
-        except TemplateError:
+        except TEMPLATE_ERRORS:
             return None
 
     def _header(self, role: str) -> str:
