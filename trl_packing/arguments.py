@@ -65,6 +65,11 @@ def refuse_options(options: PackingOptions, reason: str) -> None:
             )
 
 
+def packs_by_default(args: Any) -> bool:
+    """Return whether `packing` has the default of `PackedSFTConfig`, which is not TRL's."""
+    return getattr(args, "_packing_is_default", False)
+
+
 @contextmanager
 def packing_hidden(args: Any) -> Iterator[tuple[bool, bool]]:
     """Keep TRL from packing while its constructor runs; yields (packing, eval_packing)."""

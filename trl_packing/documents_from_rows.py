@@ -22,6 +22,7 @@ from trl.data_utils import get_dataset_column_names
 
 from trl_packing.bad_rows import BadRows, lone_surrogate
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
+from trl_packing.printable import escape_hidden, quote
 from trl_packing.supervision import Supervision, says_what_is_trained
 from trl_packing.tokenization import Rendered, Tokenized, tokenize
 from trl_packing.turns import TEMPLATE_ERRORS
@@ -68,7 +69,9 @@ def documents_from_rows(
     try:
         supervision.check(first)
     except ValueError as error:
-        raise ValueError(f"the {name} dataset cannot be prepared: {error}") from error
+        raise ValueError(
+            f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
+        ) from error
     columns = ["input_ids", "labels"]
     if flagged and supervision.train_on in ("assistant", "last_assistant"):
         columns.append("loss_weights")
@@ -158,10 +161,11 @@ def _rendered(row: Mapping[str, Any], form: str, supervision: Supervision, which
     except TEMPLATE_ERRORS as error:
         if supervision.formatting_func is not None:
             raise  # with the traceback of the user's own function
-        raise ValueError(f"{which}: the chat template cannot render it: {error}") from error
+        reason = escape_hidden(str(error))
+        raise ValueError(f"{which}: the chat template cannot render it: {reason}") from error
     except (ValueError, RuntimeError) as error:
         kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
-        raise kind(f"{which}: {error}") from error
+        raise kind(f"{which}: {escape_hidden(str(error))}") from error
 
 
 def _tokenized(
@@ -193,9 +197,10 @@ def _all_bad_rows(rows: Dataset, supervision: Supervision, form: str, name: str)
 def _warn_of_lost_prompts(tokenizer: Any, documents: Sequence[Tokenized]) -> None:
     for document in documents:
         if document.lost_prompt:
+            lost = quote(tokenizer.decode(document.lost_prompt))
             logger.warning_once(
                 "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
-                f"{tokenizer.decode(document.lost_prompt)!r} is left out, because tokens merge "
+                f"{lost} is left out, because tokens merge "
                 "where prompt and completion meet, or because the chat template renders the prompt "
                 "alone otherwise. The model is trained on a context that differs from the one it "
                 "sees at inference. End the prompt on a token boundary, or use a chat template "

@@ -31,6 +31,7 @@ from trl_packing.engines import is_sharded
 from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.isolation import IsolationReport
 from trl_packing.length_constants import length_constants
+from trl_packing.neftune import embedding_documents, scale_noise_by_document
 from trl_packing.packed_call import VIRTUAL_TOKENS, next_token_loss, packed_batch, with_own_loss
 from trl_packing.packed_dataset import PackedDataset, enabled_models
 from trl_packing.probes import random_tokens
@@ -184,7 +185,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     batch = packed_batch(self, named)
     if batch is not None:
         _check_once(self, packing, batch)
-        return with_own_loss(_below(self), batch)
+        with embedding_documents(boundaries=batch["cu_seq_lens_q"]):
+            return with_own_loss(_below(self), batch)
     if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
         return with_own_loss(_below(self), named)
     return _below(self)(*args, **kwargs)
@@ -212,6 +214,7 @@ def _precision(parameter: Tensor) -> torch.dtype:
 @torch.compiler.disable
 def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
     """Check what the calls before did not: another device, precision, mode or length."""
+    scale_noise_by_document(inside_peft(model))  # Trainer registers its hook when it trains
     kind, longest = _kind(model, training=model.training), int(batch["max_length_q"])
     constants = length_constants(model) if longest > packing.reach else []
     crossed = [c for c in constants if packing.reach <= c < longest]

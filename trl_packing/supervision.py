@@ -22,6 +22,7 @@ from trl_packing.conversations import (
     trained_messages,
     without_flags,
 )
+from trl_packing.printable import quote
 from trl_packing.prompt_templates import PromptTemplate, field_of
 from trl_packing.templates import Templates
 from trl_packing.tokenization import Rendered
@@ -230,6 +231,6 @@ def says_what_is_trained(row: Row) -> bool:
 def _string(row: Row, column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        got = "nothing (null)" if value is None else f"{type(value).__name__} {value!r:.60}"
+        got = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value):.60}"
         raise ValueError(f"its {column!r} is {got}; make it a string, or remove the row")
     return value

@@ -30,6 +30,7 @@ from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import common_prefix_length
 
 from trl_packing.conversations import Message
+from trl_packing.printable import quote
 
 Span = tuple[int, int]  # [start, stop) in characters
 
@@ -357,8 +358,8 @@ def _check_complete(number: int, message: Message, turn: str) -> None:
         if words.strip() and not found:
             raise ValueError(
                 f"the chat template leaves out the {name} of message {number} "
-                f"({words.strip()[:40]!r}), so the model would be trained to leave it out. Use a "
-                "template that keeps it or has {% generation %}, train_on='last_assistant' if it "
-                "is kept there, or remove it from the data"
+                f"({quote(words.strip()[:40])}), so the model would be trained to leave it out. "
+                "Use a template that keeps it or has {% generation %}, "
+                "train_on='last_assistant' if it is kept there, or remove it from the data"
             )
         turn = f"{before}\0{after}"
