@@ -26,6 +26,7 @@ METHODS = {
     "log": "self, logs, start_time",
     "predict": "self, test_dataset, ignore_keys, metric_key_prefix",
     "save_model": "self, output_dir, _internal_call",
+    "set_initial_training_values": "self, args, dataloader",
     "train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",
     "training_step": "self, args, kwargs",
     # --- private ---
@@ -46,6 +47,11 @@ METHODS = {
     "_prepare_inputs": "self, inputs",
     "_reject_skip_prepare_without_labels": "self, datasets, data_collator",
     "_remove_unused_columns": "self, dataset, description",
+    "_run_epoch": (
+        "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
+        "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
+        "steps_trained_in_current_epoch"
+    ),
     "_save_checkpoint": "self, model, trial",
     "_save_rng_state": "self, output_dir",
     "_set_signature_columns_if_needed": "self",
@@ -53,13 +59,18 @@ METHODS = {
 }
 
 FUNCTIONS = {
+    "accelerate.utils.broadcast_object_list": "object_list, from_process",
     "transformers.PreTrainedModel._from_config": "config, kwargs",
     "transformers.Trainer._get_output_dir": "self, trial",
     "transformers.Trainer.get_cp_size": "self",
     "transformers.Trainer.get_sp_size": "self",
     "transformers.Trainer.get_tp_size": "self",
+    "transformers.integrations.neftune.neftune_post_forward_hook": "module, input, output",
     "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func": (
         "gate_logits, num_experts, top_k, attention_mask"
+    ),
+    "transformers.trainer_pt_utils.get_length_grouped_indices": (
+        "lengths, batch_size, mega_batch_mult, generator"
     ),
     "transformers.trainer_utils.rotate_checkpoints": (
         "output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix"
@@ -67,6 +78,9 @@ FUNCTIONS = {
     "transformers.utils.chat_template_utils.render_jinja_template": (
         "conversations, tools, documents, chat_template, return_assistant_tokens_mask, "
         "continue_final_message, add_generation_prompt, kwargs"
+    ),
+    "trl.chat_template_utils.clone_chat_template": (
+        "model, tokenizer, source_tokenizer_path, resize_to_multiple_of"
     ),
     "trl.chat_template_utils.get_training_chat_template": "processing_class, tokenizer",
     "trl.chat_template_utils.has_generation_markers": "chat_template",
@@ -114,10 +128,12 @@ ATTRIBUTES = {
 NAMES = (
     "accelerate.data_loader.DataLoaderShard",
     "accelerate.logging.get_logger",
+    "datasets.exceptions.DatasetGenerationError",
     "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "transformers.trainer.TRAINER_STATE_NAME",
     "transformers.trainer_pt_utils.BatchRebalanceSampler",
     "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.EvalLoopOutput",
