@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 ALL_READY := $(VENV)/.all
 OLDEST := $(VENV)-oldest
+# Tests in which other libraries do the work: each seam (trl_packing/seams.py) runs in one of them.
+TOUCH_LIBRARIES := $(addprefix tests/test_,$(addsuffix .py,seams versions architectures attention \
+	documents_from_rows evaluation exact head metrics plain_trainer resume stream_batches streaming swap))
 
 .PHONY: demo test test-all test-oldest notebooks matrix check lint types format docs bench clean
 
