@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # module -> (modules of ours that it imports, third-party packages that it imports at the top)
 TABLE = {
+    "versions": (set(), {"packaging"}),
+    "seams": (set(), set()),
     "packing": (set(), {"numpy"}),
     "printable": (set(), set()),
     "exit_messages": ({"printable"}, set()),
@@ -265,6 +267,7 @@ TABLE = {
             "packed_dataset",
             "probes",
             "undisturbed",
+            "versions",
         },
         {"numpy", "torch"},
     ),
@@ -317,6 +320,7 @@ TABLE = {
             "prepare",
             "report",
             "stream_overflow",
+            "versions",
             "weighting",
         },
         {"accelerate", "datasets", "torch", "transformers", "trl"},
