@@ -51,6 +51,7 @@ TABLE = {
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
+    "set_afterwards": (set(), {"numpy"}),
     "stream_parts": (set(), {"datasets"}),
     "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
     "stream_overflow": (
@@ -257,6 +258,7 @@ TABLE = {
     "recipes": (set(), set()),
     "loaders": (
         {
+            "arguments",
             "arrow_documents",
             "attention",
             "collator",
@@ -270,6 +272,7 @@ TABLE = {
             "measured",
             "plan",
             "sampler",
+            "set_afterwards",
             "static_shapes",
             "stream_batches",
             "streaming",
@@ -300,6 +303,7 @@ TABLE = {
             "plan",
             "prepare",
             "report",
+            "sampler",
             "stream_overflow",
             "weighting",
         },

@@ -130,6 +130,39 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
     return max(int(sampler.lengths[group].sum()) for step in steps for group in step if group)
 
 
+def report_of_any_sampler(
+    documents: ArrowDocuments,
+    args: SFTConfig,
+    *,
+    micro_batches: int | None,
+    batch_size: int,
+    ranks: int,
+    attention: str,
+    loss: str | None,
+    preparation: PreparationCounts,
+) -> PackingReport:
+    """Return the report on documents that a sampler of the user's draws, one after another.
+
+    micro_batches: of an epoch of one rank, None where it is not known yet.
+    """
+    accumulation = args.gradient_accumulation_steps
+    return PackingReport(
+        ranks=ranks,
+        accumulation=accumulation,
+        micro_batch=_words(batch_size, "document"),
+        attention=attention,
+        capacity=args.max_length,
+        documents=documents.num_documents,
+        tokens=int(documents.lengths().sum()),
+        trained_tokens=int(documents.num_trained().sum()),
+        micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
+        steps_per_epoch=None if micro_batches is None else -(-micro_batches // accumulation),
+        documents_per_step=batch_size * accumulation * ranks,
+        loss=loss,
+        preparation=preparation,
+    )
+
+
 def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
     """Return what a micro-batch of a stream is, in words."""
     return _words(batch_size, "bin" if packing else "document")
