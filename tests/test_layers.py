@@ -135,6 +135,11 @@ TABLE = {
         {"device_peaks", "host", "loss", "model_flops", "throughput"},
         {"accelerate", "torch", "transformers"},
     ),
+    "epoch_record": ({"arrow_documents"}, {"numpy"}),
+    "resuming": (
+        {"arrow_documents", "epoch_record", "measured", "sampler"},
+        {"accelerate", "numpy", "transformers"},
+    ),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
     "undisturbed": (set(), {"numpy", "torch"}),
     "isolation": (
@@ -165,7 +170,10 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "document_order", "report", "sampler"}, {"trl"}),
+    "plan": (
+        {"arguments", "arrow_documents", "config", "document_order", "report", "sampler"},
+        {"numpy", "trl"},
+    ),
     "prepare": (
         {
             "arguments",
@@ -253,7 +261,7 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "checkpoints": (set(), {"accelerate", "transformers"}),
+    "checkpoints": (set(), {"accelerate", "safetensors", "transformers"}),
     "allocator": (set(), set()),
     "recipes": (set(), set()),
     "loaders": (
@@ -269,8 +277,8 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
-            "measured",
             "plan",
+            "resuming",
             "sampler",
             "set_afterwards",
             "static_shapes",
@@ -279,7 +287,7 @@ TABLE = {
             "token_columns",
             "unpacking",
         },
-        {"accelerate", "datasets", "torch", "trl"},
+        {"accelerate", "datasets", "numpy", "torch", "trl"},
     ),
     "trainer": (
         {

@@ -39,7 +39,12 @@ from trl_packing.arguments import (
     refuse_options,
 )
 from trl_packing.attention import AttentionChoice
-from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
+from trl_packing.checkpoints import (
+    check_optimizer,
+    check_readable,
+    checkpoint_to_resume,
+    marked_while_written,
+)
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
 from trl_packing.config import PackingOptions
 from trl_packing.current_row import set_current_row
@@ -357,11 +362,20 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
         self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        self._check_checkpoint(checkpoint)
         try:
             with pages_kept(on_cpu=self.args.device.type == "cpu"):
                 return super().train(checkpoint, *args, **kwargs)
         finally:
             set_current_row(None)  # a step that raised leaves its row
+
+    def _check_checkpoint(self, checkpoint: Any) -> None:
+        """Raise ValueError before anything is read, if part of the checkpoint would be missing."""
+        if not isinstance(checkpoint, (str, Path)):
+            return
+        check_readable(Path(checkpoint))
+        if not self.is_deepspeed_enabled:
+            check_optimizer(Path(checkpoint), save_only_model=self.args.save_only_model)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Mark a checkpoint while it is written, and delete older ones only when it is whole."""
