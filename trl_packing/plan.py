@@ -19,6 +19,8 @@ from trl_packing.sampler import PackedBatchSampler
 # Steps looked at for the largest micro-batch: enough to see it coming, in well under a second.
 _STEPS_LOOKED_AT = 200
 
+_DEFAULT_SAVE_STEPS = 500  # of transformers; nobody has asked for it
+
 
 def training_sampler(
     documents: ArrowDocuments,
@@ -109,10 +111,12 @@ def plan_report(
     loss: str | None,
     preparation: PreparationCounts,
     tokens_per_micro_batch: int | None = None,
+    given_in_steps: dict[str, int] | None = None,
 ) -> PackingReport:
     """Return what the first epoch of `sampler` is made of; `attention` and `loss` in words.
 
     tokens_per_micro_batch: of every one, its padding too; None if they differ.
+    given_in_steps: what `settings_in_steps` returns.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps = -(-len(sampler) // accumulation)
@@ -134,7 +138,19 @@ def plan_report(
         loss=loss,
         tokens_per_micro_batch=tokens_per_micro_batch,
         preparation=preparation,
+        given_in_steps=given_in_steps or {},
     )
+
+
+def settings_in_steps(args: Any) -> dict[str, int]:
+    """Return the settings of `args` that somebody has given as a number of optimizer steps."""
+    given = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
+    if args.eval_strategy == "steps":
+        given["eval_steps"] = args.eval_steps
+    if args.save_strategy == "steps" and args.save_steps != _DEFAULT_SAVE_STEPS:
+        given["save_steps"] = args.save_steps
+    # Below 1 they are shares of the run.
+    return {name: int(value) for name, value in given.items() if value and value >= 1}
 
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:

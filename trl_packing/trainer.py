@@ -64,6 +64,7 @@ from trl_packing.plan import (
     micro_batch_of_stream,
     plan_report,
     report_of_any_sampler,
+    settings_in_steps,
     without_plan,
 )
 from trl_packing.prepare import Preparation
@@ -481,6 +482,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             loss=loss,
             preparation=self._preparation.get("train", PreparationCounts()),
             tokens_per_micro_batch=self._tokens_per_micro_batch,
+            given_in_steps=settings_in_steps(self.args),
         )
 
 
