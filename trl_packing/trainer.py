@@ -91,7 +91,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     Documents may have `loss_weights`, a number for every token, and `loss_weight`, one for all of
     them: what their loss counts; `loss_weighting` says how the length of a document enters. The
     loss of a step is the weighted mean over its trained tokens, of all micro-batches and ranks, and
-    so is `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
+    so is `eval_loss`; in `mean_token_accuracy` and `entropy` all trained tokens count alike.
 
     `packing_report` holds what a run is made of; it is printed when training starts. `attention`
     says what keeps documents apart.
