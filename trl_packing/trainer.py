@@ -71,9 +71,12 @@ from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.sampler import PackedBatchSampler
 from trl_packing.stream_overflow import columns_kept
+from trl_packing.versions import warn_of_untested_versions
 from trl_packing.weighting import in_words
 
 logger = get_logger(__name__)
+
+warn_of_untested_versions()
 
 
 class PackedSFTTrainer(PackedLoaderTrainer):
