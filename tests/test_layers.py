@@ -54,6 +54,7 @@ TABLE = {
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
+    "set_afterwards": (set(), {"numpy"}),
     "stream_parts": (set(), {"datasets"}),
     "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
     "stream_overflow": (
@@ -276,6 +277,7 @@ TABLE = {
     "recipes": (set(), set()),
     "loaders": (
         {
+            "arguments",
             "arrow_documents",
             "attention",
             "collator",
@@ -289,6 +291,7 @@ TABLE = {
             "plan",
             "resuming",
             "sampler",
+            "set_afterwards",
             "static_shapes",
             "stream_batches",
             "streaming",
@@ -319,6 +322,7 @@ TABLE = {
             "plan",
             "prepare",
             "report",
+            "sampler",
             "stream_overflow",
             "versions",
             "weighting",
