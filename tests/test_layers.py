@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # module -> (modules of ours that it imports, third-party packages that it imports at the top)
 TABLE = {
+    "versions": (set(), {"packaging"}),
+    "seams": (set(), set()),
     "packing": (set(), {"numpy"}),
     "printable": (set(), set()),
     "exit_messages": ({"printable"}, set()),
@@ -61,6 +63,7 @@ TABLE = {
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
+    "set_afterwards": (set(), {"numpy"}),
     "stream_parts": (set(), {"datasets"}),
     "stream_windows": ({"model_limits", "stream_parts"}, {"datasets", "numpy"}),
     "stream_overflow": (
@@ -134,6 +137,7 @@ TABLE = {
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
+    "attention.kernel_backward": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
         {"attention.interface", "current_row", "documents", "host", "length_constants"},
         {"numpy", "torch"},
@@ -151,6 +155,7 @@ TABLE = {
             "attention.document_sdpa",
             "attention.torch_varlen",
             "attention.flash_attn",
+            "attention.kernel_backward",
         },
         {"torch"},
     ),
@@ -187,7 +192,11 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "exact_way": ({"attention", "engines", "isolation"}, {"accelerate", "numpy", "torch"}),
+    "exact_way": ({"attention", "engines", "isolation"}, {"numpy", "torch"}),
+    "isolation_messages": (
+        {"attention", "exact_way", "isolation", "length_constants"},
+        set(),
+    ),
     "config": ({"weighting"}, {"trl"}),
     "arguments": (
         {
@@ -238,6 +247,7 @@ TABLE = {
             "exact_way",
             "head",
             "isolation",
+            "isolation_messages",
             "length_constants",
             "model_limits",
             "stream_windows",
@@ -286,7 +296,7 @@ TABLE = {
             "config",
             "engines",
             "exact_way",
-            "isolation",
+            "isolation_messages",
             "length_constants",
             "model_limits",
             "neftune",
@@ -294,6 +304,7 @@ TABLE = {
             "packed_dataset",
             "probes",
             "undisturbed",
+            "versions",
         },
         {"numpy", "torch"},
     ),
@@ -302,6 +313,7 @@ TABLE = {
     "recipes": (set(), set()),
     "loaders": (
         {
+            "arguments",
             "arrow_documents",
             "attention",
             "collator",
@@ -315,6 +327,7 @@ TABLE = {
             "plan",
             "resuming",
             "sampler",
+            "set_afterwards",
             "static_shapes",
             "stream_batches",
             "stream_overflow",
@@ -346,7 +359,9 @@ TABLE = {
             "plan",
             "prepare",
             "report",
+            "sampler",
             "stream_overflow",
+            "versions",
             "weighting",
         },
         {"accelerate", "datasets", "torch", "transformers", "trl"},
@@ -370,7 +385,6 @@ TABLE = {
             "exact_way",
             "exit_messages",
             "inspection",
-            "isolation",
             "matrix",
         },
         {"torch"},
