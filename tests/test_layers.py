@@ -69,8 +69,9 @@ TABLE = {
         {"report", "stream_overflow", "stream_parts", "streaming"},
         {"numpy", "torch"},
     ),
-    "length_constants": (set(), set()),
-    "static_shapes": ({"length_constants"}, set()),
+    "model_config": (set(), set()),
+    "length_constants": ({"model_config"}, set()),
+    "static_shapes": ({"length_constants", "model_config"}, set()),
     "collator": ({"documents", "host", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
     "templates": (set(), {"numpy"}),
     "conversations": (set(), set()),
@@ -96,7 +97,7 @@ TABLE = {
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
-        {"attention.interface", "documents", "host", "length_constants"},
+        {"attention.interface", "documents", "host", "model_config"},
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
@@ -106,6 +107,7 @@ TABLE = {
     "attention": (
         {
             "length_constants",
+            "model_config",
             "attention.explicit_mask",
             "attention.padded_rows",
             "attention.interface",
@@ -123,7 +125,7 @@ TABLE = {
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
-    "model_flops": ({"attention.interface"}, {"numpy", "torch"}),
+    "model_flops": ({"attention.interface", "model_config"}, {"numpy", "torch"}),
     "measured": (
         {"device_peaks", "host", "loss", "model_flops", "throughput"},
         {"accelerate", "torch", "transformers"},
@@ -258,6 +260,7 @@ TABLE = {
             "legacy_collator",
             "loss",
             "measured",
+            "model_config",
             "plan",
             "sampler",
             "static_shapes",
