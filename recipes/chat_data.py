@@ -43,6 +43,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+from trl_packing.exit_messages import exits_in_one_line
 
 
 @dataclass
@@ -66,6 +67,7 @@ def to_conversation(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
     }
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show the first conversation, train, save the model, and return the trainer."""
     parser = TrlParser(

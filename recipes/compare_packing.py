@@ -31,7 +31,7 @@ seconds of 2 CPU cores with much else to do; losses may differ in the last digit
     random                  26       19.2  3.1e-03     16.6     11.1×   96.7%     2.4832
     greedy                  29       17.2  2.9e-03     18.3     10.1×   89.6%     2.4740
     this project            26       19.2  3.1e-03     18.0     10.3×   98.2%     2.4406
-    ... in padded steps    250        2.0  1.0e-03     28.7      6.4×  100.0%     1.9384
+    ... in padded steps    250        2.0  1.0e-03     28.7      6.4×  100.0%     1.9466
 
 Random packing without a mask trains documents that read what is before them, and is asked about
 documents alone. With one epoch of 500 documents, steps decide: the paper's "packing is for large
@@ -39,7 +39,6 @@ data sets" in small.
 """
 
 import copy
-import os
 import sys
 import time
 import warnings
@@ -59,6 +58,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.exit_messages import exits_in_one_line
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
@@ -308,7 +308,4 @@ def table(results: dict[str, Result]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        sys.exit(f"compare_packing.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    exits_in_one_line(main)()

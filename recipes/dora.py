@@ -35,6 +35,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from trl_packing.exit_messages import exits_in_one_line
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Arguments:
     merged_dir: str | None = HfArg(default=None, help="Save base model and adapter as one here.")
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train an adapter, save it, maybe merged too, and return the trainer."""
     parser = TrlParser((Arguments, PackedSFTConfig), usage="dora.py --config FILE [--OPTION VALUE]")

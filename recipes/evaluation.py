@@ -41,6 +41,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from trl_packing.exit_messages import exits_in_one_line
 
 SHOWN = ("eval_loss", "eval_perplexity", "eval_right_documents")
 
@@ -63,6 +64,7 @@ def right_documents(prediction: Any) -> dict[str, float]:
     return {"right_documents": float(((predicted == labels) | (labels == -100)).all(1).mean())}
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Evaluate, train, evaluate the best model, print both; return the trainer."""
     parser = TrlParser(

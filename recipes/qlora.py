@@ -38,6 +38,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from trl_packing.exit_messages import exits_in_one_line
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Arguments:
     lora_dropout: float = HfArg(default=0.0, help="Dropout before the two matrices.")
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train an adapter, save it, and return the trainer."""
     parser = TrlParser(

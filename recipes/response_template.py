@@ -44,6 +44,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+from trl_packing.exit_messages import exits_in_one_line
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Arguments:
     dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show the first text, train, save the model, and return the trainer."""
     parser = TrlParser(

@@ -39,6 +39,7 @@ from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
 from trl_packing.checkpoints import last_whole_checkpoint
+from trl_packing.exit_messages import exits_in_one_line
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Arguments:
     dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Start, or go on where the last whole checkpoint stands; return the trainer."""
     parser = TrlParser(

@@ -41,6 +41,8 @@ from trl.data_utils import get_dataset_column_names
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.exit_messages import exits_in_one_line
+from trl_packing.printable import escape_text
 
 # TRL 1.16 sets options that transformers 5.23 renames; there is nothing that a user could do.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -234,7 +236,7 @@ def compare(
     def line(label: str, content: str) -> None:
         say(
             fill(
-                content.strip().replace("\n", " ⏎ "),
+                escape_text(content.strip()).replace("\n", " ⏎ "),
                 get_terminal_size().columns,
                 initial_indent=f"{label:<10}",
                 subsequent_indent=" " * 10,
@@ -266,7 +268,4 @@ def text(content: Any) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        sys.exit(f"sft_packed.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    exits_in_one_line(main)()

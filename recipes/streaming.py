@@ -33,6 +33,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.exit_messages import exits_in_one_line
 from trl_packing.stream_parts import division_of
 
 
@@ -49,6 +50,7 @@ class Arguments:
     )
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Say who reads what, train for `max_steps`, save the model, and return the trainer."""
     parser = TrlParser(

@@ -45,6 +45,7 @@ from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+from trl_packing.exit_messages import exits_in_one_line
 
 
 @dataclass
@@ -73,6 +74,7 @@ def first_answer(trainer: PackedSFTTrainer) -> str:
     return trainer.processing_class.decode(written[0, start:])
 
 
+@exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show what is trained, train, show what was learnt, save; return the trainer."""
     parser = TrlParser(

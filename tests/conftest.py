@@ -10,11 +10,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import datasets
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
 datasets.disable_progress_bars()
+
+# No test depends on time: hypothesis fails an example beyond 200 ms, which a busy machine exceeds.
+hypothesis.settings.register_profile("trl_packing", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("trl_packing")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,6 +80,8 @@ def test_the_comparison_runs_and_its_numbers_are_those_of_the_plans(tmp_path):
     # Padding changes nothing but time: both padded runs see the same documents in every step.
     losses = [float(rows[name][6]) for name in ("padding to max", "padding to longest")]
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    # Packed, but the documents of the padded steps in every step.
+    assert float(rows["... in padded steps"][6]) == pytest.approx(losses[0], abs=2e-4)
     # Fewer steps, a higher rate; the row with the padded steps keeps it.
     assert float(rows["this project"][2]) > float(rows["padding to max"][2])
     assert rows["... in padded steps"][2] == rows["padding to max"][2]

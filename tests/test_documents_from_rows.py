@@ -475,14 +475,18 @@ GOOD = {"messages": [user("Hi"), assistant("Ho")]}
             "row 1 .*message 1 .*no content",
         ),
         ([GOOD, {"messages": [{"role": "alien", "content": "Hi"}]}], {}, "row 1 .*role 'alien'"),
-        ([GOOD, {"messages": []}], {}, "row 1 .*at least one message"),
+        (
+            [{"prompt": [], "completion": [assistant("a")]}],
+            {},
+            "row 0 .*'prompt' must be a list of at least one message",
+        ),
+        (
+            [{"text": "a"}, {"text": "a\ud800b"}],
+            {},
+            r"row 1 .*the lone surrogate '\\ud800'; repair it",
+        ),
         ([GOOD, {"messages": None}], {}, "row 1 .*nothing to train on"),
         ([{"messages": [{"role": "user", "content": 7}]}], {}, "row 0 .*message 0 .*int 7"),
-        (
-            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}],
-            {},
-            "row 1 .*completion is empty",
-        ),
         ([{"prompt": "a", "completion": 5}], {}, "row 0 .*'completion' is int 5"),
         ([{"text": "a"}, {"text": None}], {}, "row 1 .*'text' is null"),
         (

@@ -7,6 +7,7 @@ models of the matrix must be built like the full ones, or the matrix measures so
 
 import re
 from collections import defaultdict
+from contextlib import suppress
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from trl_packing.architectures import (
     tiny_model,
     vision_names,
 )
-from trl_packing.attention import CHOICES, PADDED, flash_attn, resolve_attention
+from trl_packing.attention import PADDED, flash_attn, resolve_attention
 from trl_packing.length_constants import length_constants, rope_thresholds
 from trl_packing.model_config import layer_values, text_config
 from trl_packing.model_flops import NotCountable, model_flops
@@ -88,20 +89,18 @@ def ask(name, model, monkeypatch):
     single = resolve_attention(model, device="cuda", dtype=torch.float32)
     assert on_cpu.backend == single.backend  # neither device has a kernel for float32 of its own
     assert half.backend in (on_cpu.backend, "varlen")
-    assert on_cpu.backend in ("documents", "model", *PADDED) and half.backend in CHOICES
+    assert on_cpu.backend in ("documents", "model", *PADDED)
     lengths = length_constants(model)
-    assert lengths == sorted(set(lengths)) and all(length > 0 for length in lengths)
+    assert lengths == sorted(set(lengths))
+    assert all(length > 0 for length in lengths)
     assert set(rope_thresholds(model)) <= set(lengths)
     windows = layer_values(text_config(model), "sliding_window")
     assert {window for window in windows if window} <= set(lengths)
     shapes = StaticShapes.of(model, capacity=1024, bins=2)
     assert 0 < shapes.longest_tail <= 1024
-    try:
+    with suppress(NotCountable):
         flops = model_flops(model)
-    except NotCountable as reason:
-        assert str(reason)
-    else:
-        assert flops.per_token > 0 and flops.per_target > 0 and min(flops.per_pair.values()) > 0
+        assert min(flops.per_token, flops.per_target, *flops.per_pair.values()) > 0
     if name in BY_HAND:
         assert (half.backend, lengths) == BY_HAND[name]
 
@@ -171,7 +170,8 @@ def test_layers_that_differ_are_seen_to_differ():
     assert len(shapes_by_role(full_size_model("gemma4_text"))[heads]) == 2
     assert len(shapes_by_role(tiny_model("gemma4_text", device="meta"))[heads]) == 2
     assert len(shapes_by_role(full_size_model("qwen3"))[heads]) == 1
-    assert wide_keys(full_size_model("deepseek_v3")) and not wide_keys(full_size_model("llama"))
+    assert wide_keys(full_size_model("deepseek_v3"))
+    assert not wide_keys(full_size_model("llama"))
 
 
 def test_gemma_4_shares_keys_and_values_as_published():

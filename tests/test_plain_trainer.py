@@ -3,9 +3,11 @@
 The reference is `by_hand`: each document alone through the untouched model; so are tolerances.
 """
 
+import contextlib
 import copy
 import json
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -26,14 +28,17 @@ from transformers import (
 )
 from transformers import DataCollatorWithFlattening as TheirFlattening
 
+import trl_packing.exact_way
 from trl_packing import (
     DataCollatorWithFlattening,
     PackedCollator,
     PackedDataset,
     RepackEveryEpoch,
+    architectures,
     enable_packing,
     make_supervised_dset,
 )
+from trl_packing.matrix import tiny_documents
 from trl_packing.packed_dataset import enabled_models
 
 PACK_LEN = 80
@@ -358,6 +363,108 @@ def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(monkeypatc
     assert model._packing.reach == 30
     model(**PackedCollator()(documents_of_lengths([60, 9])))
     assert model._packing.reach == 60
+
+
+# --- what was refused stays refused ---------------------------------------------------------------
+
+
+def leak_in_rows_beyond(model, least):
+    """Mix all positions of rows of more than `least` tokens, whichever way they are run."""
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean() if output.shape[1] > least else output
+
+    model.model.embed_tokens.register_forward_hook(leak)
+    return model
+
+
+def flattened(lengths=(9, 20, 12)):
+    return PackedCollator()(documents_of_lengths(lengths))
+
+
+def test_a_model_that_leaks_is_refused_by_every_packed_call_too():
+    model = leak_in_rows_beyond(tiny_model("llama"), 17)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not keep the documents"):
+            enable_packing(model, attention="documents")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="does not keep the documents"):
+                model.train()(**flattened())
+
+
+def test_another_loss_is_refused_before_anything_is_put_on_the_model():
+    """A model that is left half enabled would train on our loss instead of its own."""
+    model = tiny_model("llama")
+    model.loss_function = lambda logits, labels, **_: logits.float().mean() * 0 + 1.0
+    expected = float(model(**flattened()).loss)
+    before = dict(vars(model))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="another loss"):
+            enable_packing(model)
+        assert vars(model) == before
+        assert float(model(**flattened()).loss) == expected == 1.0
+    enable_packing(model, isolation_check="off")
+    assert float(model(**flattened()).loss) > 2, "the control: enabled, the loss is ours"
+
+
+@pytest.mark.parametrize("breaks_off_at", [1, 2, 3])
+def test_a_check_that_breaks_off_leaves_no_way_that_leaks(breaks_off_at, monkeypatch):
+    """bloom needs padded rows: a search that breaks off has a faster way installed by then."""
+    monkeypatch.setattr("trl_packing.plain_trainer._REACH", 30)
+    monkeypatch.setattr("trl_packing.plain_trainer.length_constants", lambda model: [40])
+    model, reference = architectures.tiny_model("bloom"), architectures.tiny_model("bloom")
+    assert enable_packing(model).backend == "padded"
+    check, calls = trl_packing.exact_way.check_isolation, []
+
+    def breaks_off(*arguments, **options):
+        calls.append(options["attention"])
+        if len(calls) == breaks_off_at:
+            raise torch.OutOfMemoryError("out of memory, a test says")
+        return check(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trl_packing.exact_way, "check_isolation", breaks_off)
+        with pytest.raises(torch.OutOfMemoryError):
+            model.train()(**PackedCollator()(tiny_documents((60, 9))))
+    row = PackedCollator()(tiny_documents((20, 9)))
+    logits = model(**row).logits
+    for ids, got in zip(row["input_ids"].split([20, 9], 1), logits.split([20, 9], 1), strict=True):
+        expected = reference(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypatch):
+    monkeypatch.setattr("trl_packing.plain_trainer._REACH", 30)
+    model = tiny_model("mistral", sliding_window=40)
+    enable_packing(model)
+    check, longest = trl_packing.exact_way.check_isolation, []
+
+    def record(model, documents, **options):
+        longest.append(max(map(len, documents), default=0))
+        return check(model, documents, **options)
+
+    monkeypatch.setattr(trl_packing.exact_way, "check_isolation", record)
+    model.train()(**flattened([60, 9]))
+    model.eval()(**flattened([60, 9]))
+    assert longest == [60, 60]
+
+
+def test_a_sharded_model_relies_on_a_check_that_passed_only(monkeypatch):
+    """Inside a forward of a sharded model nothing can be checked."""
+    for model, expected in (
+        (tiny_model("llama"), nullcontext()),
+        (
+            leak_in_rows_beyond(tiny_model("llama"), 17),
+            pytest.raises(RuntimeError, match="no check of this model has passed"),
+        ),
+    ):
+        with contextlib.suppress(RuntimeError):
+            enable_packing(model, attention="documents")
+        with monkeypatch.context() as patch:
+            patch.setattr("trl_packing.plain_trainer.is_sharded", lambda model: True)
+            for _ in range(2):
+                with expected:
+                    model.eval()(**flattened())
 
 
 # --- what else the model does ---------------------------------------------------------------------

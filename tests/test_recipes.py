@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from trl import SFTConfig, TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.exit_messages import exits_in_one_line
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes"
@@ -340,6 +341,59 @@ def test_without_a_model_it_says_what_is_missing(recipe, capsys):
     assert said[0] == f"usage: {recipe}.py --config FILE [--OPTION VALUE]"
     assert "required: --model_name_or_path" in said[-1]
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_refusal_is_one_line_without_a_traceback(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "bad.yaml").write_text("learning_rate: [1")
+    (tmp_path / "unknown.yaml").write_text("lerning_rate: 1.0e-4")
+    given = ["--model_name_or_path", "nothing", "--dataset_name", str(tmp_path / "nothing.jsonl")]
+    if recipe == "qlora":
+        given += ["--use_cpu", "true"]
+    for options, sentence in (
+        (["--nonsense", "1"], "--nonsense"),
+        (["--train_on", "assistant", "--assistant_only_loss", "true"], "both say what is trained"),
+        (["--config", str(tmp_path / "nothing.yaml")], "nothing.yaml"),
+        (["--config", str(tmp_path / "bad.yaml")], "bad.yaml"),
+        (["--config", str(tmp_path / "unknown.yaml")], "lerning_rate"),
+        ([], "nothing.jsonl"),
+    ):
+        with pytest.raises(SystemExit) as refusal:
+            importlib.import_module(recipe).main([*given, *options])
+        said = refusal.value.code
+        assert said.startswith(f"{recipe}.py: ")
+        assert "\n" not in said
+        assert sentence in said
+
+
+def test_an_error_inside_a_training_step_keeps_its_traceback():
+    def training_step():
+        raise ValueError("a shape is wrong")
+
+    @exits_in_one_line
+    def main(function):
+        function()
+
+    with pytest.raises(ValueError, match="a shape is wrong"):
+        main(training_step)
+    with pytest.raises(SystemExit, match=r"^test_recipes.py: invalid literal"):
+        main(lambda: int("x"))
+
+
+def test_a_rank_says_its_number_and_an_unexpected_error_its_type(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+
+    @exits_in_one_line
+    def main():
+        return {}["no key"]
+
+    with pytest.raises(SystemExit) as refusal:
+        main()
+    assert refusal.value.code == (
+        "test_recipes.py (rank 1): KeyError: 'no key' (TRL_PACKING_TRACEBACK=1 shows where)"
+    )
 
 
 # --- 4 bits ---------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import re
 import sys
 import textwrap
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from trl_packing import pack, show_document, show_rows
+from trl_packing.printable import escape_hidden, escape_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -67,17 +70,139 @@ def test_labels_of_another_length_are_refused():
         show_document({"input_ids": [5, 6], "labels": [5]}, tiny_tokenizer())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parts=st.lists(st.tuples(st.text(max_size=6), st.booleans()), max_size=6))
-def test_nothing_is_added_or_lost_but_the_marks(parts):
+def test_nothing_is_added_or_lost_but_the_marks_and_the_escapes(parts):
     tokenizer = tiny_tokenizer()
-    clean = [(text.replace("⟦", "").replace("⟧", ""), trained) for text, trained in parts]
-    example = document(tokenizer, *clean)
+    example = document(tokenizer, *parts)
     if not example["input_ids"]:
         return
     _, _, body = show_document(example, tokenizer).partition("\n")
     whole = tokenizer.decode(example["input_ids"])
-    assert body.replace("⟦", "").replace("⟧", "") == whole
+    assert "".join(unescaped(text) for text in re.split("[⟦⟧]", body)) == whole
+
+
+ATTACKS = {
+    "title": "\x1b]0;owned\x07",
+    "clear screen": "\x1b[2J\x1b[H",
+    "clipboard": "\x1b]52;c;cm0gLXJmIH4=\x07",
+    "hidden text": "\x1b[8mhidden\x1b[0m",
+    "one-byte escape": "\x9b2J",
+    "carriage return": "seen\rhidden",
+    "backspace": "no\b\byes",
+    "delete": "a\x7fb",
+    "next line": "a\x85b",
+    "right to left": "a\u202eb\u2066c\u200f",
+    "line separator": "a\u2028b",
+    "zero width": "a\u200bb\ufeffc\u200d",
+    "tags": "a\U000e0041\U000e0042",
+    "variation selectors": "a\ufe0f\U000e0100",
+    "fillers": "a\u3164\u115f\uffa0",
+    "soft hyphen": "a\xadb",
+    "lone surrogate": "a\ud800b\udfff",
+    "marks": "⟧ not trained ⟦",
+}
+
+
+class TextOf:
+    """A tokenizer whose tokens are the characters of one text: it decodes to anything at all."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def decode(self, ids, **options):
+        return "".join(self.text[i] for i in ids)
+
+
+def shown(text: str, color: bool, trained: bool = True) -> str:
+    ids = list(range(len(text)))
+    labels = ids if trained else [-100] * len(ids)
+    return show_document({"input_ids": ids, "labels": labels}, TextOf(text), color=color)
+
+
+def harmful(text: str) -> set[str]:
+    """Return the characters that a reader does not see, by Unicode's own tables."""
+    fillers = "\u3164\u115f\uffa0"
+    return {
+        character
+        for character in text
+        if character not in "\n\t"
+        and (
+            unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+            or "VARIATION SELECTOR" in unicodedata.name(character, "")
+            or character in fillers
+        )
+    }
+
+
+@pytest.mark.parametrize("color", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_document_cannot_act_on_the_terminal_or_fake_a_mark(attack, trained, color):
+    text = f"So: {ATTACKS[attack]}."
+    found = shown(text, color, trained)
+    if color:
+        found = found.replace("\x1b[1;32m", "", 1).replace("\x1b[0m", "", 1)
+    else:
+        assert found.count("⟦") == found.count("⟧") == trained
+    assert not harmful(found)
+    assert attack == "marks" or harmful(text), "the text holds nothing that could harm"
+    _, _, body = found.partition("\n")
+    assert "".join(unescaped(part) for part in re.split("[⟦⟧]", body)) == text
+    found.encode()  # a lone surrogate could not be printed
+
+
+def test_the_heading_shows_the_last_token_without_harm():
+    for attack in ATTACKS.values():
+        heading, *_ = shown(f"So: {attack}", color=False).split("\n")
+        assert not harmful(heading)
+        assert "⟧" not in heading
+
+
+def test_text_that_a_reader_sees_stays_as_it_is():
+    text = "Zażółć\t\\frac{1}{2}\n漢字 한글 العربية 🙂 é \\n × 0.5×"
+    assert shown(text, color=False).endswith(f"Z⟦{text[1:]}⟧")
+
+
+def test_a_text_cannot_fake_a_weight():
+    assert shown("x0.5×y", color=False).endswith("x⟦0.5\\xd7y⟧")
+
+
+@settings(max_examples=300)
+@given(
+    text=st.text(
+        st.one_of(
+            st.sampled_from("\\\\\\x1bu202eU\x1b\u202e⟧×\n"),
+            st.characters(categories=None),
+        ),
+        max_size=30,
+    )
+)
+def test_escapes_can_be_undone_so_no_two_texts_look_alike(text):
+    escaped = escape_text(text)
+    assert unescaped(escaped) == text
+    assert not harmful(escaped)
+    assert escape_hidden(escaped) == escaped
+    assert escape_hidden(escape_hidden(text)) == escape_hidden(text)
+
+
+def unescaped(text: str) -> str:
+    """Return the text of which `text` shows the escapes: the slow way, a character at a time."""
+    found, at = "", 0
+    while at < len(text):
+        run = re.compile(r"\\+").match(text, at)
+        if run is None:
+            found, at = found + text[at], at + 1
+            continue
+        at = run.end()
+        escape = re.compile("x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}").match(text, at)
+        if escape is None:
+            found += run[0]
+        else:
+            found += "\\" * (len(run[0]) // 2)
+            if len(run[0]) % 2:
+                found, at = found + chr(int(escape[0][1:], 16)), escape.end()
+    return found
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -107,7 +232,7 @@ def test_lines_break_where_asked():
     assert show_rows([[3, 4]], cells_per_line=5) == "AAABB\nBB"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.lists(st.lists(st.integers(1, 9), max_size=5), max_size=5), line=st.integers(1, 20))
 def test_every_token_is_drawn_once(rows, line):
     drawn = show_rows(rows, capacity=45, cells_per_line=line)

@@ -2134,9 +2134,28 @@ def test_dispatch_batches_is_turned_off_for_streams(tmp_path):
 @packed_only
 @both_modes
 @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
-def test_batches_cut_by_accelerate_are_refused_by_name(tmp_path, name, packing):
+def test_one_process_has_no_batches_to_cut(tmp_path, name, packing):
+    """On one process they do nothing in TRL; accelerate would cut our boundaries like rows."""
+    plain, asked = (
+        trainer_for(tmp_path / str(i), packing=packing, accelerator_config=config)
+        for i, config in enumerate((None, {name: True}))
+    )
+    for trainer in (plain, asked):
+        trainer.train()
+    for ours, theirs in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@packed_only
+@pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
+def test_batches_cut_by_accelerate_are_refused_by_name(tmp_path, name):
+    """Several processes would cut a packed row at the number of its documents."""
+    trainer = trainer_for(tmp_path, accelerator_config={name: True})
+    from trl_packing.arguments import check_arguments
+
+    args = types.SimpleNamespace(accelerator_config=trainer.args.accelerator_config, world_size=2)
     with pytest.raises(ValueError, match=name):
-        trainer_for(tmp_path, packing=packing, accelerator_config={name: True}).train()
+        check_arguments(args, tiny_dataset("language_modeling"))
 
 
 def _no_eos():

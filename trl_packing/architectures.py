@@ -6,7 +6,8 @@
     tiny_model("gemma3")      AutoModelForCausalLM on it: float32, CPU, random weights
     full_size_model("gemma3") the same class on its default configuration, without memory (meta)
 
-Tiny models serve to *measure* what an architecture does with packed rows; small in ways that hide nothing:
+Tiny models serve to *measure* what an architecture does with packed rows; they are small in ways
+that hide nothing:
 
     structure  where the published model has several sizes of heads, keys wider than values, groups
                of experts, or layers that use the keys of others, the tiny one has, too
@@ -110,11 +111,12 @@ _BY_VALUE: list[tuple[Any, str]] = [
 _TINY: dict[str, Any] = {name: value for value, names in _BY_VALUE for name in names.split()}
 
 # Sizes of heads that may differ from one another keep their proportions: 128 becomes 16.
-_HEAD_SIZES = "head_dim swa_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim".split()
-# Numbers that stay as they are where the full model has fewer: one key for all heads, one expert.
-_AT_MOST = {"num_key_value_heads": 2, "num_kv_heads": 2, "n_group": 2, "n_shared_experts": 2} | {
-    name: 2 for name in "num_experts_per_tok moe_topk moe_k top_k_experts".split()
-}
+_HEAD_SIZES = ("head_dim", "swa_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+# 2, or 1 where the full model has 1: one key for all heads, one expert for a token.
+_ONE_OR_TWO = (
+    *("num_key_value_heads", "num_kv_heads", "n_group", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
+)
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
@@ -224,7 +226,12 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
     "qwen3_vl_moe_text": _mrope(4, 2, 2),
     "qwen3_vl_text": _mrope(4, 2, 2),
-    "qwen4_exp_text": {"indexer_head_dim": 32, "indexer_kv_heads": 1, "indexer_compress_ratio": 4, "hc_lowrank": 8}
+    "qwen4_exp_text": {
+        "indexer_head_dim": 32,
+        "indexer_kv_heads": 1,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+    }
     | {"ple_layer_ids": [1], "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
     "radio": {"video_temporal_patch_size": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},  # recurrent, recurrent, attention
@@ -399,8 +406,8 @@ def _tiny_value(name: str, default: Any) -> Any:
         return None
     if name in _HEAD_SIZES and is_number:
         return -(-default // 64) * 8
-    if name in _AT_MOST and is_number and default > 0:
-        return min(default, _AT_MOST[name])
+    if name in _ONE_OR_TWO and is_number and default > 0:
+        return min(default, 2)
     if name in _TINY:
         return _TINY[name]
     if isinstance(default, int | float) and not isinstance(default, bool):

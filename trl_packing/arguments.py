@@ -5,7 +5,7 @@ DataCollatorForCompletionOnlyLM                      ours: it says which tokens 
 formatting_func                                      for one example, or for a batch as it once was
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
 packing_strategy, overflow, truncation_mode          one overflow policy
-split_batches, dispatch_batches                      refused by name
+split_batches, dispatch_batches                      refused by name on several processes
 """
 
 from collections.abc import Callable, Iterator
@@ -65,6 +65,11 @@ def refuse_options(options: PackingOptions, reason: str) -> None:
             )
 
 
+def packs_by_default(args: Any) -> bool:
+    """Return whether `packing` has the default of `PackedSFTConfig`, which is not TRL's."""
+    return getattr(args, "_packing_is_default", False)
+
+
 @contextmanager
 def packing_hidden(args: Any) -> Iterator[tuple[bool, bool]]:
     """Keep TRL from packing while its constructor runs; yields (packing, eval_packing)."""
@@ -85,7 +90,8 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
     if isinstance(args, SFTConfig):
         check_options(args)
         overflow_of(args, args.packing)
-    if isinstance(train_dataset, Dataset):
+    # One process has nobody to share batches with: there the trainer turns both off.
+    if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):
             if getattr(getattr(args, "accelerator_config", None), name, None):
                 raise ValueError(
@@ -231,5 +237,13 @@ def supervision_of(
         prompt_template=prompt_template,
         response_field=options.response_field,
         formatting_func=formatting_func,
-        calls_tools=bool(tokenizer.chat_template) and supports_tool_calling(tokenizer),
+        calls_tools=_calls_tools(tokenizer),
     )
+
+
+def _calls_tools(tokenizer: Any) -> bool:
+    """Return whether the chat template renders tool calls."""
+    try:
+        return bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
+    except Exception:  # a template raises what its author likes, and rows will say so
+        return False

@@ -13,28 +13,47 @@ trl-packing verify --matrix --output docs/compatibility.md
 
 import argparse
 import importlib.metadata
+import io
 import platform
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trl_packing.attention import CHOICES, AttentionChoice, install_attention, resolve_attention
 from trl_packing.exact_way import judge_way, ways_from
+from trl_packing.exit_messages import message_of
 from trl_packing.isolation import IsolationReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 if documents leak (verify) or differ in silence (matrix)."""
+    """Run the command and return its exit status.
+
+    0: done. 1: documents leak (verify), differ in silence (matrix), or no row could be shown
+    (inspect). 2: what was asked for cannot be done; one line on stderr says why.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know every character
+            stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     arguments, settings = parser.parse_known_args(argv)
-    if arguments.command in ("inspect", "plan"):
-        return _look_ahead(arguments, settings)
-    if settings:
+    if settings and arguments.command == "verify":
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
-    return _verify_all(arguments) if arguments.matrix else _verify_model(arguments)
+    try:
+        if arguments.command == "plan":
+            return _plan(arguments, settings)
+        if arguments.command == "inspect":
+            return _inspect(arguments, settings)
+        return _verify_all(arguments) if arguments.matrix else _verify_model(arguments)
+    except Exception as error:
+        message = message_of(error)
+        if message is None:
+            raise
+        print(f"trl-packing {arguments.command}: {message}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--data", required=True, help="a hub id, or a .json, .jsonl, .parquet")
         command.add_argument("--split", default="train")
     plan.add_argument("--ranks", type=int, default=1, help="data-parallel processes")
-    inspect.add_argument("--rows", type=int, nargs="+", default=[0, 1, 2], help="which rows")
+    inspect.add_argument("--rows", type=int, nargs="+", help="which rows; default: the first three")
     inspect.add_argument("--all", action="store_true", help="prepare all rows: what is lost")
     verify = commands.add_parser("verify", help="measure whether packed documents see each other")
     what = verify.add_mutually_exclusive_group(required=True)
@@ -72,37 +91,49 @@ def _parser() -> argparse.ArgumentParser:
 # --- before a run -----------------------------------------------------------------------------
 
 
-def _look_ahead(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    from datasets import disable_progress_bars
-    from transformers import AutoTokenizer
+def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    from trl_packing.inspection import PreviewedRun, losses_of, show_rows_of
 
-    from trl_packing.inspection import inspect, load_rows, plan
+    rows, processing_class = _loaded(arguments, settings)
+    run = PreviewedRun.of(rows, processing_class, settings, arguments.model)
+    has_shown = False
+    for shown in show_rows_of(run, arguments.rows, color=sys.stdout.isatty()):
+        has_shown |= bool(shown.documents)
+        for text in shown.texts:
+            print(text, end="\n\n")
+    if arguments.all:
+        print(losses_of(run), end="\n\n")
+    return 0 if has_shown else 1
 
-    disable_progress_bars()
 
+def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    from trl_packing.inspection import hidden_size_of, plan
+
+    rows, processing_class = _loaded(arguments, settings)
+    report = plan(
+        rows,
+        processing_class,
+        settings,
+        ranks=arguments.ranks,
+        hidden_size=hidden_size_of(arguments.model, settings),
+        model=arguments.model,
+    )
+    print(report)
+    return 0
+
+
+def _loaded(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any, Any]:
+    """Return the rows, and the tokenizer or processor that the trainer would load."""
+    import datasets
+
+    from trl_packing.inspection import load_processing_class, load_rows
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it then raises
     # Of options that TRL sets and transformers renames; there is nothing that a user could do.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    color = sys.stdout.isatty()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        rows = load_rows(arguments.data, arguments.split)
-        if arguments.command == "plan":
-            print(plan(rows, tokenizer, settings, ranks=arguments.ranks))
-            return 0
-        shown = inspect(
-            rows,
-            tokenizer,
-            settings,
-            rows=arguments.rows,
-            prepares_all=arguments.all,
-            color=color,
-        )
-        for text in shown:
-            print(text, end="\n\n")
-    except (ValueError, OSError) as error:
-        print(f"trl-packing {arguments.command}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    processing_class = load_processing_class(arguments.model, settings)
+    return load_rows(arguments.data, arguments.split), processing_class
 
 
 # --- one model --------------------------------------------------------------------------------
@@ -110,7 +141,10 @@ def _look_ahead(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def _verify_model(arguments: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    _check_probe(arguments)
+    transformers_logging.disable_progress_bar()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(device)
     first = resolve_attention(model, arguments.attention)
@@ -132,6 +166,23 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     return 1
 
 
+def _check_probe(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for what a model cannot be loaded with, before it is loaded."""
+    from trl_packing.inspection import check_path_exists
+
+    check_path_exists("--model", arguments.model)
+    dtype = arguments.dtype
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
+    if arguments.max_length < 2:
+        raise ValueError(f"--max-length {arguments.max_length} must be at least 2")
+    if arguments.device is not None:
+        try:
+            torch.empty(0, device=arguments.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"--device {arguments.device} cannot be used: {error}") from error
+
+
 def _line(way: AttentionChoice, found: IsolationReport | str) -> str:
     if isinstance(found, str):
         return f"{way.backend:14} refused: {found}"
@@ -151,7 +202,14 @@ def _verify_all(arguments: argparse.Namespace) -> int:
     from trl_packing.architectures import names, vision_names
     from trl_packing.matrix import judge_all, summary, table
 
-    chosen = arguments.only or [*names(), *vision_names()]
+    known = [*names(), *vision_names()]
+    chosen = arguments.only or known
+    if unknown := sorted(set(chosen) - set(known)):
+        raise ValueError(f"--only {' '.join(unknown)}: transformers has no such architecture")
+    if arguments.processes < 1:
+        raise ValueError(f"--processes {arguments.processes} must be at least 1")
+    if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
+        raise ValueError(f"--output {arguments.output}: its folder does not exist")
     verdicts = []
     for verdict in judge_all(chosen, processes=arguments.processes):
         verdicts.append(verdict)

@@ -23,14 +23,16 @@ def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
 class PackedSFTConfig(SFTConfig):
     """Configuration of `PackedSFTTrainer`; every field of `trl.SFTConfig` keeps its meaning.
 
-    Raises ValueError for a value outside the choices, and for packing without a max_length.
+    Raises ValueError for a value outside the choices, and for ``packing=True`` without a
+    max_length.
     """
 
-    packing: bool = field(
-        default=True,
+    packing: bool = field(  # a bool once `__post_init__` has run
+        default=None,  # type: ignore[assignment]
         metadata={
-            "help": "Pack documents into bins of max_length tokens. False: padding-free, with as "
-            "many documents per optimizer step as a padded run."
+            "help": "Pack documents into bins of max_length tokens. False: padding-free, with the "
+            "documents of a padded run in every optimizer step. Default: True, and False where "
+            "max_length is None."
         },
     )
     packing_strategy: str = _choice(
@@ -137,6 +139,9 @@ class PackedSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         args: Any = self  # its fields are TRL's
+        self._packing_is_default = self.packing is None
+        if self.packing is None:
+            self.packing = self.max_length is not None
         if args.greater_is_better is None and _names_a_loss(args.metric_for_best_model):
             args.greater_is_better = False
         with warnings.catch_warnings():

@@ -13,6 +13,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trl_packing.printable import quote
+
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
@@ -67,7 +69,7 @@ def _from_sharegpt(number: int, turn: Mapping[str, Any], tool_calls: bool) -> Me
     role, value = SHAREGPT_ROLES.get(turn.get("from") or ""), turn.get("value")
     if role is None:
         raise ValueError(
-            f"message {number} is from {turn.get('from')!r}, which is none of "
+            f"message {number} is from {quote(turn.get('from'))}, which is none of "
             f"{tuple(SHAREGPT_ROLES)}; rename it"
         )
     rest = {key: turn[key] for key in turn if key not in ("from", "value")}
@@ -133,8 +135,8 @@ def _complaints(message: Any, chat_template: str) -> Iterator[str]:
         role not in ROLES and f"'{role}'" not in chat_template and f'"{role}"' not in chat_template
     ):
         yield (
-            f"has the role {role!r}, which is none of {ROLES} and not named in the chat template; "
-            "rename it"
+            f"has the role {quote(role)}, which is none of {ROLES} and not named in the chat "
+            "template; rename it"
         )
     elif content is None and not any(message.get(key) for key in _OTHER_CONTENT):
         yield f"({role}) has no content; remove the row, or set it to ''"
@@ -146,7 +148,7 @@ def _complaints(message: Any, chat_template: str) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    words = f"{type(value).__name__} {value!r}" if value is not None else "nothing (null)"
+    words = f"{type(value).__name__} {quote(value)}" if value is not None else "nothing (null)"
     return words if len(words) < 80 else words[:77] + "..."
 
 

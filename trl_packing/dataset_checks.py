@@ -8,9 +8,12 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
 from trl_packing.arrow_documents import ArrowDocuments, weight_lists
+from trl_packing.bad_rows import and_others
 from trl_packing.labels import MASK_COLUMNS, WEIGHT_COLUMN
 from trl_packing.token_columns import TOKEN_COLUMNS
 
@@ -29,15 +32,43 @@ def check_columns(
             f"{text_field!r}, 'messages', 'prompt' and 'completion', or 'input_ids' (or pass "
             "formatting_func)"
         )
-    if "prompt" in columns and not {"completion", "input_ids", "messages"} & set(columns):
+    whole = {"input_ids", "messages", "conversations"} & set(columns)
+    if "prompt" in columns and "completion" not in columns and not whole:
         raise ValueError(
             f"the {name} dataset has a 'prompt' column but no 'completion' column: it has "
             f"{columns}; rename the column that holds the answers to 'completion'"
         )
     if isinstance(dataset, datasets.Dataset):
-        _check_no_missing(dataset, name, [c for c in (*known, "completion") if c in columns])
         if "input_ids" in columns:
+            _check_no_missing(dataset, name, ["input_ids"])
             _check_token_columns(dataset, name)
+            return
+        if "completion" not in columns and whole:
+            known -= {"prompt"}  # it repeats the beginning of the conversation (ultrachat_200k)
+        _check_no_missing(dataset, name, sorted({*known, "completion"} & set(columns)))
+
+
+def empty_completions(
+    dataset: datasets.Dataset | datasets.IterableDataset, column: str, name: str
+) -> str | None:
+    """Return a sentence on the rows whose `column` is an empty text; None without any.
+
+    None for a stream, too, whose rows are not known.
+    """
+    if isinstance(dataset, datasets.IterableDataset) or column not in dataset.column_names:
+        return None
+    values = dataset.data.column(column)
+    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+        return None
+    is_empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), False).to_numpy()
+    rows = ArrowDocuments(dataset, ()).stored_rows(np.arange(len(dataset)))
+    number = int(is_empty[rows].sum())
+    if not number:
+        return None
+    return (
+        f"{number:,} of {len(dataset):,} rows of the {name} dataset have an empty {column!r}: of "
+        "these, only the end (EOS) is trained"
+    )
 
 
 def check_eos(
@@ -75,11 +106,12 @@ def check_rows(
         return
     documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])
     lengths, stated = documents.lengths(), documents.sums("seq_lengths")
-    if (lengths != stated).any():
-        row = int(np.argmax(lengths != stated))
+    wrong = np.flatnonzero(lengths != stated)
+    if len(wrong):
+        row = wrong[0]
         raise ValueError(
             f"row {row} of the {name} dataset holds {lengths[row]} input_ids but its seq_lengths "
-            f"sum to {stated[row]}; they must name every token"
+            f"sum to {stated[row]}; they must name every token{and_others(wrong)}"
         )
     if capacity is not None and lengths.max() > capacity:
         row = int(lengths.argmax())
@@ -110,10 +142,11 @@ def _check_no_missing(dataset: datasets.Dataset, name: str, columns: list[str]) 
         values = dataset.data.column(column)
         if values.null_count:
             missing = values.is_null().to_numpy()[stored]
-            if missing.any():
+            rows = np.flatnonzero(missing)
+            if len(rows):
                 raise ValueError(
-                    f"row {int(np.argmax(missing))} of the {name} dataset has no {column!r} (it is "
-                    "null); remove such rows"
+                    f"row {rows[0]} of the {name} dataset has no {column!r} (it is null); remove "
+                    f"such rows{and_others(rows)}"
                 )
 
 
@@ -133,5 +166,5 @@ def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:
             row = int(wrong[0])
             raise ValueError(
                 f"document {row} of the {name} dataset has {expected[row]} input_ids but "
-                f"{number[row]} entries in {column!r}; give one per token"
+                f"{number[row]} entries in {column!r}; give one per token{and_others(wrong)}"
             )

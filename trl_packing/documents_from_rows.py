@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 from accelerate.logging import get_logger
 from datasets import Dataset, Features, IterableDataset, List, Value
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.bad_rows import BadRows, lone_surrogate
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
+from trl_packing.printable import escape_hidden, quote
 from trl_packing.supervision import Supervision, says_what_is_trained
 from trl_packing.tokenization import Rendered, Tokenized, tokenize
+from trl_packing.turns import TEMPLATE_ERRORS
 
 logger = get_logger(__name__)
 
@@ -67,7 +69,9 @@ def documents_from_rows(
     try:
         supervision.check(first)
     except ValueError as error:
-        raise ValueError(f"the {name} dataset cannot be prepared: {error}") from error
+        raise ValueError(
+            f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
+        ) from error
     columns = ["input_ids", "labels"]
     if flagged and supervision.train_on in ("assistant", "last_assistant"):
         columns.append("loss_weights")
@@ -93,7 +97,17 @@ def documents_from_rows(
         options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
     if not keeps_columns or isinstance(dataset, IterableDataset):
         options["remove_columns"] = [c for c in present if c not in document_columns]
-    return dataset.with_format(None).map(_prepare_batch, **options)
+    rows = dataset.with_format(None)
+    if isinstance(rows, IterableDataset):
+        return rows.map(_prepare_batch, **options)
+    try:
+        return rows.map(_prepare_batch, **options)
+    except (ValueError, RuntimeError) as error:
+        bad = _all_bad_rows(rows, supervision, supervision.form(first), name)
+        if not bad:
+            raise
+        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
+        raise kind(str(bad)) from error
 
 
 def _prepare_batch(
@@ -112,12 +126,14 @@ def _prepare_batch(
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
         parts = [
             tokenizing.submit(
-                tokenize,
+                _tokenized,
                 tokenizer,
                 [
                     _rendered(row, form, supervision, f"row {number} of the {name} dataset")
                     for number, row in numbered[first : first + _AT_ONCE]
                 ],
+                numbered[first][0],
+                name,
             )
             for first in range(0, len(numbered), _AT_ONCE)
         ]
@@ -125,29 +141,66 @@ def _prepare_batch(
     _warn_of_lost_prompts(tokenizer, documents)
     made: dict[str, list[Any]] = {
         "input_ids": [document.input_ids for document in documents],
-        "labels": [document.labels for document in documents],
+        "labels": _of_one_type([document.labels for document in documents]),
     }
     if "loss_weights" in columns:
         made["loss_weights"] = [document.weights for document in documents]
     return made
 
 
+def _of_one_type(labels: list[Any]) -> list[Any]:
+    """Return lists, or arrays where any of them is one: of a mixture, `datasets` makes JSON."""
+    if all(isinstance(each, list) for each in labels):
+        return labels
+    return [np.asarray(each, np.int64) for each in labels]
+
+
 def _rendered(row: Mapping[str, Any], form: str, supervision: Supervision, which: str) -> Rendered:
     try:
         return supervision.render(row, form)
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"{which}: the chat template cannot render it: {error}") from error
+    except TEMPLATE_ERRORS as error:
+        if supervision.formatting_func is not None:
+            raise  # with the traceback of the user's own function
+        reason = escape_hidden(str(error))
+        raise ValueError(f"{which}: the chat template cannot render it: {reason}") from error
     except (ValueError, RuntimeError) as error:
         kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
-        raise kind(f"{which}: {error}") from error
+        raise kind(f"{which}: {escape_hidden(str(error))}") from error
+
+
+def _tokenized(
+    tokenizer: Any, documents: Sequence[Rendered], first_row: int, name: str
+) -> list[Tokenized]:
+    try:
+        return tokenize(tokenizer, documents)
+    except (TypeError, UnicodeError):  # fast and slow tokenizers on text that is no Unicode
+        for row, document in enumerate(documents, start=first_row):
+            if problem := lone_surrogate(document.text):
+                raise ValueError(f"row {row} of the {name} dataset: {problem}") from None
+        raise
+
+
+def _all_bad_rows(rows: Dataset, supervision: Supervision, form: str, name: str) -> BadRows:
+    bad = BadRows()
+    for number, row in enumerate(rows):
+        which = f"row {number} of the {name} dataset"
+        try:
+            problem = lone_surrogate(_rendered(row, form, supervision, which).text)
+            sentence = problem and f"{which}: {problem}"
+        except (ValueError, RuntimeError) as error:
+            sentence = str(error)
+        if sentence:
+            bad.add(sentence)
+    return bad
 
 
 def _warn_of_lost_prompts(tokenizer: Any, documents: Sequence[Tokenized]) -> None:
     for document in documents:
         if document.lost_prompt:
+            lost = quote(tokenizer.decode(document.lost_prompt))
             logger.warning_once(
                 "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
-                f"{tokenizer.decode(document.lost_prompt)!r} is left out, because tokens merge "
+                f"{lost} is left out, because tokens merge "
                 "where prompt and completion meet, or because the chat template renders the prompt "
                 "alone otherwise. The model is trained on a context that differs from the one it "
                 "sees at inference. End the prompt on a token boundary, or use a chat template "

@@ -45,8 +45,25 @@ def install_first_exact(
 
     The check runs on `wrapped`, by default `model`, with `documents` and `options` of
     `check_isolation`. Where no way passes, the first one is installed and what it failed by comes
-    with it: a report that is not true, or what the model says against being run that way.
+    with it: a report that is not true, or what the model says against being run that way. If a
+    check raises (out of memory, interrupted), the first one is installed, too.
     """
+    try:
+        return _first_exact(model, ways, documents, wrapped, agree, options)
+    except BaseException:
+        # A way in the middle of its check may be one that leaks.
+        install_attention(model, ways[0])
+        raise
+
+
+def _first_exact(
+    model: nn.Module,
+    ways: Sequence[AttentionChoice],
+    documents: Sequence[Sequence[int] | np.ndarray],
+    wrapped: nn.Module | None,
+    agree: bool,
+    options: dict[str, Any],
+) -> tuple[AttentionChoice, IsolationReport | str]:
     failed: list[IsolationReport | str] = []
     for way in ways:
         install_attention(model, way)

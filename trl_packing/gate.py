@@ -63,7 +63,6 @@ class IsolationGate:
         announce_head(self.base_model)
         if self._head_is_checked:
             return
-        self._head_is_checked = True
         # All ranks or none: the two heads do not gather the same parameters in the same order.
         if largest_on_any_rank(int(not check_fused_head(wrapped)), self.model):
             logger.warning(
@@ -71,6 +70,7 @@ class IsolationGate:
                 " whose head is more than a matrix: training on the model's own logits"
             )
             use_own_head(self.base_model)
+        self._head_is_checked = True
 
     def check(
         self,
@@ -83,6 +83,8 @@ class IsolationGate:
     ) -> None:
         """Check `wrapped` once per mode, on the longest documents; take a slower way if it fails.
 
+        A check that raises is not remembered: the next call checks again.
+
         Raises RuntimeError, under ``isolation_check="error"``, if `attention` was named and leaks,
         or if no way is exact.
         """
@@ -94,7 +96,6 @@ class IsolationGate:
             return
         if _covered(lengths, self._checked[not training]):
             documents = []  # what depends on length is known; what depends on the mode is not
-        self._checked[training].append(lengths)
         is_free = self.options.attention == "auto"
         way, found = install_first_exact(
             self.model,
@@ -106,26 +107,30 @@ class IsolationGate:
             fused_head=True,
             collator=collator,
         )
-        if way.backend != self.attention.backend:
-            logger.warning(f"{type(self.base_model).__name__} runs by {way}")
-            self._checked[not training] = []  # what the other mode was checked with is gone
-        self.attention = way
         if isinstance(found, IsolationReport) and found:
             logger.info(str(found))
         else:
-            self._not_isolated(found)
+            way = self._accept(way, found)
+        if way.backend != self.attention.backend:
+            logger.warning(f"{type(self.base_model).__name__} runs by {way}")
+            # Earlier checks, of either mode, were made on the way that is gone.
+            self._checked = {True: [], False: []}
+        self.attention = way
+        # After the verdict: what raised above is checked again by the next `train` or `evaluate`.
+        self._checked[training].append(lengths)
 
-    def _not_isolated(self, found: IsolationReport | str) -> None:
+    def _accept(self, way: AttentionChoice, found: IsolationReport | str) -> AttentionChoice:
+        """Return the way to go on by although none is exact. Raises RuntimeError if none may be."""
         leaks = isinstance(found, str) or found.verdict == "leaks"
         if leaks and not self.asked and self.options.attention == "auto":
-            self.attention = AttentionChoice("padded", None, "nothing is exact on this model")
-            install_attention(self.model, self.attention)
             logger.warning(f"{found}: rows are padded, as in TRL")
-            return
+            padded = AttentionChoice("padded", None, "nothing is exact on this model")
+            install_attention(self.model, padded)
+            return padded
         if isinstance(found, str):
             raise RuntimeError(
                 f"{type(self.base_model).__name__} cannot run packed documents by "
-                f"{self.attention}: {found}. Install what it asks for, or train padded rows: "
+                f"{way}: {found}. Install what it asks for, or train padded rows: "
                 "attention='padded'"
             )
         message = (
@@ -136,6 +141,7 @@ class IsolationGate:
         if leaks and self.options.isolation_check == "error":
             raise RuntimeError(message)
         logger.warning(message)
+        return way
 
 
 def _covered(lengths: tuple[int, int], checked: list[tuple[int, int]]) -> bool:

@@ -31,6 +31,7 @@ from trl_packing.engines import is_sharded
 from trl_packing.exact_way import install_first_exact, ways_from
 from trl_packing.isolation import IsolationReport
 from trl_packing.length_constants import length_constants
+from trl_packing.neftune import embedding_documents, scale_noise_by_document
 from trl_packing.packed_call import VIRTUAL_TOKENS, next_token_loss, packed_batch, with_own_loss
 from trl_packing.packed_dataset import PackedDataset, enabled_models
 from trl_packing.probes import random_tokens
@@ -75,6 +76,8 @@ def enable_packing(
             f"isolation_check={isolation_check!r} is not known; choose one of "
             f"{', '.join(ISOLATION_CHECKS)}"
         )
+    if isolation_check != "off":
+        _check_loss(model, base)  # first: a model that is refused stays as it came
     documents = _some_documents(dataset)
     packing = _Packing(
         attention,
@@ -93,8 +96,6 @@ def enable_packing(
     # Trainer then counts the targets of a step, whatever the class says: `with_own_loss` divides.
     base.accepts_loss_kwargs = True
     _take_exact_way(model, packing, _kind(model, training=True), documents)
-    if isolation_check != "off":
-        _check_loss(model, base)
     enabled_models.add(model)
     assert packing.way is not None
     return packing.way
@@ -181,7 +182,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     batch = packed_batch(self, named)
     if batch is not None:
         _check_once(self, packing, batch)
-        return with_own_loss(_below(self), batch)
+        with embedding_documents(boundaries=batch["cu_seq_lens_q"]):
+            return with_own_loss(_below(self), batch)
     if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
         return with_own_loss(_below(self), named)
     return _below(self)(*args, **kwargs)
@@ -209,6 +211,7 @@ def _precision(parameter: Tensor) -> torch.dtype:
 @torch.compiler.disable
 def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
     """Check what the calls before did not: another device, precision, mode or length."""
+    scale_noise_by_document(inside_peft(model))  # Trainer registers its hook when it trains
     kind, longest = _kind(model, training=model.training), int(batch["max_length_q"])
     constants = length_constants(model) if longest > packing.reach else []
     crossed = [c for c in constants if packing.reach <= c < longest]
@@ -224,12 +227,21 @@ def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
                 f"({crossed[-1]:,}), the check went up to {packing.reach:,}, and the model is "
                 "sharded by now; tell it what comes: enable_packing(model, dataset)"
             )
+        if not packing.checked:
+            raise RuntimeError(
+                "no check of this model has passed, and none can be made in a forward of a sharded "
+                "model; call enable_packing(model) before Trainer, and let it return"
+            )
         logger.warning(f"the model is sharded: what was checked before is relied on for {kind}")
         packing.checked.add(kind)
         return
-    documents = _documents_of(batch) if crossed else packing.documents
+    documents = packing.documents
+    if crossed:
+        both = sorted([*documents, *_documents_of(batch)], key=len)
+        documents = [both[0], both[-1]]
     _take_exact_way(model, packing, kind, documents)
-    packing.reach = max(packing.reach, longest if crossed else 0)
+    if crossed:  # another kind, or another way, is checked on them again
+        packing.reach, packing.documents = longest, documents
 
 
 def _documents_of(batch: dict[str, Any]) -> list[np.ndarray]:
@@ -251,10 +263,14 @@ def _take_exact_way(
         packing.way = choice
         packing.checked.add(kind)
         return
-    with _without_ours(model, packing):
-        way, found = install_first_exact(
-            model, ways, documents, agree=False, training=training, max_length=_REACH
-        )
+    try:
+        with _without_ours(model, packing):
+            way, found = install_first_exact(
+                model, ways, documents, agree=False, training=training, max_length=_REACH
+            )
+    except BaseException:
+        packing.checked.clear()  # of another way than the one that is installed now
+        raise
     if packing.way is None or way.backend != packing.way.backend:
         packing.checked.clear()
         logger.info(f"{type(base).__name__} runs packed rows by {way}")

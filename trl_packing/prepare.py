@@ -28,7 +28,7 @@ from trl_packing.arguments import (
 )
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.config import PackingOptions
-from trl_packing.dataset_checks import check_columns, check_eos, check_rows
+from trl_packing.dataset_checks import check_columns, check_eos, check_rows, empty_completions
 from trl_packing.document_columns import document_columns_of, weights_of_documents
 from trl_packing.documents_from_rows import can_prepare, documents_from_rows, label_tokenized
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS
@@ -78,6 +78,7 @@ class Preparation:
         """
         check_not_empty(dataset, name)
         self._check_columns(dataset, formatting_func, name)
+        empty = self._empty_completions(dataset, formatting_func, name)
         documents, unfound = self._tokenized(dataset, formatting_func, name), None
         collator = self.completion_only_lm or self._template_of_tokens(dataset, name)
         if collator is not None:
@@ -87,9 +88,9 @@ class Preparation:
         elif self.options.response_template is not None:
             unfound = self._unfound(documents, name)
         fitted, counts = self._fitted(documents, name)
-        if unfound:
-            logger.warning(unfound)
-            counts = counts and counts.with_note(unfound)
+        for note in filter(None, (empty, unfound)):
+            logger.warning(note)
+            counts = counts and counts.with_note(note)
         return fitted, counts
 
     @property
@@ -103,6 +104,15 @@ class Preparation:
             check_columns(dataset, name, self.args.dataset_text_field)
         if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
             weights_of_documents(dataset, f"the {name} dataset")  # said of the user's own rows
+
+    def _empty_completions(
+        self, dataset: AnyDataset, formatting_func: Any, name: str
+    ) -> str | None:
+        if formatting_func is not None or "input_ids" in get_dataset_column_names(dataset):
+            return None
+        has_template = self.options.prompt_template is not None
+        column = self.options.response_field if has_template else "completion"
+        return empty_completions(dataset, column, name)
 
     def _tokenized(self, dataset: AnyDataset, formatting_func: Any, name: str) -> AnyDataset:
         """Return documents with `input_ids` and `labels`, of any length."""

@@ -7,6 +7,7 @@ Hi<|im_end|>                                                                 EEE
 ⟦Hello<|im_end|>⟧
 """
 
+import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from trl_packing.labels import IGNORE_INDEX, document_labels, document_weights
+from trl_packing.printable import MARKS, escape_hidden, escape_text, quote
 
-_MARKS = ("⟦", "⟧")
 _COLORS = ("\x1b[1;32m", "\x1b[0m")  # bold green
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _NOTHING = "·"
+_FAKED_WEIGHT = re.compile(r"^([\d.e+-]+)×")  # text that opens as a weight does
 # Neighbors differ in hue: a terminal's background colors, and the same as RGB.
 _HUES = ((44, "#9ecae9"), (43, "#f2cf5b"), (42, "#88d27a"), (45, "#d6a5c9"), (46, "#83bcb6"))
 
@@ -36,7 +38,9 @@ def show_document(
     name: what the heading calls it.
 
     A weight other than 1 is written before its tokens: ⟦0.5×Hello⟧. The first token of a document
-    is never a target and shown so.
+    is never a target and shown so. Control, bidirectional and invisible characters of the text are
+    shown as escapes (\\x1b, \\u202e), and so are ⟦ and ⟧: a document cannot act on the terminal
+    or fake the end of its trained tokens.
 
     Raises ValueError if labels, masks or weights are not one per token.
     """
@@ -51,21 +55,25 @@ def show_document(
 
 def _heading(name: str, ids: np.ndarray, weights: np.ndarray, tokenizer: Any) -> str:
     if not len(ids):
-        return f"{name} · empty"
+        return f"{escape_hidden(name)} · empty"
     trained = int((weights > 0).sum())
     last = tokenizer.decode(ids[-1:].tolist())
+    share = f"{trained:,} trained ({trained / len(ids):.0%})"
     return (
-        f"{name} · {len(ids):,} tokens · {trained:,} trained ({trained / len(ids):.0%}) · "
-        f"ends in {last!r}, {'trained' if weights[-1] else 'not trained'}"
+        f"{escape_hidden(name)} · {len(ids):,} tokens · {share} · "
+        f"ends in {quote(last)}, {'trained' if weights[-1] else 'not trained'}"
     )
 
 
 def _body(ids: np.ndarray, weights: np.ndarray, tokenizer: Any, color: bool) -> str:
-    opening, closing = _COLORS if color else _MARKS
+    opening, closing = _COLORS if color else MARKS
     parts = []
     for weight, text in _stretches(ids, weights, tokenizer):
+        shown = escape_text(text)
+        if weight == 1:
+            shown = _FAKED_WEIGHT.sub(r"\1\\xd7", shown)
         times = "" if weight in (0, 1) else f"{weight:g}×"
-        parts.append(f"{opening}{times}{text}{closing}" if weight else text)
+        parts.append(f"{opening}{times}{shown}{closing}" if weight else shown)
     return "".join(parts)
 
 

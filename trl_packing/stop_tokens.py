@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.printable import quote
 from trl_packing.token_columns import TOKEN_COLUMNS, list_column, token_lists
 
 # A text that no chat template contains.
@@ -70,7 +71,7 @@ class Unended:
     stop_tokens: tuple[str, ...]
 
     def __str__(self) -> str:
-        names = ", ".join(map(repr, self.stop_tokens))
+        names = ", ".join(map(quote, self.stop_tokens))
         return (
             f"{self.documents:,} of {self.of:,} documents ({self.documents / self.of:.1%}) do not "
             f"end in a trained stop token ({'one of ' * (len(self.stop_tokens) > 1)}{names})"
@@ -89,7 +90,7 @@ class Unended:
         """Return the same with what it means, and the end of the first such document."""
         return (
             f"{self.note(append_eos)}: the model may not learn to stop there (the first is row "
-            f"{self.row}, ending {self.ending!r})"
+            f"{self.row}, ending {quote(self.ending)})"
         )
 
 

@@ -22,6 +22,7 @@ from trl_packing.conversations import (
     trained_messages,
     without_flags,
 )
+from trl_packing.printable import quote
 from trl_packing.prompt_templates import PromptTemplate, field_of
 from trl_packing.templates import Templates
 from trl_packing.tokenization import Rendered
@@ -62,11 +63,15 @@ class Supervision:
             return "text"
         if self.prompt_template is not None:
             return "fields"
-        if row.get("prompt") is not None:  # a stream of mixed rows fills them up with nulls
+        messages = _name_of_messages(row)
+        # A stream of mixed rows fills them up with nulls; a prompt beside a whole conversation
+        # repeats its beginning (ultrachat_200k).
+        if row.get("prompt") is not None and (
+            messages is None or row.get("completion") is not None
+        ):
             return "prompt messages" if isinstance(row["prompt"], list) else "prompt"
-        for name in ("messages", "conversations"):
-            if isinstance(row.get(name), list):
-                return "messages"
+        if messages is not None:
+            return "messages"
         if row.get(self.text_field) is not None:
             return "text"
         raise ValueError(f"it has nothing to train on: {_contents(row)}")
@@ -127,8 +132,6 @@ class Supervision:
             completion = field_of(row, self.response_field)
         else:
             prompt, completion = _string(row, "prompt"), _string(row, "completion")
-        if not completion:
-            raise ValueError("its completion is empty, so nothing but an end is learned; remove it")
         text = prompt + self._ended(completion)
         masks_prompt = self.completion_only and self.train_on != "all"
         return Rendered(text, prompt=prompt if masks_prompt else None)
@@ -146,6 +149,9 @@ class Supervision:
 
     def _conversation(self, row: Row) -> Rendered:
         prompt, completion, context = self._messages(row)
+        if not completion:  # nothing to train: dropped, and counted, with other such documents
+            text = self.chat.render(without_flags(prompt), context) if prompt else ""
+            return Rendered(text, [], adds_special_tokens=False)
         if self.train_on in ("assistant", "last_assistant"):
             weights = trained_messages([*prompt, *completion], self.train_on, first=len(prompt))
             messages = without_flags([*prompt, *completion])
@@ -176,15 +182,16 @@ class Supervision:
     def _messages(self, row: Row) -> tuple[list[Any], list[Any], Context]:
         """Return the messages of the prompt, those after it, and what the template gets beside."""
         names: tuple[str, ...] = ("prompt", "completion")
-        if row.get("prompt") is None:
-            names = ("messages" if isinstance(row.get("messages"), list) else "conversations",)
+        if self.form(row) == "messages":
+            names = (_name_of_messages(row) or "messages",)
         lists, sharegpt = [], False
         for name in names:
             messages: Any = row.get(name)
             if is_sharegpt(messages):
                 sharegpt = True
                 messages = messages_from_sharegpt(messages, tool_calls=self.calls_tools)
-            check_messages(messages, self.chat.source, what=name)
+            if messages != [] or name == "prompt":
+                check_messages(messages, self.chat.source, what=name)
             lists.append(list(messages))
         context = Context(
             tools_of(row.get("tools"), sharegpt=sharegpt), row.get("chat_template_kwargs") or {}
@@ -200,6 +207,11 @@ _WORDS = {
     "prompt messages": "prompts and completions of messages",
     "fields": "raw fields",
 }
+
+
+def _name_of_messages(row: Row) -> str | None:
+    names = ("messages", "conversations")
+    return next((name for name in names if isinstance(row.get(name), list)), None)
 
 
 def _contents(row: Row) -> str:
@@ -219,6 +231,6 @@ def says_what_is_trained(row: Row) -> bool:
 def _string(row: Row, column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        got = "nothing (null)" if value is None else f"{type(value).__name__} {value!r:.60}"
+        got = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value):.60}"
         raise ValueError(f"its {column!r} is {got}; make it a string, or remove the row")
     return value

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_packing.printable import quote
+
 Span = tuple[int, int]  # [start, stop), in tokens or in characters
 
 
@@ -117,7 +119,7 @@ class Templates:
         start = _decode(self.tokenizer, input_ids[:200].tolist())[:200]
         return (
             f"{number:,} of {of:,} documents ({number / of:.1%}) have no {names}, so nothing in "
-            f"them is trained; one of them starts {start!r}"
+            f"them is trained; one of them starts {quote(start)}"
         )
 
 

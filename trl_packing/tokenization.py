@@ -60,7 +60,7 @@ class Tokenized:
         """The ids, `IGNORE_INDEX` on what is not trained."""
         if self.weights is None:
             return self.input_ids
-        return np.where(self.weights > 0, np.asarray(self.input_ids), IGNORE_INDEX)
+        return np.where(self.weights > 0, np.asarray(self.input_ids, np.int64), IGNORE_INDEX)
 
 
 def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:

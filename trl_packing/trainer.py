@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -33,13 +34,20 @@ from trl_packing.arguments import (
     check_loss_options,
     generation_config_of,
     packing_hidden,
+    packs_by_default,
     reason_for_trl_path,
     refuse_options,
 )
 from trl_packing.attention import AttentionChoice
-from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
+from trl_packing.checkpoints import (
+    check_optimizer,
+    check_readable,
+    checkpoint_to_resume,
+    marked_while_written,
+)
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
-from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.config import PackingOptions
+from trl_packing.current_row import set_current_row
 from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
     check_source_column,
@@ -51,6 +59,7 @@ from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loaders import WEIGHT_COLUMNS, PackedLoaderTrainer, columns_of
 from trl_packing.loss import check_weights_can_be_used
 from trl_packing.measured import ThroughputOnBar
+from trl_packing.neftune import scale_noise_by_document
 from trl_packing.plan import (
     micro_batch_of_stream,
     plan_report,
@@ -79,7 +88,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     Documents may have `loss_weights`, a number for every token, and `loss_weight`, one for all of
     them: what their loss counts; `loss_weighting` says how the length of a document enters. The
     loss of a step is the weighted mean over its trained tokens, of all micro-batches and ranks, and
-    so is `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
+    so is `eval_loss`; in `mean_token_accuracy` and `entropy` all trained tokens count alike.
 
     `packing_report` holds what a run is made of; it is printed when training starts. `attention`
     says what keeps documents apart.
@@ -113,12 +122,18 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         if self._trl_path:
             refuse_options(self._options, self._trl_path)
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
-            if isinstance(args, PackedSFTConfig):
-                args.packing = False  # its default, where nobody asked for packing
+            if packs_by_default(args):
+                args.packing = False
             super().__init__(
                 model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
             )
             return
+        if packs_by_default(args) and args.max_length is None:
+            args.packing = False
+            logger.warning(
+                "max_length=None: bins have no capacity, so documents are not packed; batches are "
+                "those of packing=False"
+            )
         check_arguments(args, train_dataset)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
@@ -131,6 +146,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
         keep_outputs_precise(self.accelerator)
+        if self.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
+            loading = self.accelerator.dataloader_config
+            loading.split_batches = loading.dispatch_batches = False
         self._check_parallelism()
         self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -333,9 +351,24 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             self.model._is_accelerate_prepared = False
             self.model_wrapped = self.model  # compiled by then, under torch_compile
             self.accelerator._models.remove(self.model)
+        # accelerate draws the order of documents from this seed; ranks must agree on it.
+        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
+        self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        with pages_kept(on_cpu=self.args.device.type == "cpu"):
-            return super().train(checkpoint, *args, **kwargs)
+        self._check_checkpoint(checkpoint)
+        try:
+            with pages_kept(on_cpu=self.args.device.type == "cpu"):
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            set_current_row(None)  # a step that raised leaves its row
+
+    def _check_checkpoint(self, checkpoint: Any) -> None:
+        """Raise ValueError before anything is read, if part of the checkpoint would be missing."""
+        if not isinstance(checkpoint, (str, Path)):
+            return
+        check_readable(Path(checkpoint))
+        if not self.is_deepspeed_enabled:
+            check_optimizer(Path(checkpoint), save_only_model=self.args.save_only_model)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Mark a checkpoint while it is written, and delete older ones only when it is whole."""
@@ -386,6 +419,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             yield
         finally:
             self._evaluates_padded = before
+            set_current_row(None)
         for stream in self._evaluated_streams:
             if words := str(stream.counts_of_all_ranks()):
                 logger.warning_once(f"evaluation stream: {words}")
@@ -434,6 +468,7 @@ class _OnTrainBegin(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        scale_noise_by_document(trainer._gate.base_model)
         trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
         self._print_report(state)
 

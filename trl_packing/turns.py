@@ -30,8 +30,12 @@ from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import common_prefix_length
 
 from trl_packing.conversations import Message
+from trl_packing.printable import quote
 
 Span = tuple[int, int]  # [start, stop) in characters
+
+# A template may compute what cannot be computed, or ask for more than the sandbox gives.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -264,7 +268,7 @@ class ChatTemplate:
         """Return the text of a conversation; None if the template refuses it."""
         try:
             return self.render(messages, context, generation_prompt=generation_prompt)
-        except TemplateError:
+        except TEMPLATE_ERRORS:
             return None
 
     def _header(self, role: str) -> str:
@@ -354,8 +358,8 @@ def _check_complete(number: int, message: Message, turn: str) -> None:
         if words.strip() and not found:
             raise ValueError(
                 f"the chat template leaves out the {name} of message {number} "
-                f"({words.strip()[:40]!r}), so the model would be trained to leave it out. Use a "
-                "template that keeps it or has {% generation %}, train_on='last_assistant' if it "
-                "is kept there, or remove it from the data"
+                f"({quote(words.strip()[:40])}), so the model would be trained to leave it out. "
+                "Use a template that keeps it or has {% generation %}, "
+                "train_on='last_assistant' if it is kept there, or remove it from the data"
             )
         turn = f"{before}\0{after}"

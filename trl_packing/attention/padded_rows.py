@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from trl_packing.attention.interface import BOUNDARIES, requires, wrap_packed_calls
+from trl_packing.attention.interface import requires, wrap_packed_calls
+from trl_packing.current_row import BOUNDARIES
 from trl_packing.engines import largest_if_sharded
 from trl_packing.host import host_boundaries, is_trained, keep, sent
 from trl_packing.labels import IGNORE_INDEX
+from trl_packing.neftune import embedding_documents
 
 NAME = "padded"
 EQUAL_LENGTHS = "equal_lengths"  # the same without padding
@@ -60,7 +62,8 @@ def pad_packed_calls(
         outputs = []
         for row in rows:
             _forget_longer_documents(model)
-            outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
+            with embedding_documents(row_lengths=row.is_real.sum(1)):
+                outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
         return _joined(outputs, rows, batch.get("labels"))
 
     wrap_packed_calls(model, padded)

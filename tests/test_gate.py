@@ -1,0 +1,197 @@
+"""A gate that has refused stays closed: a check counts only once its verdict allows the run.
+
+Every test here trains or evaluates again on the trainer that was refused, as a notebook does when
+its cell runs a second time.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import tiny_tokenizer
+
+import trl_packing.exact_way
+import trl_packing.gate
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.architectures import tiny_model
+from trl_packing.attention import document_sdpa
+from trl_packing.matrix import tiny_documents
+
+LEAKS = "documents LEAK into each other"
+
+
+def trainer_for(model, folder, *, documents=None, **options):
+    settings = {
+        "output_dir": str(folder),
+        "max_length": 120,
+        "max_steps": 1,
+        "per_device_eval_batch_size": 2,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    rows = Dataset.from_list(tiny_documents() if documents is None else documents)
+    return PackedSFTTrainer(
+        model,
+        PackedSFTConfig(**settings | options),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def longrope():
+    """Return a model that is exact below 32 tokens and leaks beyond."""
+    return tiny_model("phi3+longrope")
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch):
+    """Return a function that makes the n-th isolation check from now on run out of memory."""
+
+    def at(number, module=trl_packing.exact_way, name="check_isolation"):
+        check, calls = getattr(module, name), []
+
+        def fails_once(*arguments, **options):
+            calls.append(None)
+            if len(calls) == number:
+                raise torch.OutOfMemoryError("out of memory, a test says")
+            return check(*arguments, **options)
+
+        monkeypatch.setattr(module, name, fails_once)
+        return calls
+
+    return at
+
+
+# --- a leak ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", ["train train", "evaluate evaluate", "evaluate train evaluate"])
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (lambda: tiny_model("falcon+alibi"), {"attention": "model"}),
+        (lambda: tiny_model("mamba"), {"attention": "documents"}),
+        (lambda: tiny_model("bloom"), {"attention": "mask"}),  # refuses, rather than leaks
+    ],
+    ids=["falcon with alibi", "mamba", "bloom"],
+)
+def test_whatever_was_refused_is_refused_again(build, options, calls, tmp_path):
+    run = trainer_for(build(), tmp_path, **options)
+    before = copy.deepcopy(run.model.state_dict())
+    for call in calls.split():
+        with pytest.raises(RuntimeError, match=f"{LEAKS}|cannot run packed documents"):
+            getattr(run, call)()
+    torch.testing.assert_close(run.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_leak_of_long_documents_is_not_known_to_be_none_by_the_mode_that_refused(tmp_path):
+    """A check that passed in one mode spares the other mode the long documents."""
+    documents = tiny_documents((5, 12, 20, 70))
+    run = trainer_for(longrope(), tmp_path, documents=documents, attention="documents")
+    for call in (run.evaluate, run.train, run.evaluate):
+        with pytest.raises(RuntimeError, match=LEAKS):
+            call()
+
+
+@pytest.fixture
+def checked_modes(monkeypatch):
+    """Return the mode of every isolation check that is made, True for training."""
+    check, modes = trl_packing.exact_way.check_isolation, []
+
+    def record(*arguments, **options):
+        modes.append(options["training"])
+        return check(*arguments, **options)
+
+    monkeypatch.setattr(trl_packing.exact_way, "check_isolation", record)
+    return modes
+
+
+def test_a_check_that_passed_is_not_made_again(tmp_path, checked_modes):
+    """The control: the gate opens, and stays open, for a model that keeps documents apart."""
+    run = trainer_for(tiny_model("llama"), tmp_path)
+    for call in (run.train, run.evaluate, run.train, run.evaluate):
+        call()
+    assert checked_modes == [True, False]
+
+
+def test_a_warning_is_given_once_and_the_run_goes_on(tmp_path, caplog):
+    run = trainer_for(
+        tiny_model("falcon+alibi"), tmp_path, attention="model", isolation_check="warn"
+    )
+    with caplog.at_level(logging.WARNING, logger="trl_packing"):
+        run.train()
+        run.train()
+        assert caplog.text.count(LEAKS) == 1
+        run.evaluate()
+        run.evaluate()
+    assert caplog.text.count(LEAKS) == 2, "once for each mode"
+    assert run.state.global_step == 1
+
+
+def test_a_slower_way_is_checked_on_what_the_faster_one_had_passed(tmp_path, checked_modes):
+    short, long = tiny_documents((5, 12, 20, 30)), tiny_documents((5, 70))
+    run = trainer_for(longrope(), tmp_path, documents=short)
+    run.train()
+    assert run.attention.backend == "documents"
+    run.evaluate(Dataset.from_list(long))
+    assert run.attention.backend == "padded"
+    checked_modes.clear()
+    run.train()
+    run.evaluate()
+    assert checked_modes == [True], "evaluation on the slower way was checked, training was not"
+
+
+# --- an error in the check ------------------------------------------------------------------------
+
+
+def test_out_of_memory_in_the_check_is_no_verdict(tmp_path, out_of_memory):
+    run = trainer_for(tiny_model("mamba"), tmp_path, attention="documents")
+    calls = out_of_memory(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    with pytest.raises(RuntimeError, match=LEAKS):
+        run.train()
+    assert len(calls) == 2
+
+
+def test_out_of_memory_in_the_check_of_the_head_is_no_verdict(tmp_path, out_of_memory, caplog):
+    """BERT's head has a layer before its matrix, which TRL's fused head leaves out."""
+    run = trainer_for(tiny_model("bert"), tmp_path)
+    calls = out_of_memory(1, trl_packing.gate, "check_fused_head")
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    assert "training on the model's own logits" not in caplog.text
+    run.train()
+    assert "training on the model's own logits" in caplog.text
+    run.train()
+    assert len(calls) == 2, "and a head that was checked is not checked again"
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_search_that_fails_leaves_the_way_that_was_checked(at, tmp_path, out_of_memory):
+    """Evaluation was checked on documents; training tries slower ways, and breaks off in one."""
+    run = trainer_for(tiny_model("llama"), tmp_path)
+    run.evaluate()
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean() if module.training else output
+
+    run.model.model.embed_tokens.register_forward_hook(leak)
+    out_of_memory(at)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    assert run.attention.backend == "documents"
+    assert run.model.config._attn_implementation == document_sdpa.NAME
+    forward = run.model.model.forward
+    assert hasattr(forward, "before_packed_calls"), "packed calls are announced to the kernel"
+    run.evaluate()
+    with pytest.raises(RuntimeError, match=LEAKS):
+        run.train()

@@ -1,0 +1,81 @@
+"""NEFTune's noise on packed documents: each gets the noise that it would get alone.
+
+    noise of a token = α / √(L · d) · uniform(−1, 1)        https://huggingface.co/papers/2310.05914
+
+L is the length of the token's document and d the width of the embeddings. The hook of transformers
+takes the length of the row that it sees for L. A packed row is longer than its documents, and so is
+a padded row than most of them: the noise would shrink with whatever shares the batch.
+
+    packed row         boundaries of the documents      told by the trainer and `wrap_packed_calls`
+    padded rows        length of each row               told by `padded_rows`
+    any other call     transformers' own hook
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+# What a forward is about to embed. A plain global, because torch.compile follows it.
+_boundaries: Tensor | None = None
+_row_lengths: Tensor | None = None
+
+
+@contextmanager
+def embedding_documents(
+    *, boundaries: Tensor | None = None, row_lengths: Tensor | None = None
+) -> Iterator[None]:
+    """Tell the noise which documents the embeddings inside are of.
+
+    boundaries: of a packed row, ``(N + 1,)``, as `cu_seqlens`.
+    row_lengths: of rows with a document each, ``(rows,)``, without padding.
+    """
+    global _boundaries, _row_lengths
+    before = _boundaries, _row_lengths
+    _boundaries, _row_lengths = boundaries, row_lengths
+    try:
+        yield
+    finally:
+        _boundaries, _row_lengths = before
+
+
+def scale_noise_by_document(model: Any) -> None:
+    """Replace the NEFTune hook of `model`, a transformers model; no-op without one.
+
+    Whoever registered the hook removes it, as before.
+    """
+    embeddings = model.get_input_embeddings()
+    hooks = getattr(embeddings, "_forward_hooks", {})
+    for key, hook in hooks.items():
+        if hook is neftune_post_forward_hook:
+            hooks[key] = add_noise_by_document
+
+
+def add_noise_by_document(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Return `output` ``(rows, T, d)`` with the noise of training."""
+    lengths = _lengths_of_tokens(output)
+    if lengths is None:
+        return neftune_post_forward_hook(module, args, output)
+    if not module.training:
+        return output
+    alpha: Any = module.neftune_noise_alpha
+    # A rank that takes part without documents has rows of none.
+    magnitude = alpha / (lengths.float().clamp(min=1) * output.shape[2]).sqrt()
+    noise = torch.zeros_like(output).uniform_(-1, 1)
+    return output + noise * magnitude[..., None].to(output.dtype)
+
+
+def _lengths_of_tokens(output: Tensor) -> Tensor | None:
+    """Return the length of the document of each token, ``(rows, T)`` or ``(rows, 1)``."""
+    if _row_lengths is not None and len(_row_lengths) == len(output):
+        return _row_lengths.to(output.device, non_blocking=True)[:, None]
+    if _boundaries is None or len(output) != 1:
+        return None
+    boundaries = _boundaries.to(output.device, non_blocking=True)
+    tokens = torch.arange(output.shape[1], device=output.device, dtype=boundaries.dtype)
+    document = torch.searchsorted(boundaries[1:], tokens, right=True)
+    # Tokens beyond the last boundary are none of the row's: virtual ones, of no document.
+    return boundaries.diff()[document.clamp(max=len(boundaries) - 2)][None]
