@@ -50,7 +50,7 @@ BY_HAND = {
 
 def pretend_cuda(monkeypatch):
     """A GPU of sm90 without flash-attn, as `resolve_attention` sees it."""
-    monkeypatch.setattr(flash_attn, "installed", lambda *args, **kwargs: None)
+    monkeypatch.setattr(flash_attn, "installed", tuple)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "Testla H100")
