@@ -33,9 +33,10 @@ TABLE = {
     "report": (set(), set()),
     "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
     "bad_rows": (set(), {"numpy"}),
-    "length_constants": (set(), set()),
+    "model_config": (set(), set()),
+    "length_constants": ({"model_config"}, set()),
     "model_limits": (
-        {"arrow_documents", "bad_rows", "labels", "length_constants"},
+        {"arrow_documents", "bad_rows", "labels", "model_config"},
         {"datasets", "numpy", "torch"},
     ),
     "dataset_checks": (
@@ -102,7 +103,7 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "static_shapes": ({"length_constants"}, set()),
+    "static_shapes": ({"length_constants", "model_config"}, set()),
     "collator": ({"documents", "host", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
     "templates": ({"printable"}, {"numpy"}),
     "conversations": ({"printable"}, set()),
@@ -139,7 +140,7 @@ TABLE = {
     "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.kernel_backward": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
-        {"attention.interface", "current_row", "documents", "host", "length_constants"},
+        {"attention.interface", "current_row", "documents", "host", "model_config"},
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
@@ -149,6 +150,7 @@ TABLE = {
     "attention": (
         {
             "length_constants",
+            "model_config",
             "attention.explicit_mask",
             "attention.padded_rows",
             "attention.interface",
@@ -167,7 +169,7 @@ TABLE = {
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
-    "model_flops": ({"attention.interface"}, {"numpy", "torch"}),
+    "model_flops": ({"attention.interface", "model_config"}, {"numpy", "torch"}),
     "measured": (
         {"device_peaks", "host", "loss", "model_flops", "throughput", "token_metrics"},
         {"accelerate", "torch", "transformers"},
@@ -324,6 +326,7 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
+            "model_config",
             "plan",
             "resuming",
             "sampler",

@@ -4,6 +4,7 @@ It holds how the documents of a run are kept apart (`attention`), checks it on t
 with the run's own documents, and takes a slower exact way where the check fails.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate, islice
@@ -58,6 +59,7 @@ class IsolationGate:
         self.limits = limits_of(self.base_model)
         # The shortest and the longest document, by mode (training or not).
         self._checked: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._checked_rows_of: PackedCollator | None = None
         self._head_is_checked = False
 
     @property
@@ -97,6 +99,9 @@ class IsolationGate:
         """
         if self.options.isolation_check == "off":
             return
+        if collator != self._checked_rows_of:
+            # Another collator's rows were checked, if any: the user may have set one since.
+            self._checked, self._checked_rows_of = {True: [], False: []}, copy.copy(collator)
         documents = probe_documents(dataset, self.model, max_length, self.limits)
         lengths = min(map(len, documents)), max(map(len, documents))
         if _covered(lengths, self._checked[training]):

@@ -20,7 +20,7 @@ from torch import nn
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.bad_rows import and_others
 from trl_packing.labels import IGNORE_INDEX
-from trl_packing.length_constants import text_config
+from trl_packing.model_config import text_config
 
 # How the modules of learned positions are called, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}
