@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # module -> (modules of ours that it imports, third-party packages that it imports at the top)
 TABLE = {
-    "packing": (set(), {"numpy"}),
+    "remixing": (set(), {"numpy"}),
+    "packing": ({"remixing"}, {"numpy"}),
     "printable": (set(), set()),
     "exit_messages": ({"printable"}, set()),
     "documents": (set(), {"numpy", "torch"}),
