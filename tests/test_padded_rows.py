@@ -282,8 +282,9 @@ def test_calls_that_are_not_packed_pass_unchanged():
     pad_packed_calls(model)
     ids = torch.arange(6).reshape(2, 3)
     mask = torch.ones_like(ids)
+    apart = torch.eye(sum(LENGTHS), dtype=torch.bool)[None, None]
     model(ids, attention_mask=mask)
-    model(**PackedCollator()(documents()), attention_mask=mask)  # a mask says that it is padded
+    model(**PackedCollator()(documents()), attention_mask=apart)  # says itself who sees what
     first, second = model.calls
     assert first["input_ids"] is ids
     assert first["attention_mask"] is mask

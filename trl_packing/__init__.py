@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trl_packing.attention import resolve_attention
     from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
     from trl_packing.config import PackedSFTConfig
+    from trl_packing.current_row import other_rows
     from trl_packing.documents import (
         block_diagonal_mask,
         cu_seqlens_from_lengths,
@@ -54,6 +55,7 @@ _HOME = {
     "RepackEveryEpoch": "packed_dataset",
     "make_supervised_dset": "supervised_dataset",
     "enable_packing": "plain_trainer",
+    "other_rows": "current_row",
 }
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "lengths_from_eos",
     "load_rows",
     "make_supervised_dset",
+    "other_rows",
     "pack",
     "position_ids_from_lengths",
     "resolve_attention",

@@ -12,6 +12,7 @@ where the host would have to wait for a device to know.
 """
 
 import functools
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
+from trl_packing.attention.interface import completed, unbound
 from trl_packing.engines import unshard_head
 from trl_packing.host import is_trained, on_host, sent
 from trl_packing.labels import IGNORE_INDEX
@@ -36,7 +38,7 @@ def add_trained_positions_head(model: Any) -> None:
     output is TRL's `FusedCausalLMOutput` with `loss`, `log_probs`, `entropy`, `is_top1` and
     `label_mask` ``(1, T - 1)``, zero where the label is −100; `aux_loss` for mixtures of experts.
     """
-    fused_by_trl = model.forward
+    below, names = _below(model), _names(model)
     text_config = model.config.get_text_config()
     scale, softcap = (
         _logit_scale(text_config),
@@ -46,10 +48,11 @@ def add_trained_positions_head(model: Any) -> None:
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         head = self.get_output_embeddings()
+        args, kwargs = completed(self, names, args, kwargs)
         if fused_lm_head:
             unshard_head(head)
         if not fused_lm_head or kwargs.get("shift_labels") is not None or _has_triton(head.weight):
-            return fused_by_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
+            return below(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         kwargs |= {"use_cache": False}
         if getattr(text_config, "output_router_logits", False):
@@ -70,14 +73,15 @@ def use_own_head(model: Any) -> None:
 
     For models whose head is more than a matrix; the output is as of `add_trained_positions_head`.
     """
-    fused_by_trl = model.forward
+    below, names = _below(model), _names(model)
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        args, kwargs = completed(self, names, args, kwargs)
         if not fused_lm_head:
-            return fused_by_trl(*args, **kwargs)
+            return below(self, *args, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
-        own = fused_by_trl(*args, **kwargs | {"use_cache": False})
+        own = below(self, *args, **kwargs | {"use_cache": False})
         output = _score_logits(own.logits, labels, num_items)
         output.aux_loss = getattr(own, "aux_loss", None)
         return output
@@ -85,6 +89,15 @@ def use_own_head(model: Any) -> None:
     # Scoring then runs the whole model, not its backbone: `install_attention` asks.
     forward.scores_own_logits = True  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
+
+
+def _names(model: Any) -> list[str]:
+    return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def _below(model: Any) -> Any:
+    """Return the forward of `model` as a function of the model, for its copies too."""
+    return unbound(model.forward, model)
 
 
 @torch.compiler.disable

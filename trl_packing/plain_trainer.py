@@ -36,8 +36,11 @@ from trl_packing.packed_call import VIRTUAL_TOKENS, next_token_loss, packed_batc
 from trl_packing.packed_dataset import PackedDataset, enabled_models
 from trl_packing.probes import random_tokens
 from trl_packing.undisturbed import undisturbed
+from trl_packing.versions import warn_of_untested_versions
 
 logger = logging.getLogger(__name__)
+
+warn_of_untested_versions()
 
 _REACH = 1024  # tokens of the longest probe, if it is not told which documents come
 _LOSS_TOLERANCE = 1e-3  # of the model's own loss, which its dtype may round otherwise

@@ -39,9 +39,15 @@ from trl_packing.arguments import (
     refuse_options,
 )
 from trl_packing.attention import AttentionChoice
-from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
+from trl_packing.checkpoints import (
+    check_optimizer,
+    check_readable,
+    checkpoint_to_resume,
+    marked_while_written,
+)
 from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
 from trl_packing.config import PackingOptions
+from trl_packing.current_row import set_current_row
 from trl_packing.dataset_checks import check_token_ids
 from trl_packing.document_columns import (
     check_source_column,
@@ -62,9 +68,12 @@ from trl_packing.plan import (
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
 from trl_packing.stream_overflow import columns_kept
+from trl_packing.versions import warn_of_untested_versions
 from trl_packing.weighting import in_words
 
 logger = get_logger(__name__)
+
+warn_of_untested_versions()
 
 
 class PackedSFTTrainer(PackedLoaderTrainer):
@@ -82,7 +91,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     Documents may have `loss_weights`, a number for every token, and `loss_weight`, one for all of
     them: what their loss counts; `loss_weighting` says how the length of a document enters. The
     loss of a step is the weighted mean over its trained tokens, of all micro-batches and ranks, and
-    so is `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
+    so is `eval_loss`; in `mean_token_accuracy` and `entropy` all trained tokens count alike.
 
     `packing_report` holds what a run is made of; it is printed when training starts. `attention`
     says what keeps documents apart.
@@ -349,8 +358,20 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
         self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        with pages_kept(on_cpu=self.args.device.type == "cpu"):
-            return super().train(checkpoint, *args, **kwargs)
+        self._check_checkpoint(checkpoint)
+        try:
+            with pages_kept(on_cpu=self.args.device.type == "cpu"):
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            set_current_row(None)  # a step that raised leaves its row
+
+    def _check_checkpoint(self, checkpoint: Any) -> None:
+        """Raise ValueError before anything is read, if part of the checkpoint would be missing."""
+        if not isinstance(checkpoint, (str, Path)):
+            return
+        check_readable(Path(checkpoint))
+        if not self.is_deepspeed_enabled:
+            check_optimizer(Path(checkpoint), save_only_model=self.args.save_only_model)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Mark a checkpoint while it is written, and delete older ones only when it is whole."""
@@ -401,6 +422,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             yield
         finally:
             self._evaluates_padded = before
+            set_current_row(None)
         for stream in self._evaluated_streams:
             if words := str(stream.counts_of_all_ranks()):
                 logger.warning_once(f"evaluation stream: {words}")

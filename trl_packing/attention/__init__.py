@@ -31,6 +31,7 @@ from trl_packing.attention.interface import (
     implementation_name,
     inside_peft,
     mark_packed_calls,
+    pass_packed_calls,
     unwrap_packed_calls,
 )
 from trl_packing.length_constants import rope_thresholds, text_config
@@ -157,17 +158,18 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         explicit_mask.mask_packed_calls(backbone)
     elif choice.backend in PADDED:
         whole = _whole_model(model, base)
-        padded_rows.pad_packed_calls(
-            whole or backbone,
-            thresholds=rope_thresholds(base),
-            equal_lengths=choice.backend == padded_rows.EQUAL_LENGTHS,
-        )
+        for padded in (backbone, whole) if whole else (backbone,):
+            padded_rows.pad_packed_calls(
+                padded,
+                thresholds=rope_thresholds(base),
+                equal_lengths=choice.backend == padded_rows.EQUAL_LENGTHS,
+            )
         if whole:
             return
     elif choice.backend in ("documents", "varlen"):
         mark_packed_calls(backbone)
     else:
-        return
+        pass_packed_calls(backbone)
     if backbone is not base:
         announce_boundaries(base)
 

@@ -14,9 +14,9 @@ tokens, without a message (transformers 5.23).
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trl_packing.current_row import BOUNDARIES, completed_call
 from trl_packing.neftune import embedding_documents
 
 # (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
@@ -34,16 +35,6 @@ PackedKernel = Callable[..., Tensor]
 # betray packing, so a mask function cannot tell a packed call by its arguments. The wrapper set by
 # `mark_packed_calls` says so. A plain global, because torch.compile follows it.
 _in_packed_call = False
-
-# Keys of a packed batch that say where its documents lie.
-BOUNDARIES = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-    "position_ids",
-)
 
 # Arguments of the interface that change the result and that no packed kernel here computes.
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
@@ -75,32 +66,116 @@ def mark_packed_calls(backbone: nn.Module) -> None:
     wrap_packed_calls(backbone, announced)
 
 
+def pass_packed_calls(backbone: nn.Module) -> None:
+    """Let packed calls of `backbone` run as they are: its own attention knows boundaries."""
+    wrap_packed_calls(backbone, lambda forward, **kwargs: forward(**kwargs))
+
+
 def wrap_packed_calls(module: nn.Module, run: Callable[..., Any]) -> None:
     """Run packed calls of `module` as ``run(forward, **kwargs)``; others are left alone.
 
+    A call on a packed row of ours that does not say so is a packed call too (current_row).
     Arguments given by position reach `run` by name. Replaces an earlier `run`;
     `unwrap_packed_calls` takes it away.
     """
     unwrap_packed_calls(module)
-    bound = module.forward
-    own = vars(module).get("forward")
+    before = vars(module).get("forward")
+    below = unbound(module.forward, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    # Unbound, or a copy of the model would run the weights of this one.
-    unbound = getattr(bound, "__func__", lambda _self, *args, **kwargs: bound(*args, **kwargs))
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cu_seq_lens_q") is None:
             kwargs |= _announced_boundaries
+        args, kwargs = completed(self, names, args, kwargs)
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
-            return unbound(self, *args, **kwargs)
-        with embedding_documents(boundaries=kwargs["cu_seq_lens_q"]):
-            return run(
-                functools.partial(unbound, self), **dict(zip(names, args, strict=False)), **kwargs
-            )
+            return below(self, *args, **kwargs)
+        named = dict(zip(names, args, strict=False))
+        with embedding_documents(boundaries=kwargs["cu_seq_lens_q"]), _inner_calls_as_they_are():
+            return run(functools.partial(below, self), **named, **kwargs)
 
-    forward.before_packed_calls = own  # type: ignore[attr-defined]
+    forward.before_packed_calls = before  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
+
+
+def unbound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Return `forward` of `module` as a function of the module too.
+
+    Bound, it would run the weights of this very module in a copy of it.
+    """
+    function = getattr(forward, "__func__", None)
+    if function is not None and getattr(forward, "__self__", None) is module:
+        return _following(function, module)
+    if isinstance(forward, functools.partial) and forward.args[:1] == (module,):  # accelerate's
+        first, given = forward.args[1:], forward.keywords
+        return lambda self, *args, **kwargs: forward.func(self, *first, *args, **given, **kwargs)
+    return lambda _self, *args, **kwargs: forward(*args, **kwargs)
+
+
+def _following(function: Any, module: nn.Module) -> Callable[..., Any]:
+    """Return `function` of a module whose closure holds a bound method of `module` (TRL's head).
+
+    Called on a copy of `module`, it finds that method bound to the copy.
+    """
+    cells = function.__closure__ or () if isinstance(function, FunctionType) else ()
+    held = [cell.cell_contents for cell in cells]
+    if not any(isinstance(x, MethodType) and x.__self__ is module for x in held):
+        return function
+
+    def follow(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is module:
+            return function(self, *args, **kwargs)
+        of_copy = tuple(
+            CellType(MethodType(unbound(x, module), self))
+            if isinstance(x, MethodType) and x.__self__ is module
+            else cell
+            for x, cell in zip(held, cells, strict=True)
+        )
+        made = FunctionType(
+            function.__code__, function.__globals__, closure=of_copy, argdefs=function.__defaults__
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made(self, *args, **kwargs)
+
+    return follow
+
+
+def completed(
+    module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call of `module`; those of a packed row say so (current_row).
+
+    `names` are those of its parameters, for arguments given by position.
+    """
+    if _in_a_packed_call or (torch.compiler.is_compiling() and _says_all(kwargs)):
+        return args, kwargs
+    named = dict(zip(names, args, strict=False)) | kwargs
+    call = completed_call(module, named)
+    return (args, kwargs) if call is named else ((), call)
+
+
+def _says_all(kwargs: dict[str, Any]) -> bool:
+    """Whether a call names its boundaries as kernels take them, with no mask and no cache."""
+    return (
+        kwargs.get("cu_seq_lens_q") is not None
+        and kwargs.get("attention_mask") is None
+        and isinstance(kwargs.get("max_length_q"), int)
+        and kwargs.get("use_cache") is False
+    )
+
+
+# Whether a module is called by one that has been told of the row, on whatever it has made of it.
+_in_a_packed_call = False
+
+
+@contextmanager
+def _inner_calls_as_they_are() -> Iterator[None]:
+    global _in_a_packed_call
+    before, _in_a_packed_call = _in_a_packed_call, True
+    try:
+        yield
+    finally:
+        _in_a_packed_call = before
 
 
 # What a packed call of a whole model says of its row, for the backbone inside it.

@@ -1,0 +1,343 @@
+"""A loss of the user's own may call the model on a packed row without its boundaries.
+
+TRL pads to the right, so `model(input_ids=inputs["input_ids"])` is exact there. Here the row's
+documents must stay apart under any call of its tokens, or the call is refused.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from by_hand import Keep, assert_same_step, by_hand
+from datasets import Dataset
+from peft import LoraConfig
+from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, current_row, other_rows
+
+DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
+
+
+def ids_only(trainer, model, inputs):
+    return model(input_ids=inputs["input_ids"]).logits
+
+
+def by_position(trainer, model, inputs):
+    return model(inputs["input_ids"]).logits
+
+
+def mask_of_the_batch(trainer, model, inputs):
+    return model(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")).logits
+
+
+def mask_of_ones(trainer, model, inputs):
+    ids = inputs["input_ids"]
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+def whole_batch_and_ones(trainer, model, inputs):
+    mask = torch.ones_like(inputs["input_ids"])
+    return model(**{k: v for k, v in inputs.items() if k != "labels"}, attention_mask=mask).logits
+
+
+def positions_only(trainer, model, inputs):
+    return model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits
+
+
+def counted_positions(trainer, model, inputs):
+    ids = inputs["input_ids"]
+    return model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None]).logits
+
+
+def with_a_cache(trainer, model, inputs):
+    return model(input_ids=inputs["input_ids"], use_cache=True).logits
+
+
+def embedded(trainer, model, inputs):
+    bare = trainer.accelerator.unwrap_model(model)
+    return model(inputs_embeds=bare.get_input_embeddings()(inputs["input_ids"])).logits
+
+
+def backbone(trainer, model, inputs):
+    bare = trainer.accelerator.unwrap_model(model)
+    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    return bare.lm_head(bare.model(inputs["input_ids"]).last_hidden_state)
+
+
+def unwrapped(trainer, model, inputs):
+    return trainer.accelerator.unwrap_model(model)(input_ids=inputs["input_ids"]).logits
+
+
+def without_the_last_token(trainer, model, inputs):
+    logits = model(input_ids=inputs["input_ids"][:, :-1]).logits
+    return F.pad(logits, (0, 0, 0, 1))
+
+
+def a_copy(trainer, model, inputs):
+    return model(input_ids=inputs["input_ids"].clone()).logits
+
+
+def each_document(trainer, model, inputs):
+    ends = inputs["cu_seq_lens_q"].tolist()
+    pieces = itertools.pairwise(ends)
+    return torch.cat([model(input_ids=inputs["input_ids"][:, a:b]).logits for a, b in pieces], 1)
+
+
+CALLS = [
+    ids_only,
+    by_position,
+    mask_of_the_batch,
+    mask_of_ones,
+    whole_batch_and_ones,
+    positions_only,
+    counted_positions,
+    with_a_cache,
+    embedded,
+    backbone,
+    unwrapped,
+    without_the_last_token,
+    a_copy,
+    each_document,
+]
+
+
+def trainer_with(call, folder, *, in_training_step=False, model=None, peft=None, **options):
+    """Return a trainer whose loss is the mean over trained tokens of what `call` says."""
+
+    class Subclass(PackedSFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits, labels = call(self, model, inputs), inputs["labels"]
+            total = F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+            loss = total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+            return (loss, {"logits": logits}) if return_outputs else loss
+
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            with torch.no_grad():
+                return self.compute_loss(model, inputs).detach(), None, None
+
+    class Stepping(Subclass):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    kept = Keep()
+    settings = {
+        "output_dir": str(folder),
+        "max_length": 96,
+        "per_device_train_batch_size": 6,
+        "per_device_eval_batch_size": 6,
+        "max_steps": 1,
+        "learning_rate": 0.0,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "prediction_loss_only": True,  # packed rows in evaluation too
+    }
+    trainer = (Stepping if in_training_step else Subclass)(
+        tiny_model("llama") if model is None else model,
+        PackedSFTConfig(**settings | options),
+        train_dataset=Dataset.from_list(DOCUMENTS),
+        eval_dataset=Dataset.from_list(DOCUMENTS),
+        processing_class=tiny_tokenizer(),
+        callbacks=[kept],
+        peft_config=peft,
+    )
+    return trainer, kept
+
+
+def trained(call, folder, **options):
+    trainer, kept = trainer_with(call, folder, **options)
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], kept.gradients
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_loss_that_says_nothing_of_documents_trains_them_apart(call, tmp_path):
+    expected = by_hand(tiny_model("llama"), DOCUMENTS)
+    assert_same_step(trained(call, tmp_path), expected)
+    trainer, _ = trainer_with(call, tmp_path)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected[0], rel=1e-4)
+    assert trainer.predict(Dataset.from_list(DOCUMENTS)).metrics["test_loss"] == pytest.approx(
+        expected[0], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_training_step": True},
+        {"packing": False},
+        {"attention": "model"},
+        {"attention": "mask"},
+        {"attention": "padded"},
+        {"attention": "equal_lengths"},
+        {"gradient_checkpointing": True},
+        {"isolation_check": "off"},
+        {"per_device_train_batch_size": 1, "max_length": 48, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", [ids_only, backbone, embedded], ids=lambda call: call.__name__)
+def test_however_the_documents_are_kept_apart(call, options, tmp_path):
+    expected = by_hand(tiny_model("llama"), DOCUMENTS)
+    assert_same_step(trained(call, tmp_path, **options), expected)
+
+
+@pytest.mark.parametrize("call", [ids_only, backbone], ids=lambda call: call.__name__)
+def test_under_lora(call, tmp_path):
+    def lora():
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    torch.manual_seed(0)
+    trainer, kept = trainer_with(call, tmp_path, peft=lora())
+    expected = by_hand(trainer.model, DOCUMENTS)
+    trainer.train()
+    assert_same_step((trainer.state.log_history[0]["loss"], kept.gradients), expected)
+
+
+def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(current_row, "completed_call", lambda model, call: call)
+    monkeypatch.setattr("trl_packing.attention.interface.completed_call", lambda model, call: call)
+    expected = by_hand(tiny_model("llama"), DOCUMENTS)
+    with pytest.raises(AssertionError):
+        assert_same_step(trained(ids_only, tmp_path), expected)
+
+
+def of_its_labels(labels_of):
+    def call(trainer, model, inputs):
+        output = model(input_ids=inputs["input_ids"], labels=labels_of(inputs))
+        trainer.own_loss = output.loss
+        return output.logits
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("labels_of", "trains_all"),
+    [(lambda inputs: inputs["labels"], False), (lambda inputs: inputs["input_ids"].clone(), True)],
+    ids=["its labels", "its tokens"],
+)
+def test_the_models_own_loss_is_a_mean_over_documents_alone(labels_of, trains_all, tmp_path):
+    """No document predicts the first token of the next one, also if all tokens are labels."""
+    trainer, _ = trainer_with(of_its_labels(labels_of), tmp_path)
+    trainer.train()
+    documents = [d | {"labels": d["input_ids"] if trains_all else d["labels"]} for d in DOCUMENTS]
+    assert trainer.own_loss.item() == pytest.approx(
+        by_hand(tiny_model("llama"), documents)[0], rel=1e-4
+    )
+
+
+REFUSED = {
+    "two copies": lambda ids: ids.repeat(2, 1),
+    "two halves": lambda ids: ids[:, : ids.shape[1] // 2 * 2].reshape(2, -1),
+    "a slice in a document": lambda ids: ids[:, 1:],
+    "another token in front": lambda ids: F.pad(ids, (1, 0)),
+    "every second token": lambda ids: ids[:, ::2],
+    "a copy of a part": lambda ids: ids[:, :50].clone(),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=list(REFUSED))
+def test_rows_that_nobody_can_tell_are_refused(change, tmp_path):
+    def call(trainer, model, inputs):
+        return model(input_ids=change(inputs["input_ids"])).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    with pytest.raises(ValueError, match="other_rows"):
+        trainer.train()
+    with pytest.raises(ValueError, match="other_rows"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "is_refused"),
+    [
+        (lambda ids: (torch.arange(ids.shape[1])[None] > 4).long(), True),
+        (lambda ids: torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().bool(), True),
+        (lambda ids: torch.eye(ids.shape[1]).bool()[None, None], False),
+    ],
+    ids=["hides tokens", "causal", "of the user's own, block-diagonal"],
+)
+def test_a_mask_under_which_documents_see_each_other_is_refused(mask_of, is_refused, tmp_path):
+    def call(trainer, model, inputs):
+        ids = inputs["input_ids"]
+        return model(input_ids=ids, attention_mask=mask_of(ids)).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    if not is_refused:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match="attention_mask"):
+        trainer.train()
+
+
+def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
+    ids = torch.randint(6, 90, (2, 11), generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def call(trainer, model, inputs):
+        with other_rows():
+            seen.append(model(input_ids=ids).logits.detach())
+        with torch.no_grad():
+            bare = trainer.accelerator.unwrap_model(model)
+            seen.append(bare.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
+        return model(input_ids=inputs["input_ids"]).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    trainer.train()
+    plain = tiny_model("llama")
+    torch.testing.assert_close(seen[0], plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(
+        seen[1], plain.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    )
+
+
+def test_after_a_step_and_after_an_error_the_model_takes_any_row(tmp_path):
+    ids = torch.randint(6, 90, (1, 11), generator=torch.Generator().manual_seed(1))
+    expected = tiny_model("llama")(input_ids=ids).logits
+
+    def fails(trainer, model, inputs):
+        raise KeyError("somebody's mistake")
+
+    for call in (ids_only, fails):
+        trainer, _ = trainer_with(call, tmp_path)
+        try:
+            trainer.train()
+        except KeyError:
+            assert call is fails
+        found = trainer.model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):
+    def call(trainer, model, inputs):
+        reference = copy.deepcopy(trainer.accelerator.unwrap_model(model))
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(1.1)
+            trainer.said = reference(input_ids=inputs["input_ids"]).logits
+        trainer.reference = reference
+        trainer.row = inputs
+        return model(input_ids=inputs["input_ids"]).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    trainer.train()
+    plain = tiny_model("llama")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.1)
+        ends = trainer.row["cu_seq_lens_q"].tolist()
+        alone = [
+            plain(input_ids=trainer.row["input_ids"][:, a:b].clone()).logits
+            for a, b in itertools.pairwise(ends)
+        ]
+    torch.testing.assert_close(trainer.said, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
