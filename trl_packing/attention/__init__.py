@@ -13,7 +13,7 @@ Neither is trusted: the isolation check runs on the result before the first step
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ from trl_packing.attention.interface import (
     pass_packed_calls,
     unwrap_packed_calls,
 )
-from trl_packing.length_constants import rope_thresholds, text_config
+from trl_packing.attention.kernel_backward import backward_run_once
+from trl_packing.length_constants import rope_thresholds
+from trl_packing.model_config import layer_configs, layer_values, text_config
 
 __all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
 
@@ -54,11 +56,15 @@ class AttentionChoice:
     backend: one of `CHOICES` but ``"auto"``.
     implementation: the `attn_implementation` to set on the model; None leaves it as it is.
     reason: why, in a few words.
+    own: the `attn_implementation` that the model came with, which ways without one set back.
+    slower: kernels that fit the model too, from fast to slow, for when this one fails the check.
     """
 
     backend: str
     implementation: str | None
     reason: str
+    own: str | None = field(default=None, compare=False, repr=False)
+    slower: tuple["AttentionChoice", ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{_TITLES.get(self.backend, self.backend)} ({self.reason})"
@@ -76,16 +82,23 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class _Needs:
-    """What a kernel must handle to be exact on a model."""
+    """What a kernel must handle to be exact on a model, in all of its layers.
+
+    head_sizes: every pair of the sizes of a key and of a value.
+    """
 
     device: str
     dtype: torch.dtype
-    head_dim: int
-    value_dim: int
+    head_sizes: frozenset[tuple[int, int]]
     softcap: bool
     sinks: bool
     dropout: float
     outside_interface: str | None
+
+    @property
+    def head_dim(self) -> int:
+        """The largest of any layer."""
+        return max(max(sizes) for sizes in self.head_sizes)
 
 
 def resolve_attention(
@@ -111,10 +124,39 @@ def resolve_attention(
             f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
         )
     needs = _needs(model, device, dtype)
+    own = _own_implementation(model)
+    indexed = _indexed(model)
+    if attention == "auto":
+        choice = indexed or _automatic(model, needs)
+        return replace(choice, own=own, slower=tuple(replace(k, own=own) for k in choice.slower))
+    if indexed is not None and attention != indexed.backend:
+        raise ValueError(
+            f"attention={attention!r} cannot be exact on {type(model).__name__}: {indexed.reason}; "
+            f"set attention='auto' or {indexed.backend!r}"
+        )
+    if attention in OWN_ATTENTION:
+        return AttentionChoice(attention, None, f"attention={attention!r}", own)
+    refusal, implementation, _ = _kernels(model, needs)[attention]
+    if refusal:
+        raise ValueError(
+            f"attention={attention!r} cannot be exact on {type(model).__name__}: {refusal}; "
+            "set attention='auto'"
+        )
+    return AttentionChoice(attention, implementation, f"attention={attention!r}", own)
+
+
+def _kernels(model: Any, needs: _Needs) -> dict[str, tuple[str | None, str, str]]:
+    """Return of every kernel, from fast to slow: why it cannot be exact, its name, why to take it.
+
+    The name is the `attn_implementation` to set.
+    """
     current = _current_implementation(model)
     fallback = "eager" if current is not None and current.endswith("eager") else "sdpa"
-    candidates = {
-        "flash": (_flash_refusal(needs), flash_attn.installed(), "installed"),
+    flash = {
+        name: (_flash_refusal(model, needs, name), name, "installed")
+        for name in flash_attn.VERSIONS
+    }
+    return flash | {
         "varlen": (
             torch_varlen.unavailable() or _varlen_refusal(needs),
             implementation_name(torch_varlen.NAME, fallback),
@@ -126,19 +168,6 @@ def resolve_attention(
             f"{needs.device}, {str(needs.dtype).removeprefix('torch.')}",
         ),
     }
-    if attention == "auto":
-        return _indexed(model) or _automatic(current, needs, candidates)
-    if attention in OWN_ATTENTION:
-        return AttentionChoice(attention, None, f"attention={attention!r}")
-    refusal, implementation, _ = candidates[attention if attention in candidates else "flash"]
-    if attention in flash_attn.VERSIONS:
-        implementation = attention
-    if refusal:
-        raise ValueError(
-            f"attention={attention!r} cannot be exact on {type(model).__name__}: {refusal}; "
-            "set attention='auto'"
-        )
-    return AttentionChoice(attention, implementation, f"attention={attention!r}")
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
@@ -153,7 +182,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         backbone = backbone.decoder
     for module in (model, base, backbone):
         unwrap_packed_calls(module)
-    _set_implementation(base, choice.implementation or _own_implementation(base))
+    _set_implementation(base, choice.implementation or choice.own or _own_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
     elif choice.backend in PADDED:
@@ -196,6 +225,24 @@ def own_attention(model: Any) -> Iterator[None]:
         _set_implementation(model, installed)
 
 
+@contextmanager
+def backward_run_in_check(model: Any, *, training: bool | None) -> Iterator[list[str]]:
+    """Run one small backward in what calls `model`, if it trains by a kernel that is not ours.
+
+    Yields what is wrong with it, empty as long as nothing is.
+    """
+    implementation = _current_implementation(inside_peft(model)) or ""
+    is_foreign = flash_attn.is_flash_attention(implementation) or implementation.startswith(
+        torch_varlen.NAME
+    )
+    trains = inside_peft(model).training if training is None else training
+    if is_foreign and trains:
+        with backward_run_once(implementation) as faults:
+            yield faults
+    else:
+        yield []
+
+
 def _own_implementation(model: Any) -> str | None:
     """Return the `attn_implementation` that the model had before one of ours."""
     current = _current_implementation(model)
@@ -223,15 +270,21 @@ def _indexed(model: Any) -> AttentionChoice | None:
     """
     text = text_config(model)
     for name in ("index_topk", "index_topk_blocks", "indexer_budget"):
-        if getattr(text, name, None):
-            reason = f"{name}={getattr(text, name)} ranks the keys of the whole row"
+        if sizes := [size for size in layer_values(text, name) if size]:
+            reason = f"{name}={max(sizes)} ranks the keys of the whole row"
             return AttentionChoice(padded_rows.EQUAL_LENGTHS, None, reason)
     return None
 
 
-def _automatic(
-    current: str | None, needs: _Needs, candidates: dict[str, tuple[str | None, str | None, str]]
-) -> AttentionChoice:
+def _automatic(model: Any, needs: _Needs) -> AttentionChoice:
+    """Return the fastest kernel that can be exact on `model`, with those that come after it."""
+    current = _current_implementation(model)
+    installed = flash_attn.installed()
+    kernels = [
+        AttentionChoice(backend, implementation, reason)
+        for backend, (refusal, implementation, reason) in _kernels(model, needs).items()
+        if refusal is None and (backend in installed or backend not in flash_attn.VERSIONS)
+    ]
     if flash_attn.is_flash_attention(current):
         if needs.sinks and flash_attn.drops_sinks(str(current)):
             raise ValueError(
@@ -239,20 +292,37 @@ def _automatic(
                 "silence; load the model with attn_implementation='eager' or set "
                 "attention='documents'"
             )
-        return AttentionChoice(str(current), None, "the model was loaded with it")
-    if current not in (None, "sdpa", "eager") and not str(current).startswith(_OURS):
+        loaded = AttentionChoice(str(current), None, "the model was loaded with it")
+        kernels = [loaded, *(k for k in kernels if k.backend not in flash_attn.VERSIONS)]
+    elif current not in (None, "sdpa", "eager") and not str(current).startswith(_OURS):
         return AttentionChoice("model", None, f"the model was loaded with {current!r}")
-    for backend, (refusal, implementation, reason) in candidates.items():
-        if refusal is None and implementation is not None:
-            named = implementation if backend == "flash" else backend
-            return AttentionChoice(named, implementation, reason)
-    return AttentionChoice("model", None, str(needs.outside_interface))
+    if not kernels:
+        return AttentionChoice("model", None, str(needs.outside_interface))
+    return replace(kernels[0], slower=tuple(kernels[1:]))
 
 
-def _flash_refusal(needs: _Needs) -> str | None:
+def _flash_refusal(model: Any, needs: _Needs, name: str) -> str | None:
     if needs.sinks:
         return "flash-attn has no attention sinks"
-    return flash_attn.too_old() or _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM)
+    if reason := _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM):
+        return reason
+    sizes = needs.head_sizes
+    reason = flash_attn.refusal(name, sizes, softcap=needs.softcap, dropout=needs.dropout)
+    return reason or _model_refuses_flash(model, name)
+
+
+def _model_refuses_flash(model: Any, name: str) -> str | None:
+    """Return why transformers would not set `name` on `model`, or would set another for it."""
+    text = text_config(model)
+    for part in model.modules():
+        if getattr(part, "config", None) is not text:
+            continue
+        if not getattr(part, "_supports_flash_attn", True):
+            return f"{type(part).__name__} does not support FlashAttention in transformers"
+        compatible = getattr(part, "_compatible_flash_implementations", None)
+        if compatible is not None and name not in compatible:
+            return f"{type(part).__name__} takes {', '.join(compatible)} instead of {name}"
+    return None
 
 
 def _varlen_refusal(needs: _Needs) -> str | None:
@@ -260,8 +330,9 @@ def _varlen_refusal(needs: _Needs) -> str | None:
         return "torch varlen has no soft-cap"
     if needs.dropout:
         return f"torch varlen has no dropout and the model sets {needs.dropout}"
-    if needs.head_dim % 8 or needs.value_dim != needs.head_dim:
-        return f"torch varlen cannot take head_dim {needs.head_dim} with {needs.value_dim}"
+    for key, value in sorted(needs.head_sizes):
+        if key % 8 or value != key:
+            return f"torch varlen cannot take head_dim {key} with {value}"
     return _half_precision_refusal(needs, torch_varlen.MAX_HEAD_DIM)
 
 
@@ -281,27 +352,42 @@ def _needs(model: nn.Module, device: Any, dtype: torch.dtype | None) -> _Needs:
     parameter = next(model.parameters(), None)
     found = parameter.device if parameter is not None else torch.device("cpu")
     text = text_config(model)
-
-    def field(*names: str) -> Any:
-        return next((v for n in names if (v := getattr(text, n, None)) is not None), None)
-
-    heads = field("num_attention_heads") or 1
-    heads = max(heads) if isinstance(heads, (list, tuple)) else heads
-    # Where a model has both, head_dim is that of its rotary part (deepseek_v3).
-    head_dim = field("qk_head_dim", "head_dim") or (field("hidden_size") or heads) // heads
-    # Layers may have their own (gemma4: 256 with a window, 512 without).
-    of_layers = [getattr(m, "head_dim", 0) for m in model.modules() if hasattr(m, "layer_idx")]
-    head_dim = max([head_dim, *(d for d in of_layers if isinstance(d, int))])
     return _Needs(
         device=torch.device(device or found).type,
         dtype=dtype or (parameter.dtype if parameter is not None else torch.float32),
-        head_dim=int(head_dim),
-        value_dim=int(field("v_head_dim") or head_dim),
-        softcap=bool(field("attn_logit_softcapping")),
+        head_sizes=_head_sizes(model, text),
+        softcap=any(layer_values(text, "attn_logit_softcapping")),
         sinks=any(name.endswith("sinks") for name, _ in model.named_parameters()),
-        dropout=float(field("attention_dropout", "attn_pdrop") or 0.0),
+        dropout=max(map(float, layer_values(text, "attention_dropout", "attn_pdrop")), default=0.0),
         outside_interface=_outside_interface(model, text),
     )
+
+
+def _head_sizes(model: nn.Module, text: Any) -> frozenset[tuple[int, int]]:
+    """Return every pair of the sizes of a key and of a value, as layers and their configs say.
+
+    Layers may differ (gemma4: 256 with a window, 512 without), and in latent attention keys and
+    values do (deepseek_v3: 192 and 128).
+    """
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
+    told = [sizes for part in (*layers, *layer_configs(text)) if (sizes := _sizes(part))]
+    if told:
+        return frozenset(told)
+    # No layer and no config says it.
+    heads = max((n for n in layer_values(text, "num_attention_heads") if n), default=1)
+    size = max(layer_values(text, "hidden_size"), default=heads) // heads
+    return frozenset({(size, size)})
+
+
+def _sizes(part: Any) -> tuple[int, int] | None:
+    """Return what a layer or a config says of the sizes of its keys and values, if anything."""
+    # Where there is both, head_dim is that of the rotary part (deepseek_v3).
+    key = _first_number(part, "qk_head_dim", "head_dim")
+    return None if key is None else (key, _first_number(part, "v_head_dim") or key)
+
+
+def _first_number(part: Any, *names: str) -> int | None:
+    return next((n for name in names if isinstance(n := getattr(part, name, None), int)), None)
 
 
 def _outside_interface(model: nn.Module, text_config: Any) -> str | None:
@@ -309,7 +395,7 @@ def _outside_interface(model: nn.Module, text_config: Any) -> str | None:
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is None or not can_set():
         return f"{type(model).__name__} is outside transformers' attention interface"
-    if getattr(text_config, "attention_chunk_size", None):
+    if chunks := [size for size in layer_values(text_config, "attention_chunk_size") if size]:
         # Chunks exist only in the mask; a kernel that sees boundaries alone would skip them.
-        return f"attention_chunk_size={text_config.attention_chunk_size} lives in the mask"
+        return f"attention_chunk_size={max(chunks)} lives in the mask"
     return None
