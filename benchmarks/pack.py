@@ -185,7 +185,7 @@ def small_sets() -> str:
             check(plan, lengths)
         (seconds,) = best_seconds(partial(pack, lengths, capacity, seed=0), repeats=9)
         shared = [pairs(plan) for plan in plans]
-        share = len(np.intersect1d(*shared)) / max(len(shared[0]), 1)
+        share = len(np.intersect1d(shared[0], shared[1])) / max(len(shared[0]), 1)
         cells = [f"{len(plans[0]):,}", f"{share:.1%}", f"{1 / len(plans[0]):.1%}"]
         rows.append([name, *cells, f"{1000 * seconds:.1f}"])
     header = ["documents", "bins", "pairs that meet again", "if drawn at random"]
