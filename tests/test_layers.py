@@ -41,7 +41,7 @@ TABLE = {
         {"arrow_documents", "labels", "printable", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
     ),
-    "pieces": ({"labels", "token_columns"}, {"numpy"}),
+    "pieces": ({"arrow_documents", "labels", "token_columns"}, {"numpy"}),
     "overflow": (
         {"arrow_documents", "labels", "pieces", "report", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
