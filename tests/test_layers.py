@@ -162,7 +162,7 @@ TABLE = {
     ),
     "exact_way": ({"attention", "engines", "isolation"}, {"numpy", "torch"}),
     "isolation_messages": (
-        {"attention", "exact_way", "isolation", "length_constants", "probes"},
+        {"attention", "exact_way", "isolation", "length_constants"},
         set(),
     ),
     "config": ({"weighting"}, {"trl"}),
