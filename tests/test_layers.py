@@ -53,7 +53,7 @@ TABLE = {
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
     "stream_parts": (set(), {"datasets"}),
-    "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
+    "stream_windows": ({"labels", "stream_parts", "weighting"}, {"datasets", "numpy"}),
     "stream_overflow": (
         {
             "arrow_documents",

@@ -18,7 +18,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
+from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights, check_some_weight
 from trl_packing.attention import PADDED
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackingOptions
@@ -78,6 +78,9 @@ class PackedLoaderTrainer(ResumingTrainer):
         documents = ArrowDocuments(dataset, present, scalars)
         if WEIGHT_COLUMN in present:
             check_loss_weights(documents)
+        if description != "test" and len(dataset) and _has_weights(dataset):
+            # A prediction needs no loss.
+            check_some_weight(documents)
         return documents
 
     def _set_signature_columns_if_needed(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
@@ -220,6 +220,9 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             for dataset in self._all_datasets()[1:]:
                 if dataset is not None:
                     check_source_column(dataset, self._options.source_column)
+        for dataset in self._all_datasets()[1:]:
+            if isinstance(dataset, Dataset):
+                self._remove_unused_columns(dataset)  # refuses weights that cannot be
 
     def _collator(self, own: PackedCollator | None) -> PackedCollator:
         """Return the collator of packed rows, which weighs documents as the config says."""
