@@ -126,7 +126,7 @@ TABLE = {
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
         {"document_columns", "evaluation", "label_smoothing", "labels", "neftune", "token_metrics"},
-        {"torch", "transformers", "trl"},
+        {"accelerate", "torch", "transformers", "trl"},
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
@@ -291,6 +291,7 @@ TABLE = {
         {
             "allocator",
             "arguments",
+            "arrow_documents",
             "attention",
             "checkpoints",
             "collator",

@@ -105,13 +105,19 @@ def test_a_data_set_that_weighs_nothing_is_refused_before_training(name, is_trai
     train, evaluated = (ZERO[name], None) if is_trained else (DOCUMENTS, ZERO[name])
     evaluated = evaluated and Dataset.from_list(evaluated)
     with pytest.raises(ValueError, match=rf"{column} leave every .*remove_columns\(\['{column}'\]"):
-        trainer_for(tiny_model("llama"), train, tmp_path, evaluated=evaluated)
+        trainer_for(tiny_model("llama"), train, tmp_path, evaluated=evaluated).train()
+
+
+def test_a_set_that_weighs_nothing_is_not_evaluated(tmp_path):
+    trainer = trainer_for(tiny_model("llama"), DOCUMENTS, tmp_path)
+    with pytest.raises(ValueError, match="loss_weight leave every trained token"):
+        trainer.evaluate(Dataset.from_list(ZERO["loss_weight"]))
 
 
 def test_one_weight_is_enough(tmp_path):
     rows = [dict(d) for d in ZERO["loss_weight"]]
     rows[-1]["loss_weight"] = 0.5
-    trainer_for(tiny_model("llama"), rows, tmp_path)
+    trainer_for(tiny_model("llama"), rows, tmp_path).train()
 
 
 def stream(rows):
@@ -149,7 +155,6 @@ WRONG = {
     "infinite": {"loss_weight": float("inf")},
     "negative": {"loss_weight": -1.0},
     "beyond float32": {"loss_weight": 1e39},
-    "no tokens": {"loss_weights": None},
     "a token's None": {"loss_weights": [None, *[1.0] * 12]},
     "a token's NaN": {"loss_weights": [float("nan")] * 13},
     "a token's inf": {"loss_weights": [float("inf")] * 13},

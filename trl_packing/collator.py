@@ -224,9 +224,9 @@ def _token_weights(document: Mapping[str, Any], num_tokens: int, number: int) ->
 
 
 def _weighs(documents: Sequence[Mapping[str, Any]], loss_weighting: str) -> bool:
-    columns = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
     return loss_weighting != "token" or any(
-        column in document for document in documents for column in columns
+        document.get(WEIGHT_COLUMN) is not None or DOCUMENT_WEIGHT_COLUMN in document
+        for document in documents
     )
 
 

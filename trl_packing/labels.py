@@ -72,13 +72,9 @@ def document_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray
     >>> document_weights({"loss_weights": [0, 0.5]}, 2).tolist(), document_weights({}, 2).tolist()
     ([0.0, 0.5], [1.0, 1.0])
     """
-    if WEIGHT_COLUMN not in document:
-        return np.ones(num_tokens, dtype=np.float32)
-    given = document[WEIGHT_COLUMN]
+    given = document.get(WEIGHT_COLUMN)
     if given is None:
-        raise ValueError(
-            f"{WEIGHT_COLUMN} is None (null); give one weight per token, 1.0 for an ordinary one"
-        )
+        return np.ones(num_tokens, dtype=np.float32)
     with np.errstate(over="ignore"):  # of what float32 cannot hold: infinite, and refused
         weights = np.asarray(given, dtype=np.float32)
     if len(weights) != num_tokens:

@@ -78,8 +78,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         documents = ArrowDocuments(dataset, present, scalars)
         if WEIGHT_COLUMN in present:
             check_loss_weights(documents)
-        if description != "test" and len(dataset) and _has_weights(dataset):
-            # A prediction needs no loss.
+        if description == "Evaluation":  # a prediction needs no loss
             check_some_weight(documents)
         return documents
 

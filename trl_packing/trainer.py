@@ -38,6 +38,7 @@ from trl_packing.arguments import (
     reason_for_trl_path,
     refuse_options,
 )
+from trl_packing.arrow_documents import check_some_weight
 from trl_packing.attention import AttentionChoice
 from trl_packing.checkpoints import (
     check_optimizer,
@@ -224,6 +225,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             if isinstance(dataset, Dataset):
                 self._remove_unused_columns(dataset)  # refuses weights that cannot be
 
+    def _check_something_counts(self) -> None:
+        """Raise ValueError for a set that would train, or report, nothing: its weights are all 0."""
+        for dataset in [] if self._trl_path else self._all_datasets():
+            if isinstance(dataset, Dataset):
+                check_some_weight(self._remove_unused_columns(dataset))
+
     def _collator(self, own: PackedCollator | None) -> PackedCollator:
         """Return the collator of packed rows, which weighs documents as the config says."""
         weighting = self._options.loss_weighting
@@ -347,6 +354,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
         check_engine_can_train(self)
+        self._check_something_counts()
         wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if wraps and getattr(self.model, "_is_accelerate_prepared", False):
             # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every
