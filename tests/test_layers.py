@@ -56,7 +56,7 @@ TABLE = {
     ),
     "set_afterwards": (set(), {"numpy"}),
     "stream_parts": (set(), {"datasets"}),
-    "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
+    "stream_windows": ({"labels", "stream_parts", "weighting"}, {"datasets", "numpy"}),
     "stream_overflow": (
         {
             "arrow_documents",
@@ -133,7 +133,7 @@ TABLE = {
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
         {"document_columns", "evaluation", "label_smoothing", "labels", "neftune", "token_metrics"},
-        {"torch", "transformers", "trl"},
+        {"accelerate", "torch", "transformers", "trl"},
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
@@ -307,6 +307,7 @@ TABLE = {
         {
             "allocator",
             "arguments",
+            "arrow_documents",
             "attention",
             "checkpoints",
             "collator",
