@@ -11,8 +11,10 @@ from typing import Any
 import datasets
 import numpy as np
 
+from trl_packing.labels import WEIGHT_COLUMN, document_weights
 from trl_packing.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.stream_parts import Document
+from trl_packing.weighting import document_weight
 
 NOTHING_TO_TRAIN = (
     "the stream has no documents left to train on; check its source, max_length and the completion "
@@ -72,6 +74,7 @@ class Source:
                 f"document {self.num_read} of the stream has {length} tokens but capacity is "
                 f"{self._capacity}; raise max_length or set overflow='truncate' or 'drop'"
             )
+        check_weights(document, f"document {self.num_read} of the stream")
         check_lengths(document, self.num_read)
         document = {name: _compact(value) for name, value in document.items()}
         self._limits.check_document(document, f"document {self.num_read} of the stream")
@@ -89,6 +92,16 @@ def check_lengths(row: Document, number: int) -> None:
             f"row {number} of the stream holds {len(row['input_ids'])} tokens, but its seq_lengths "
             f"are {list(lengths)}; they must name every token, and none can be negative"
         )
+
+
+def check_weights(document: Document, which: str) -> None:
+    """Raise ValueError, naming the document, if it has weights that cannot be: null ones, too."""
+    document_weight(document, which)
+    if WEIGHT_COLUMN in document:
+        try:
+            document_weights(document, len(document["input_ids"]))
+        except ValueError as problem:
+            raise ValueError(f"{which}: {problem}") from None
 
 
 class Window:
