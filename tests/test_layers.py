@@ -97,16 +97,20 @@ TABLE = {
     "architectures": (set(), {"torch", "transformers"}),
     "engines": (set(), {"torch"}),
     "current_row": ({"collator", "documents", "host", "labels"}, {"numpy", "torch"}),
-    "attention.interface": ({"current_row", "neftune"}, {"torch", "transformers"}),
+    "attention.implementation": ({"length_constants"}, {"torch"}),
+    "attention.interface": (
+        {"attention.implementation", "current_row", "host", "neftune"},
+        {"torch", "transformers"},
+    ),
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
-        {"attention.interface", "current_row", "documents", "host", "length_constants"},
+        {"attention.interface", "documents", "host", "length_constants"},
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
-        {"attention.interface", "current_row", "engines", "host", "labels", "neftune"},
+        {"attention.interface", "engines", "host", "labels", "neftune"},
         {"numpy", "torch", "transformers"},
     ),
     "attention": (
@@ -114,6 +118,7 @@ TABLE = {
             "length_constants",
             "attention.explicit_mask",
             "attention.padded_rows",
+            "attention.implementation",
             "attention.interface",
             "attention.document_sdpa",
             "attention.torch_varlen",
@@ -124,7 +129,7 @@ TABLE = {
     "head": ({"attention.interface", "engines", "host", "labels"}, {"numpy", "torch", "trl"}),
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
-        {"document_columns", "evaluation", "label_smoothing", "labels", "neftune"},
+        {"document_columns", "evaluation", "host", "label_smoothing", "labels", "neftune"},
         {"torch", "transformers", "trl"},
     ),
     "throughput": (set(), set()),
@@ -234,10 +239,11 @@ TABLE = {
         },
         {"datasets"},
     ),
-    "packed_call": ({"collator", "labels"}, {"numpy", "torch", "transformers"}),
+    "packed_call": ({"collator", "host", "labels"}, {"numpy", "torch", "transformers"}),
     "plain_trainer": (
         {
             "attention",
+            "attention.implementation",
             "attention.interface",
             "config",
             "engines",
@@ -283,6 +289,7 @@ TABLE = {
             "allocator",
             "arguments",
             "attention",
+            "attention.implementation",
             "checkpoints",
             "collator",
             "config",

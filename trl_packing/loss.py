@@ -26,6 +26,7 @@ from trl import SFTTrainer
 
 from trl_packing.document_columns import Sources
 from trl_packing.evaluation import EvaluationSums
+from trl_packing.host import for_kernels
 from trl_packing.label_smoothing import WeightedLabelSmoother
 from trl_packing.labels import (
     DOCUMENT_WEIGHT_COLUMN,
@@ -203,6 +204,7 @@ class WeightedMeanTrainer(SFTTrainer):
             inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
         if evaluated is not None and ids is not None and weights is not None:
             seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
+        inputs = for_kernels(inputs)
         with (
             embedding_documents(boundaries=inputs.get("cu_seq_lens_q")),
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),

@@ -26,6 +26,12 @@ from trl_packing.attention import (
     padded_rows,
     torch_varlen,
 )
+from trl_packing.attention.implementation import (
+    InstalledName,
+    current_implementation,
+    restore_implementation,
+    set_implementation,
+)
 from trl_packing.attention.interface import (
     announce_boundaries,
     implementation_name,
@@ -36,7 +42,13 @@ from trl_packing.attention.interface import (
 )
 from trl_packing.length_constants import rope_thresholds, text_config
 
-__all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
+__all__ = [
+    "AttentionChoice",
+    "attention_in_use",
+    "install_attention",
+    "own_attention",
+    "resolve_attention",
+]
 
 # Ways that leave the model its own attention, from the fastest to the one that takes any model.
 PADDED = (padded_rows.NAME, padded_rows.EQUAL_LENGTHS)  # shapes follow the documents there
@@ -111,7 +123,7 @@ def resolve_attention(
             f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
         )
     needs = _needs(model, device, dtype)
-    current = _current_implementation(model)
+    current = current_implementation(model)
     fallback = "eager" if current is not None and current.endswith("eager") else "sdpa"
     candidates = {
         "flash": (_flash_refusal(needs), flash_attn.installed(), "installed"),
@@ -153,7 +165,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         backbone = backbone.decoder
     for module in (model, base, backbone):
         unwrap_packed_calls(module)
-    _set_implementation(base, choice.implementation or _own_implementation(base))
+    set_implementation(base, choice.implementation or _own_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
     elif choice.backend in PADDED:
@@ -167,9 +179,9 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         if whole:
             return
     elif choice.backend in ("documents", "varlen"):
-        mark_packed_calls(backbone)
+        mark_packed_calls(backbone, choice.implementation)
     else:
-        pass_packed_calls(backbone)
+        pass_packed_calls(backbone, choice.implementation)
     if backbone is not base:
         announce_boundaries(base)
 
@@ -188,31 +200,39 @@ def own_attention(model: Any) -> Iterator[None]:
     Some models ask for its name (``if implementation == "sdpa"``) and compute something else with
     ours, packed or not.
     """
-    installed = _current_implementation(model)
-    _set_implementation(model, _own_implementation(model))
+    installed = current_implementation(model)
+    restore_implementation(model)
+    set_implementation(model, _own_implementation(model))
     try:
         yield
     finally:
-        _set_implementation(model, installed)
+        set_implementation(model, installed)
+
+
+@contextmanager
+def attention_in_use(model: Any, choice: AttentionChoice) -> Iterator[None]:
+    """Set the `attn_implementation` of `choice`, and give the model's back in the end.
+
+    Outside, packed calls set it by themselves. Inside another one, it stays.
+    """
+    base = inside_peft(model)
+    is_inside = isinstance(current_implementation(base), InstalledName)
+    set_implementation(base, choice.implementation)
+    try:
+        yield
+    finally:
+        if not is_inside:
+            restore_implementation(base)
 
 
 def _own_implementation(model: Any) -> str | None:
     """Return the `attn_implementation` that the model had before one of ours."""
-    current = _current_implementation(model)
+    current = current_implementation(model)
+    if isinstance(current, InstalledName):
+        return current.came_as
     if current is None or not current.startswith(_OURS):
         return current
-    return "eager" if current.endswith("eager") else "sdpa"
-
-
-def _set_implementation(model: Any, implementation: str | None) -> None:
-    if implementation in (None, _current_implementation(model)):
-        return
-    composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
-    model.set_attn_implementation({"text_config": implementation} if composite else implementation)
-
-
-def _current_implementation(model: Any) -> str | None:
-    return getattr(text_config(model), "_attn_implementation", None)
+    return "eager" if current.endswith("eager") else "sdpa"  # loaded with ours
 
 
 def _indexed(model: Any) -> AttentionChoice | None:
