@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,12 @@ from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.checkpoints import MARK, last_whole_checkpoint
+from trl_packing.checkpoints import (
+    MARK,
+    check_optimizer,
+    check_readable,
+    last_whole_checkpoint,
+)
 
 TESTS = Path(__file__).parent
 
@@ -103,6 +109,93 @@ def test_checkpoints_are_ordered_by_their_number(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "other-11"):
         (tmp_path / name).mkdir()
     assert last_whole_checkpoint(tmp_path)[0].name == "checkpoint-10"
+
+
+# --- files that are missing or damaged ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Return the folder of a run that has saved six checkpoints."""
+    folder = tmp_path_factory.mktemp("finished")
+    trainer_for(folder).train()
+    return folder
+
+
+def copy_of(finished: Path, folder: Path) -> Path:
+    """Return a copy of two checkpoints; the second one is there to be damaged."""
+    for name in ("checkpoint-4", "checkpoint-6"):
+        shutil.copytree(finished / name, folder / name)
+    return folder / "checkpoint-6"
+
+
+DAMAGED = ("trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "epoch.npz")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_cut_short_is_named_with_the_way_out(name, share, finished, tmp_path):
+    checkpoint = copy_of(finished, tmp_path)
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(content[: int(share * len(content))])
+    for asked in (str(checkpoint), checkpoint):
+        with pytest.raises(ValueError, match=rf"{name} is damaged .*\(checkpoint-4\)"):
+            check_readable(Path(asked))
+    if share == 0.5:
+        with pytest.raises(ValueError, match=rf"{name} is damaged"):
+            trainer_for(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_what_is_whole_is_not_called_damaged(finished):
+    """Control: nor does a file matter that nobody reads."""
+    for checkpoint in finished.glob("checkpoint-*"):
+        check_readable(checkpoint)
+        (checkpoint / "notes.json").write_text("{half")
+        check_readable(checkpoint)
+        (checkpoint / "notes.json").unlink()
+
+
+def test_a_folder_that_is_no_checkpoint_is_said(finished, tmp_path):
+    checkpoint = copy_of(finished, tmp_path)
+    (checkpoint / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"has no trainer_state.json, .*name one \(checkpoint-4\)"):
+        trainer_for(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("missing", [("optimizer.pt",), ("scheduler.pt",), None])
+def test_a_missing_optimizer_is_refused(missing, finished, tmp_path):
+    missing = missing or ("optimizer.pt", "scheduler.pt")
+    checkpoint = copy_of(finished, tmp_path)
+    for name in missing:
+        (checkpoint / name).unlink()
+    words = f"has no {' and no '.join(missing)}: .*save_only_model=True to go on with new ones"
+    with pytest.raises(ValueError, match=words):
+        trainer_for(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_save_only_model_is_said_when_it_is_resumed(tmp_path, caplog):
+    trainer_for(tmp_path, save_only_model=True).train()
+    caplog.clear()
+    for asked in (False, True):  # by the run that resumes
+        resumed = trainer_for(tmp_path / str(asked), save_only_model=asked)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert resumed.state.global_step == 12
+        assert "has no optimizer.pt and no scheduler.pt, as save_only_model=True" in caplog.text
+        caplog.clear()
+    resumed = trainer_for(tmp_path / "whole")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-6"))
+    assert "save_only_model" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_0/.metadata", "optimizer.pt_0"])
+def test_optimizers_of_sharded_checkpoints_are_not_missed(name, tmp_path):
+    (tmp_path / "scheduler.pt").touch()
+    (tmp_path / "rng_state_0.pth").touch()
+    with pytest.raises(ValueError, match=r"has no optimizer\.pt: "):
+        check_optimizer(tmp_path, save_only_model=False)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    check_optimizer(tmp_path, save_only_model=False)
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ TABLE = {
         {"arrow_documents", "labels", "weighting"},
         {"datasets", "numpy", "pyarrow"},
     ),
-    "evaluation": ({"document_columns"}, {"torch"}),
+    "token_metrics": (set(), {"torch"}),
+    "evaluation": ({"document_columns", "token_metrics"}, {"torch"}),
     "report": (set(), set()),
     "token_columns": ({"arrow_documents", "labels"}, {"numpy", "pyarrow"}),
     "bad_rows": (set(), {"numpy"}),
@@ -129,15 +130,28 @@ TABLE = {
     "head": ({"attention.interface", "engines", "host", "labels"}, {"numpy", "torch", "trl"}),
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
-        {"document_columns", "evaluation", "host", "label_smoothing", "labels", "neftune"},
+        {
+            "document_columns",
+            "evaluation",
+            "host",
+            "label_smoothing",
+            "labels",
+            "neftune",
+            "token_metrics",
+        },
         {"torch", "transformers", "trl"},
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
     "model_flops": ({"attention.interface"}, {"numpy", "torch"}),
     "measured": (
-        {"device_peaks", "host", "loss", "model_flops", "throughput"},
+        {"device_peaks", "host", "loss", "model_flops", "throughput", "token_metrics"},
         {"accelerate", "torch", "transformers"},
+    ),
+    "epoch_record": ({"arrow_documents"}, {"numpy"}),
+    "resuming": (
+        {"arrow_documents", "epoch_record", "measured", "sampler"},
+        {"accelerate", "numpy", "transformers"},
     ),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
     "undisturbed": (set(), {"numpy", "torch"}),
@@ -169,7 +183,10 @@ TABLE = {
         },
         {"datasets", "transformers", "trl"},
     ),
-    "plan": ({"arrow_documents", "config", "document_order", "report", "sampler"}, {"trl"}),
+    "plan": (
+        {"arguments", "arrow_documents", "config", "document_order", "report", "sampler"},
+        {"numpy", "trl"},
+    ),
     "prepare": (
         {
             "arguments",
@@ -258,7 +275,7 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "checkpoints": (set(), {"accelerate", "transformers"}),
+    "checkpoints": (set(), {"accelerate", "safetensors", "transformers"}),
     "allocator": (set(), set()),
     "recipes": (set(), set()),
     "loaders": (
@@ -273,8 +290,8 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
-            "measured",
             "plan",
+            "resuming",
             "sampler",
             "static_shapes",
             "stream_batches",
@@ -282,7 +299,7 @@ TABLE = {
             "token_columns",
             "unpacking",
         },
-        {"accelerate", "datasets", "torch", "trl"},
+        {"accelerate", "datasets", "numpy", "torch", "trl"},
     ),
     "trainer": (
         {

@@ -125,6 +125,38 @@ def test_what_is_logged_is_what_was_trained(name, tmp_path):
         assert padded > result["totals"]["train_tokens"]
 
 
+class OverridesStep(PackedSFTTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class OverridesLoss(PackedSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+class OverridesBoth(OverridesLoss, OverridesStep):
+    pass
+
+
+@pytest.mark.parametrize("own", [OverridesStep, OverridesLoss, OverridesBoth])
+def test_a_step_of_a_user_s_own_is_counted(own, tmp_path):
+    expected, found = (
+        trainer_of(documents_of_lengths(LENGTHS), tmp_path, cls=trainer).train().metrics
+        for trainer in (PackedSFTTrainer, own)
+    )
+    counts = ("train_documents", "train_tokens", "train_trained_tokens", "train_utilization")
+    assert {name: found[name] for name in counts} == {name: expected[name] for name in counts}
+    assert found["train_documents"] == len(LENGTHS)
+    assert found["train_tokens"] == sum(LENGTHS)
+    samples = found["train_samples_per_second"] * found["train_runtime"]
+    assert samples == pytest.approx(len(LENGTHS), rel=0.02)  # both are rounded
+
+
 def test_several_steps_are_logged_as_one_interval(tmp_path):
     options = {"logging_steps": 3}
     result = run(scenario(tmp_path, epochs=2, max_steps=9, options=options))

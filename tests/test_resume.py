@@ -74,10 +74,11 @@ def test_one_rank_resumes_within_an_epoch(mode, epoch, tmp_path):
 
 
 def test_resuming_from_another_step_fails_the_same_comparison(tmp_path):
-    """Control: batches of the epoch before are not taken for the right ones."""
+    """Control: batches of another order are not taken for the right ones."""
     arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES["packed"]}
     whole = run(Scenario(str(tmp_path), LENGTHS, **arguments))
     checkpoint = checkpoint_within_epoch(tmp_path, whole["steps"], 1)
+    (Path(checkpoint) / "epoch.npz").unlink()  # which would refuse another seed
     resumed = run(
         Scenario(str(tmp_path), LENGTHS, resume=checkpoint, options={"data_seed": 7}, **arguments)
     )
@@ -119,7 +120,8 @@ def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
         resumed[f"resumed {mode}"] = Scenario(**again)
         if not MODES[mode].get("stream"):
             resumed[f"forgetful {mode}"] = Scenario(**(again | {"forgets_epoch_on_resume": True}))
-    return results | run_on_ranks(resumed, base / "resumed")
+    folders = {f"folder {mode}": scenario.output_dir for mode, scenario in whole.items()}
+    return results | folders | run_on_ranks(resumed, base / "resumed")
 
 
 @pytest.mark.slow
@@ -141,6 +143,28 @@ def test_without_set_epoch_on_the_shard_two_ranks_replay_the_first_epoch(mode, o
         at, per_epoch = len(whole) - len(forgetful), len(whole) // EPOCHS
         first_of_resumed = at - per_epoch
         assert forgetful[0] == whole[first_of_resumed], "the same place of epoch 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["packed", "unpacked"])
+def test_ranks_that_become_fewer_or_accumulate_more_lose_nothing(mode, on_two_ranks, tmp_path):
+    """Two ranks, resumed within the second epoch by one, and by two with twice the accumulation."""
+    options = vars(Scenario("", LENGTHS, epochs=EPOCHS, **MODES[mode] | {"accumulation": 1}))
+    folder = Path(on_two_ranks[f"folder {mode}"])
+    checkpoint = checkpoint_within_epoch(folder, on_two_ranks[mode][0]["steps"], 1)
+    step = int(checkpoint.rpartition("-")[2])
+    behind = Counter()
+    for rank in on_two_ranks[mode]:
+        pairs = zip(rank["trained_in"], rank["batches"], strict=True)
+        behind.update(token for at, batch in pairs if at < step for token in batch)
+    one = run(Scenario(**options | {"output_dir": str(tmp_path / "one"), "resume": checkpoint}))
+    more = options | {"output_dir": str(tmp_path / "two"), "accumulation": 2, "resume": checkpoint}
+    two = run_on_ranks({"two": Scenario(**more)}, tmp_path / "results")["two"]
+    documents = documents_of_lengths(LENGTHS, prompt=2)
+    expected = Counter(token for row in documents for token in row["input_ids"] * EPOCHS)
+    for ranks in ([one], two):
+        batches = [batch for rank in ranks for batch in rank["batches"] if batch != [0]]
+        assert behind + Counter(token for batch in batches for token in batch) == expected
 
 
 OTHER_WORKERS = [  # then and now

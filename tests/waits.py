@@ -108,7 +108,7 @@ def _owner() -> tuple[str | None, str]:
 @contextmanager
 def counted_waits(monkeypatch) -> Iterator[Waits]:
     """Count what waits inside, with CPU tensors taken for a device's by the project too."""
-    waits = Waits()
+    waits, in_flight = Waits(), []
 
     def watched(name, original):
         def call(self, *args, **kwargs):
@@ -125,7 +125,15 @@ def counted_waits(monkeypatch) -> Iterator[Waits]:
         result = to(self, *args, **kwargs)
         if targets:
             waits.mark(result)
+        if any(torch.device(target).type == "cpu" for target in targets):
+            in_flight.append(result)  # read before the device is waited for, it waits
         return result
+
+    def waited(device):
+        waits.wait("wait_for")
+        for tensor in in_flight:
+            waits.marked.pop(tensor, None)
+        in_flight.clear()
 
     def made(name, original):
         def make(*args, **kwargs):
@@ -144,7 +152,7 @@ def counted_waits(monkeypatch) -> Iterator[Waits]:
     for name in _VALUES:
         monkeypatch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
     monkeypatch.setattr(torch.Tensor, "to", sent)
-    monkeypatch.setattr("trl_packing.measured.wait_for", lambda device: waits.wait("wait_for"))
+    monkeypatch.setattr("trl_packing.measured.wait_for", waited)
     for module in ("host", "head"):
         monkeypatch.setattr(f"trl_packing.{module}.on_host", lambda tensor: False)
     with waits:

@@ -4,20 +4,34 @@
     checkpoint-40/    model.safetensors, being_written    killed here: resume from checkpoint-20
 
 Trainer writes checkpoints in place and resumes from the highest number, whatever it holds
-(transformers 5.23). A checkpoint without the mark is whole, whoever wrote it.
+(transformers 5.23). A checkpoint without the mark is whole, whoever wrote it. Its files are looked
+at before anything is read: one that a full disk or a broken copy has cut short, or an optimizer
+that is missing, which Trainer replaces by a new one.
 """
 
+import json
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 logger = get_logger(__name__)
 
 MARK = "being_written"
+
+_JSON_THAT_IS_READ = (
+    TRAINER_STATE_NAME,
+    "config.json",
+    "adapter_config.json",
+    "*.index.json",
+    "stream_*.json",
+)
 
 
 @contextmanager
@@ -73,6 +87,82 @@ def checkpoint_to_resume(asked: Any, output_dir: str) -> Any:
             "run was stopped while saving; name an earlier one, or True for the last whole one"
         )
     return asked
+
+
+def check_readable(checkpoint: Path) -> None:
+    """Raise ValueError naming a file of `checkpoint` that is damaged; tensors are not read."""
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} has no {TRAINER_STATE_NAME}, so it is no "
+            f"checkpoint of a training; name one{_others(checkpoint)}"
+        )
+    for path in sorted(checkpoint.iterdir()):
+        if path.is_file() and (problem := _damage(path)):
+            raise ValueError(
+                f"{path} is damaged ({problem}): it was cut short when it was written or copied. "
+                f"Copy it again, or resume from another checkpoint{_others(checkpoint)}"
+            )
+
+
+def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
+    """Raise ValueError where the optimizer or its schedule is missing, for Trainer makes new ones.
+
+    A checkpoint of the model alone, as `save_only_model` saves it, is resumed with a warning.
+    Not for DeepSpeed, which keeps the optimizer in files of its own and stops without them.
+    """
+    missing = [
+        name
+        for name, is_there in (
+            ("optimizer.pt", _has_optimizer(checkpoint)),
+            ("scheduler.pt", (checkpoint / "scheduler.pt").is_file()),
+        )
+        if not is_there
+    ]
+    if not missing:
+        return
+    words = " and no ".join(missing)
+    # `save_only_model` leaves out the states of random generators too.
+    if save_only_model or (len(missing) == 2 and not list(checkpoint.glob("rng_state*.pth"))):
+        logger.warning(
+            f"{checkpoint} has no {words}, as save_only_model=True saves it: the optimizer and the "
+            "learning rate's schedule begin anew"
+        )
+        return
+    raise ValueError(
+        f"{checkpoint} has no {words}: the optimizer and the learning rate's schedule would begin "
+        f"anew. Resume from another checkpoint{_others(checkpoint)}, or set save_only_model=True "
+        "to go on with new ones"
+    )
+
+
+def _has_optimizer(checkpoint: Path) -> bool:
+    """Whether there is an optimizer: a file, one of each rank, or the folder of a sharded one."""
+    return any("optimizer" in path.name for path in checkpoint.iterdir())
+
+
+def _damage(path: Path) -> str | None:
+    """Return what is wrong with a file, as far as its frame shows; None if nothing is."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                return None
+        if any(path.match(name) for name in _JSON_THAT_IS_READ):
+            json.loads(path.read_text(encoding="utf-8"))
+    except (SafetensorError, OSError, ValueError) as problem:
+        return str(problem)
+    if path.suffix in (".bin", ".npz", ".pt", ".pth") and path.name != "training_args.bin":
+        with path.open("rb") as file:
+            is_archive = file.read(2) in (b"PK", b"")  # other formats tell nothing of their end
+        if is_archive and not zipfile.is_zipfile(path):
+            return "its end is missing"
+    return None
+
+
+def _others(checkpoint: Path) -> str:
+    """Return the other whole checkpoints beside `checkpoint`, in words."""
+    beside = sorted(checkpoint.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step)
+    names = [p.name for p in beside if _step(p) >= 0 and is_whole(p) and p.name != checkpoint.name]
+    return f" ({', '.join(names[-3:])})" if names else ""
 
 
 def _step(checkpoint: Path) -> int:

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from trl_packing.document_columns import Sources
+from trl_packing.token_metrics import TokenSums
 
 
 class EvaluationSums:
     """Σ w · loss and Σ w of what this rank has evaluated: of all, then of each source.
 
     sums: ``(1 + sources, 2)`` float64 on the CPU.
+    tokens: entropy and accuracy of the same tokens.
     """
 
     def __init__(self, sources: Sources | None = None):
         self.sources = sources
+        self.tokens = TokenSums()
         self.sums = torch.zeros(1 + (len(sources.names) if sources else 0), 2, dtype=torch.float64)
 
     def add(self, loss: Tensor, total: Tensor) -> None:

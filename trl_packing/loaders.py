@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
@@ -27,8 +28,8 @@ from trl_packing.gate import IsolationGate
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss import check_weights_can_be_used
-from trl_packing.measured import MeasuredTrainer
-from trl_packing.plan import attention_cost, training_sampler
+from trl_packing.plan import attention_cost, plan_settings, training_sampler
+from trl_packing.resuming import ResumingTrainer
 from trl_packing.sampler import PackedBatchSampler
 from trl_packing.static_shapes import StaticShapes
 from trl_packing.stream_batches import StreamBatches
@@ -44,8 +45,8 @@ _ROW_COLUMNS = (*TOKEN_COLUMNS, WEIGHT_COLUMN, "seq_lengths")
 _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
-class PackedLoaderTrainer(MeasuredTrainer):
-    """`MeasuredTrainer` whose dataloaders give packed micro-batches, each rank its own."""
+class PackedLoaderTrainer(ResumingTrainer):
+    """`ResumingTrainer` whose dataloaders give packed micro-batches, each rank its own."""
 
     data_collator: Any
     _options: PackingOptions
@@ -91,9 +92,14 @@ class PackedLoaderTrainer(MeasuredTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self._trl_path or not isinstance(train_dataset, ArrowDocuments):
             return super()._get_train_sampler(train_dataset)
+        return self._training_sampler(train_dataset)
+
+    def _training_sampler(
+        self, documents: ArrowDocuments, subset: np.ndarray | None = None
+    ) -> PackedBatchSampler:
         ranks, rank = self._data_ranks()
         return training_sampler(
-            train_dataset,
+            documents,
             self.args,
             packing=self._packing,
             batch_size=self._train_batch_size,
@@ -101,6 +107,15 @@ class PackedLoaderTrainer(MeasuredTrainer):
             rank=rank,
             hidden_size=self._hidden_size,
             torch_seed=self._torch_seed,
+            subset=subset,
+        )
+
+    def _plan_settings(self) -> dict[str, Any]:
+        return plan_settings(
+            self.args,
+            packing=self._packing,
+            batch_size=self._train_batch_size,
+            ranks=self._data_ranks()[0],
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -139,6 +154,7 @@ class PackedLoaderTrainer(MeasuredTrainer):
             held = self._with_shapes(self._train_batch_size).static_shapes
             if held is not None and held.num_tokens != self._tokens_per_micro_batch:
                 self._hold_shapes()  # auto_find_batch_size has changed it
+        self._follow_epochs(None, None)
         if not self._trl_path and isinstance(self.train_dataset, IterableDataset):
             capacity = self.args.max_length if self._packing else None
             self._room = capacity and capacity * self._train_batch_size
@@ -149,6 +165,7 @@ class PackedLoaderTrainer(MeasuredTrainer):
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
         planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
         self._room = planned.room if isinstance(planned, PackedBatchSampler) else None
+        self._follow_epochs(planned, dataloader.dataset)
         if isinstance(sampler, PackedBatchSampler):
             # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
             # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).

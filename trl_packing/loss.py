@@ -35,6 +35,7 @@ from trl_packing.labels import (
     WEIGHT_COLUMN,
 )
 from trl_packing.neftune import embedding_documents
+from trl_packing.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
 
 _WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 _FOR_THE_LOSS = (WEIGHT_COLUMN, SOURCE_IDS)  # of a batch; the model is not given them
@@ -102,6 +103,14 @@ def weighted_loss(
         trainer.args.loss_type, trainer.label_smoother = loss_type, smoother
 
 
+def _observed_call(model: Callable[..., Any], sums: TokenSums | None, **inputs: Any) -> Any:
+    """Call `model`, and add what its fused head scored to `sums`."""
+    outputs = model(**inputs)
+    if sums is not None and inputs.get("fused_lm_head"):
+        sums.add(outputs, inputs["labels"].numel())
+    return outputs
+
+
 def _weighted_call(
     model: Callable[..., Any],
     weights: Tensor,
@@ -148,6 +157,7 @@ class WeightedMeanTrainer(SFTTrainer):
     _step_tokens: Tensor  # of it too, float32, padding included
     _sources: Sources | None = None  # of the set that is evaluated, where losses are told apart
     _evaluated: EvaluationSums | None = None  # while a set is evaluated
+    _trained_sums: TokenSums | None = None  # of the micro-batches trained since they were read
     router_aux_loss_coef: float
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -210,11 +220,18 @@ class WeightedMeanTrainer(SFTTrainer):
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),
             weighted_loss(self, model, weights, scale, seen) as weighted,
         ):
-            result = super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
+            observed = partial(_observed_call, weighted, self._token_sums())
+            result = super().compute_loss(observed, inputs, return_outputs, num_items_in_batch)
         if evaluated is not None:
             loss = result[0] if return_outputs else result
             evaluated.add(loss, target_weights(inputs).sum() if weights is None else weights.sum())
         return result
+
+    def _token_sums(self) -> TokenSums | None:
+        """Return what the micro-batch's entropy and accuracy are added to."""
+        if self._evaluated is not None:
+            return self._evaluated.tokens
+        return self._trained_sums if self.model.training else None
 
     def _mask_repeated_rows(self, inputs: Any) -> None:
         """Mask the rows by which accelerate fills up the last batch of several ranks."""
@@ -263,6 +280,7 @@ class WeightedMeanTrainer(SFTTrainer):
         reduced = self.accelerator.reduce(
             evaluated.sums.to(self.args.device, torch.float32), reduction="sum"
         )
+        write_means(self._metrics["eval"], self._tokens_of_ranks(evaluated.tokens).tolist())
         prefix = kwargs.get("metric_key_prefix", "eval")
         if f"{prefix}_loss" in output.metrics:
             own = evaluated.metrics(reduced, prefix, is_likelihood=self._loss_is_likelihood())
@@ -270,6 +288,13 @@ class WeightedMeanTrainer(SFTTrainer):
             # Any other name may be one that compute_metrics has given a value of its own.
             output.metrics.update(own | output.metrics | loss)
         return output
+
+    def _tokens_of_ranks(self, tokens: TokenSums) -> Tensor:
+        sums = tokens.take()
+        if sums is None:
+            dtype = sums_dtype(self.args.device)
+            sums = torch.zeros(NUM_SUMS, device=self.args.device, dtype=dtype)
+        return self.accelerator.reduce(sums.to(self.args.device), reduction="sum")
 
     def _loss_is_likelihood(self) -> bool:
         is_plain = self.label_smoother is None and self.compute_loss_func is None

@@ -1,6 +1,6 @@
 """The trainer that says how fast it trains, and keeps the host from waiting for the device.
 
-    training_step              counts the micro-batch, from what its collator knows     (host)
+    get_batch_samples          counts micro-batches, from what their collator knows     (host)
     _maybe_log_save_evaluate   sums the counts of all ranks, once a log                 (throughput)
     log                        adds them to what is logged, in `log_history` and trackers
     evaluate, save             stop the clock
@@ -11,7 +11,7 @@ docs/metrics.md defines each of the names.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
@@ -25,6 +25,7 @@ from trl_packing.host import HostRow, PackedBatch, host_row, wait_for
 from trl_packing.loss import WeightedMeanTrainer
 from trl_packing.model_flops import ModelFlops, NotCountable, model_flops
 from trl_packing.throughput import Counts, Machine, Throughput, in_short, machine_of
+from trl_packing.token_metrics import NUM_SUMS, TokenSums, added, write_means
 
 logger = get_logger(__name__)
 
@@ -38,6 +39,9 @@ class MeasuredTrainer(WeightedMeanTrainer):
     _own_logs: dict[str, float] | None = None  # for the next call of `log`
     _waited_after: int | None = None  # the optimizer step after which the device was waited for
     _tokens_of_earlier_runs = 0
+    # Entropy and accuracy: of this rank, read from the device; of all ranks since the last log.
+    _own_token_sums: Sequence[float] = (0.0,) * NUM_SUMS
+    _token_sums_of_log: Sequence[float] = (0.0,) * NUM_SUMS
     _clock = staticmethod(time.perf_counter)
 
     # --- counting -----------------------------------------------------------------------------
@@ -49,23 +53,22 @@ class MeasuredTrainer(WeightedMeanTrainer):
             self._own_logs = None
             self._waited_after = None
             self._throughput = Throughput(self.state.global_step, self._clock)
+            self._trained_sums = TokenSums()
+            self._own_token_sums = self._token_sums_of_log = (0.0,) * NUM_SUMS
             self._tokens_of_earlier_runs = self._total_train_tokens
             self._model_flops = self._count_flops() if self._peak_flops() else None
         return found
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        samples = super().get_batch_samples(*args, **kwargs)
+        """Count the micro-batches of a step: `training_step` may be a user's, which counts none."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
         if self._throughput is not None:
             # From here on: before, readers start up, and a resumed run skips what it has seen.
             self._throughput.watch.start()
-        return samples
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        row = host_row(inputs)
-        if row is not None and self._throughput is not None:
-            self._throughput.add(self._counts(row))
-        return loss
+            for row in map(host_row, batches):
+                if row is not None:
+                    self._throughput.add(self._counts(row))
+        return batches, num_items
 
     def _counts(self, row: HostRow) -> Counts:
         lengths, num_trained = row.lengths, int(row.is_trained.sum())
@@ -105,6 +108,7 @@ class MeasuredTrainer(WeightedMeanTrainer):
             machine = self._share_counts()
             if logs:
                 self._own_logs = self._throughput.interval_metrics(step, machine)
+                self._write_token_means()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
@@ -112,11 +116,12 @@ class MeasuredTrainer(WeightedMeanTrainer):
         if self._throughput is not None:
             machine, step = self._share_counts(), self.state.global_step
             self._own_logs = self._throughput.run_metrics(step, machine)
+            self._write_token_means()
             # It takes the share of the schedule that this call has run.
             share = (step - self._initial_global_step) / max(self.state.max_steps, 1)
             if share:
                 num_train_samples = self._throughput.run.documents / share
-            self._throughput = None
+            self._throughput = self._trained_sums = None
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -126,6 +131,11 @@ class MeasuredTrainer(WeightedMeanTrainer):
         self._own_logs = None
         super().log(logs, start_time)
 
+    def _write_token_means(self) -> None:
+        """Let TRL log the means over the trained tokens of all ranks since the last log."""
+        write_means(self._metrics["train"], self._token_sums_of_log)
+        self._token_sums_of_log = (0.0,) * NUM_SUMS
+
     def _share_counts(self) -> Machine:
         """Add the counts of all ranks, waiting for the device once."""
         assert self._throughput is not None
@@ -134,13 +144,7 @@ class MeasuredTrainer(WeightedMeanTrainer):
             self._peak_flops() or 0.0,
             peak_memory_bytes(self.args.device) or 0.0,
         ]
-        ranks = [own]
-        if self.args.world_size > 1:
-            sent = torch.tensor([own], dtype=torch.float64).to(self.args.device, non_blocking=True)
-            ranks = self.accelerator.gather(sent).tolist()
-            self._waited_after = self.state.global_step
-        else:
-            self._wait_for_device()
+        ranks = self._of_all_ranks(own)
         counts = Counts.summed([row[:-2] for row in ranks])
         self._throughput.add_shared(counts.shared_by(self.get_tp_size()))
         # TRL counts the padding of `pad_to_multiple_of` and of ranks without documents too.
@@ -150,12 +154,34 @@ class MeasuredTrainer(WeightedMeanTrainer):
             self._metrics["train"]["num_tokens"] = [tokens]
         return machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
 
+    def _of_all_ranks(self, own: list[float]) -> list[list[float]]:
+        """Return `own` of every rank; adds up entropy and accuracy of all, by the same wait."""
+        if self.args.world_size == 1:
+            self._wait_for_device()
+            rows = [[*self._own_token_sums, *own]]
+        else:
+            sent = torch.tensor([[*self._own_token_sums, *own]], dtype=torch.float64)
+            sent = sent.to(self.args.device, non_blocking=True)
+            pending = None if self._trained_sums is None else self._trained_sums.take()
+            if pending is not None:
+                sent[0, :NUM_SUMS] += pending
+            rows = self.accelerator.gather(sent).tolist()
+            self._waited_after = self.state.global_step
+        self._own_token_sums = (0.0,) * NUM_SUMS
+        self._token_sums_of_log = added([self._token_sums_of_log, *(r[:NUM_SUMS] for r in rows)])
+        return [row[NUM_SUMS:] for row in rows]
+
     def _wait_for_device(self) -> None:
         """Let the device finish what is queued, at most once after an optimizer step."""
         if self._waited_after == self.state.global_step:
             return
         self._waited_after = self.state.global_step
+        pending = None if self._trained_sums is None else self._trained_sums.take()
+        if pending is not None:
+            pending = pending.to("cpu", non_blocking=True)  # there when the device has finished
         wait_for(self.args.device)
+        if pending is not None:
+            self._own_token_sums = added([self._own_token_sums, pending.tolist()])
 
     def _peak_flops(self) -> float | None:
         """Return the peak of this process' devices in FLOP/s, None if it is not known."""

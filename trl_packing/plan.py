@@ -6,8 +6,10 @@ documents, settings, ranks  →  PackedBatchSampler  →  PackingReport
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from trl import SFTConfig
 
+from trl_packing.arguments import overflow_of
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.config import PackingOptions
 from trl_packing.document_order import order_seed
@@ -28,12 +30,14 @@ def training_sampler(
     rank: int = 0,
     hidden_size: int | None = None,
     torch_seed: int | None = None,
+    subset: np.ndarray | None = None,
 ) -> PackedBatchSampler:
     """Return the sampler of one rank's training micro-batches.
 
     batch_size: `per_device_train_batch_size`, times the devices of this process.
     hidden_size: the model's, for the cost of attention; None leaves that out.
     torch_seed: that of torch's global generator when training starts; None stands for `args.seed`.
+    subset: the documents to sample from, which it then counts from 0; None for all of them.
 
     Raises ValueError for documents_per_step on rows that were packed before.
     """
@@ -51,8 +55,9 @@ def training_sampler(
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
+    lengths = documents.lengths()
     return PackedBatchSampler(
-        documents.lengths(),
+        lengths if subset is None else lengths[subset],
         args.max_length,
         bins_per_batch=batch_size,
         documents_per_step=per_step,
@@ -67,7 +72,28 @@ def training_sampler(
         sampling=sampling,
         attention_cost=attention_cost(hidden_size),
         drop_last=args.dataloader_drop_last,
+        allow_idle_ranks=subset is not None,
     )
+
+
+def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int) -> dict[str, Any]:
+    """Return all that the micro-batches of an epoch follow from, beside the documents and lengths.
+
+    Settings that decide how documents are cut are among them. batch_size: as above.
+    """
+    return {
+        "ranks": ranks,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "max_length": args.max_length,
+        "overflow": overflow_of(args, packing).policy,
+        "packing": packing,
+        "packing_strategy": args.packing_strategy,
+        "documents_per_step": PackingOptions.of(args).documents_per_step,
+        "train_sampling_strategy": str(args.train_sampling_strategy),
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "seed": args.data_seed if args.data_seed is not None else args.seed,
+    }
 
 
 def attention_cost(hidden_size: int | None) -> float:

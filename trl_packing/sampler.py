@@ -12,6 +12,7 @@ The micro-batches of a slot run at the same moment, and cost about the same (bal
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -46,7 +47,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         arranges their micro-batches only. benchmarks/results/balance.md measures the default.
     drop_last: with documents_per_step, leave out of each epoch the documents (others every epoch)
         that do not fill a padded run's last micro-batch, as `dataloader_drop_last` asks.
-    allow_idle_ranks: let ranks without documents run empty micro-batches (evaluation).
+    allow_idle_ranks: let ranks without documents run empty micro-batches (evaluation, the rest of
+        an epoch).
 
     When micro-batches do not divide evenly by ranks, bins of the last step are split until they do;
     where every bin holds one document, the last micro-batches are empty, and `PackedCollator` makes
@@ -90,14 +92,16 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.attention_cost = attention_cost
         self.balance_window = balance_window
         self.epoch = 0
-        self.num_used = len(self.lengths)  # documents an epoch
+        self.kept_together = 1  # an epoch leaves out the documents beyond a multiple of it
         if drop_last and documents_per_step:
-            self.num_used -= self.num_used % self._documents_kept_together(documents_per_step)
+            self.kept_together = self._documents_kept_together(documents_per_step)
+        self.num_used = len(self.lengths) // self.kept_together * self.kept_together
         self._check(allow_idle_ranks)
         self._epoch_drawn: int | None = None
         self._plan: PackingPlan | None = None
         self._plan_epoch: int | None = None
         self._steps: PackedSteps | None = None
+        self.rest: RestOfEpoch | None = None
         self.num_bins = None if documents_per_step else len(self._plan_of(0))
 
     def _check(self, allow_idle_ranks: bool) -> None:
@@ -158,6 +162,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return full * self.accumulation + self._micro_batches_of(rest)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.rest is not None and self.epoch == self.rest.epoch:
+            yield from self.rest
+            return
         if self.documents_per_step is not None:
             yield from self._iterate_steps()
             return
@@ -170,6 +177,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             return [np.asarray(g) for step in range(self._num_steps) for g in self._groups(step)]
         return list(self._packed_steps())
+
+    def documents_of_steps(self, number: int) -> np.ndarray:
+        """Return the documents of this epoch's first `number` optimizer steps, in any order."""
+        if self.documents_per_step is not None:
+            return self._drawn_order()[: number * self.documents_per_step]
+        return self._packed_steps().documents_of(number * self._slots)
 
     def most_documents(self) -> int:
         """Return the documents of the micro-batch that has most of them, in this epoch."""
@@ -236,6 +249,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _groups(self, step: int) -> list[list[int]]:
         assert self.documents_per_step is not None
+        start = step * self.documents_per_step
+        chosen = self._drawn_order()[start : start + self.documents_per_step]
+        num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks
+        lengths = self.lengths[chosen].astype(float)
+        return _equal_cost(chosen, lengths + self.attention_cost * lengths**2, num_groups)
+
+    def _drawn_order(self) -> np.ndarray:
+        """Return the documents of this epoch in the order of training."""
+        assert self.documents_per_step is not None
         if self._epoch_drawn != self.epoch:
             self._order = document_order(
                 self.sampling,
@@ -245,11 +267,32 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
             )
             self._epoch_drawn = self.epoch
-        start = step * self.documents_per_step
-        chosen = self._order[: self.num_used][start : start + self.documents_per_step]
-        num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks
-        lengths = self.lengths[chosen].astype(float)
-        return _equal_cost(chosen, lengths + self.attention_cost * lengths**2, num_groups)
+        return self._order[: self.num_used]
+
+
+@dataclass(frozen=True, eq=False)
+class RestOfEpoch:
+    """The micro-batches of an epoch that began under other settings (resuming.py).
+
+    epoch: the one that is continued; all later ones are whole.
+    documents: those that it has left to train, (left,) int64.
+    sampler: of `documents`, by their place among them.
+    num_behind: micro-batches of a rank that stand for the documents trained before. They are
+        empty and come first: `Trainer` skips as many, and counts the epoch from there.
+    """
+
+    epoch: int
+    documents: np.ndarray
+    sampler: PackedBatchSampler
+    num_behind: int
+
+    def __len__(self) -> int:
+        return self.num_behind + len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([] for _ in range(self.num_behind))
+        for places in self.sampler:
+            yield self.documents[places].tolist()
 
 
 def _equal_cost(documents: np.ndarray, costs: np.ndarray, num_groups: int) -> list[list[int]]:

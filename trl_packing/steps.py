@@ -37,6 +37,13 @@ class PackedSteps:
         of_full = np.diff(self.plan.offsets)[self.bins].sum(1)
         return max(int(of_full.max(initial=0)), max(map(len, self.last), default=0))
 
+    def documents_of(self, number: int) -> np.ndarray:
+        """Return the documents of the first `number` micro-batches, in any order."""
+        is_taken = np.zeros(len(self.plan), bool)
+        is_taken[self.bins[:number]] = True
+        of_full = self.plan.indices[np.repeat(is_taken, np.diff(self.plan.offsets))]
+        return np.concatenate([of_full, *self.last[: max(number - len(self.bins), 0)]])
+
     def __getitem__(self, index: int) -> np.ndarray:
         """Return the documents of a micro-batch."""
         if index >= len(self.bins):

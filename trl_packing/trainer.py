@@ -40,7 +40,12 @@ from trl_packing.arguments import (
 )
 from trl_packing.attention import AttentionChoice, attention_in_use
 from trl_packing.attention.implementation import restore_implementation
-from trl_packing.checkpoints import checkpoint_to_resume, marked_while_written
+from trl_packing.checkpoints import (
+    check_optimizer,
+    check_readable,
+    checkpoint_to_resume,
+    marked_while_written,
+)
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackingOptions
 from trl_packing.current_row import set_current_row
@@ -84,7 +89,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     Documents may have `loss_weights`, a number for every token, and `loss_weight`, one for all of
     them: what their loss counts; `loss_weighting` says how the length of a document enters. The
     loss of a step is the weighted mean over its trained tokens, of all micro-batches and ranks, and
-    so is `eval_loss`; `mean_token_accuracy` and `entropy` stay plain means.
+    so is `eval_loss`; in `mean_token_accuracy` and `entropy` all trained tokens count alike.
 
     `packing_report` holds what a run is made of; it is printed when training starts. `attention`
     says what keeps documents apart.
@@ -357,11 +362,20 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
         self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        self._check_checkpoint(checkpoint)
         try:
             with self._attention_in_use(), pages_kept(on_cpu=self.args.device.type == "cpu"):
                 return super().train(checkpoint, *args, **kwargs)
         finally:
             set_current_row(None)  # a step that raised leaves its row
+
+    def _check_checkpoint(self, checkpoint: Any) -> None:
+        """Raise ValueError before anything is read, if part of the checkpoint would be missing."""
+        if not isinstance(checkpoint, (str, Path)):
+            return
+        check_readable(Path(checkpoint))
+        if not self.is_deepspeed_enabled:
+            check_optimizer(Path(checkpoint), save_only_model=self.args.save_only_model)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Mark a checkpoint while it is written, and delete older ones only when it is whole."""

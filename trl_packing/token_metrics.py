@@ -1,0 +1,91 @@
+"""Entropy and token accuracy: one mean over the trained tokens, whatever micro-batches hold them.
+
+    micro-batch           Σ entropy, hits, trained tokens             on the device
+        │  add
+    interval, one rank    the same sums
+        │  added over ranks
+    entropy               Σ entropy / trained tokens
+    mean_token_accuracy   hits / trained tokens
+
+TRL logs a mean of the means of micro-batches, in which one without trained tokens counts as 0 and
+one of three tokens as much as one of three thousand. `aux_loss`, the balance of experts, is weighed
+by the tokens of micro-batches, as it is in the loss.
+"""
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NUM_SUMS = 6  # entropy, hits, trained tokens, aux_loss × tokens, tokens, micro-batches
+
+
+class TokenSums:
+    """The sums of what one rank has scored, ``(NUM_SUMS,)``; they stay on the device."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, scored: Any, num_tokens: int) -> None:
+        """Add a micro-batch of `num_tokens`, padding included: a fused head's output on it."""
+        dtype = sums_dtype(scored.entropy.device)
+        trained = scored.label_mask.sum().to(dtype)
+        aux_loss = getattr(scored, "aux_loss", None)
+        aux = torch.zeros_like(trained) if aux_loss is None else aux_loss.detach().to(dtype)
+        sums = torch.stack(
+            [
+                scored.entropy.detach().to(dtype).sum(),
+                scored.is_top1.sum().to(dtype),
+                trained,
+                aux * num_tokens,
+                torch.full_like(trained, num_tokens),
+                torch.ones_like(trained),
+            ]
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take(self) -> Tensor | None:
+        """Return the sums since the last call; None if nothing was scored."""
+        sums, self._sums = self._sums, None
+        return sums
+
+
+def sums_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type that `device` can add up."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def added(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Return the sums of several ranks or intervals as one.
+
+    >>> added([[3.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
+    [8.0, 2.0, 4.0]
+    """
+    return [sum(numbers) for numbers in zip(*rows, strict=True)]
+
+
+def write_means(metrics: MutableMapping[str, list[float]], sums: Sequence[float]) -> None:
+    """Put the means of `sums` in place of TRL's lists; a mean over no tokens is left out.
+
+    No-op where nothing was scored: a user's `compute_loss` may have written its own.
+
+    metrics: TRL's `_metrics` of a mode, a list for every name, of which it logs the mean.
+
+    >>> metrics = {"entropy": [5.0, 0.0], "mean_token_accuracy": [0.5, 0.0], "aux_loss": [1.0]}
+    >>> write_means(metrics, [20.0, 2.0, 4.0, 18.0, 9.0, 2.0])
+    >>> metrics
+    {'entropy': [5.0], 'mean_token_accuracy': [0.5], 'aux_loss': [2.0]}
+    """
+    entropy, hits, trained, aux_loss, tokens, micro_batches = sums
+    if not micro_batches:
+        return
+    for name, total, count in (
+        ("entropy", entropy, trained),
+        ("mean_token_accuracy", hits, trained),
+        ("aux_loss", aux_loss, tokens),
+    ):
+        if name in metrics and count:
+            metrics[name] = [total / count]
+        else:
+            metrics.pop(name, None)
