@@ -64,9 +64,14 @@ class PackedBatch(dict[str, Any]):
         remember_row(self)
 
     def to(self, device: Any, non_blocking: bool = False) -> "PackedBatch":
-        """Return the batch on `device`; a method of its own for accelerate, which looks for one."""
+        """Return the batch on `device`; a method of its own for accelerate, which looks for one.
+
+        What is on the host is sent without waiting, also where nobody asked for it.
+        """
         moved = {
-            name: value.to(device, non_blocking=non_blocking) if torch.is_tensor(value) else value
+            name: value.to(device, non_blocking=non_blocking or value.is_cpu)
+            if torch.is_tensor(value)
+            else value
             for name, value in self.items()
         }
         return PackedBatch(moved, self.host)
