@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # module -> (modules of ours that it imports, third-party packages that it imports at the top)
 TABLE = {
+    "versions": (set(), {"packaging"}),
+    "seams": (set(), set()),
     "packing": (set(), {"numpy"}),
     "printable": (set(), set()),
     "exit_messages": ({"printable"}, set()),
@@ -52,6 +54,7 @@ TABLE = {
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
+    "set_afterwards": (set(), {"numpy"}),
     "stream_parts": (set(), {"datasets"}),
     "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
     "stream_overflow": (
@@ -106,6 +109,7 @@ TABLE = {
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
+    "attention.kernel_backward": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
         {"attention.interface", "documents", "host", "length_constants"},
         {"numpy", "torch"},
@@ -124,6 +128,7 @@ TABLE = {
             "attention.document_sdpa",
             "attention.torch_varlen",
             "attention.flash_attn",
+            "attention.kernel_backward",
         },
         {"torch"},
     ),
@@ -168,7 +173,11 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "exact_way": ({"attention", "engines", "isolation"}, {"accelerate", "numpy", "torch"}),
+    "exact_way": ({"attention", "engines", "isolation"}, {"numpy", "torch"}),
+    "isolation_messages": (
+        {"attention", "exact_way", "isolation", "length_constants", "probes"},
+        set(),
+    ),
     "config": ({"weighting"}, {"trl"}),
     "arguments": (
         {
@@ -218,6 +227,7 @@ TABLE = {
             "exact_way",
             "head",
             "isolation",
+            "isolation_messages",
             "length_constants",
         },
         {"accelerate", "datasets", "numpy", "torch"},
@@ -265,13 +275,14 @@ TABLE = {
             "config",
             "engines",
             "exact_way",
-            "isolation",
+            "isolation_messages",
             "length_constants",
             "neftune",
             "packed_call",
             "packed_dataset",
             "probes",
             "undisturbed",
+            "versions",
         },
         {"numpy", "torch"},
     ),
@@ -280,6 +291,7 @@ TABLE = {
     "recipes": (set(), set()),
     "loaders": (
         {
+            "arguments",
             "arrow_documents",
             "attention",
             "collator",
@@ -293,6 +305,7 @@ TABLE = {
             "plan",
             "resuming",
             "sampler",
+            "set_afterwards",
             "static_shapes",
             "stream_batches",
             "streaming",
@@ -324,7 +337,9 @@ TABLE = {
             "plan",
             "prepare",
             "report",
+            "sampler",
             "stream_overflow",
+            "versions",
             "weighting",
         },
         {"accelerate", "datasets", "torch", "transformers", "trl"},
@@ -348,7 +363,6 @@ TABLE = {
             "exact_way",
             "exit_messages",
             "inspection",
-            "isolation",
             "matrix",
         },
         {"torch"},

@@ -300,6 +300,20 @@ def test_other_data_and_another_seed_are_refused(case, saved, tmp_path):
         resume(saved(), 3, tmp_path, **now)
 
 
+def test_a_stream_cannot_go_on_with_an_epoch_that_was_planned(saved, tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=12)
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+    with pytest.raises(ValueError, match="on a stream, or on TRL's path"):
+        trainer.train(resume_from_checkpoint=f"{saved().args.output_dir}/checkpoint-3")
+
+
+def test_a_finished_run_has_nothing_left(saved, tmp_path, caplog):
+    last = saved().state.max_steps
+    resumed = resume(saved(), last, tmp_path, per_device_train_batch_size=2)
+    assert resumed.trained == []
+    assert "nothing is left to train" in caplog.text
+
+
 def test_truncated_documents_are_the_same_at_another_length(saved, tmp_path):
     before = saved(max_length=16)
     resumed = resume(before, 3, tmp_path, max_length=24)

@@ -65,6 +65,7 @@ class PackedCollator:
     tensors_only: the batch has no `max_length_q/k` and no `use_cache`, which are no tensors, but in
         `host` what the host knows (`PackedBatch`). For models of `PackedSFTTrainer` and
         `enable_packing`, which add them.
+    host_row: False where the batch is changed before it is used, so that `host` is None.
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
     left still takes part in the step.
@@ -85,6 +86,7 @@ class PackedCollator:
     loss_weighting: str = "token"
     static_shapes: StaticShapes | None = None
     tensors_only: bool = False
+    host_row: bool = True
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> PackedBatch:
         """Return the batch described in this module's docstring.
@@ -134,7 +136,7 @@ class PackedCollator:
             return PackedBatch(batch)
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         # What a class of the user's own changes in a batch, the host would not know of.
-        if type(self).__call__ is not PackedCollator.__call__:
+        if not self.host_row or type(self).__call__ is not PackedCollator.__call__:
             return PackedBatch(tensors)
         is_trained = tensors["labels"][0].numpy() != IGNORE_INDEX
         boundaries = np.cumsum([0, *lengths], dtype=np.int64)

@@ -138,7 +138,7 @@ class ResumingTrainer(MeasuredTrainer):
         if changed or self._resumed.is_planned_anew:
             logger.warning(
                 f"resumed with {changed or 'another order of documents'}: "
-                f"{self._what_follows()}; training ends after step {max_steps:,}"
+                f"{self._what_follows(max_steps)}; training ends after step {max_steps:,}"
             )
         return (num_epochs, per_epoch, *others, max_steps)
 
@@ -163,8 +163,11 @@ class ResumingTrainer(MeasuredTrainer):
             max_steps = step + left + max(_ceil((asked - 1) * per_epoch), 0)
         return (num_epochs if max_steps > step else epoch), max_steps
 
-    def _what_follows(self) -> str:
+    def _what_follows(self, max_steps: int) -> str:
+        assert self._record is not None
         assert self._resumed is not None
+        if max_steps <= self._record.global_step:
+            return "nothing is left to train"
         rest = self._rest_of(self._resumed.epoch)
         if rest is not None:
             left, number = len(rest.documents), len(self._sampled)
@@ -192,6 +195,13 @@ class ResumingTrainer(MeasuredTrainer):
             rest = self._rest_of(epoch)
             skipped = behind * self.args.gradient_accumulation_steps
             return epoch, skipped + (0 if rest is None else rest.num_behind)
+        if skipped and self._record is not None and self._record.trained.any():
+            raise ValueError(
+                "the checkpoint was saved within an epoch that was packed by its lengths; on a "
+                "stream, or on TRL's path, documents come in another order, so those left to train "
+                "cannot be told. Resume as then, or set ignore_data_skip=True to begin the epoch "
+                "anew"
+            )
         if skipped and self._sampler is not None:
             logger.warning(
                 f"{resume_from_checkpoint} has no {FILE}: an earlier version or another trainer "
