@@ -77,8 +77,9 @@ TABLE = {
         {"report", "stream_overflow", "stream_parts", "streaming"},
         {"numpy", "torch"},
     ),
-    "length_constants": (set(), set()),
-    "static_shapes": ({"length_constants"}, set()),
+    "model_config": (set(), set()),
+    "length_constants": ({"model_config"}, set()),
+    "static_shapes": ({"length_constants", "model_config"}, set()),
     "collator": ({"documents", "host", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
     "templates": ({"printable"}, {"numpy"}),
     "conversations": ({"printable"}, set()),
@@ -111,7 +112,11 @@ TABLE = {
     "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.kernel_backward": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
+<<<<<<< HEAD
         {"attention.interface", "documents", "host", "length_constants"},
+=======
+        {"attention.interface", "current_row", "documents", "host", "model_config"},
+>>>>>>> main
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
@@ -121,6 +126,7 @@ TABLE = {
     "attention": (
         {
             "length_constants",
+            "model_config",
             "attention.explicit_mask",
             "attention.padded_rows",
             "attention.implementation",
@@ -148,7 +154,7 @@ TABLE = {
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
-    "model_flops": ({"attention.interface"}, {"numpy", "torch"}),
+    "model_flops": ({"attention.interface", "model_config"}, {"numpy", "torch"}),
     "measured": (
         {"device_peaks", "host", "loss", "model_flops", "throughput", "token_metrics"},
         {"accelerate", "torch", "transformers"},
@@ -175,7 +181,7 @@ TABLE = {
     ),
     "exact_way": ({"attention", "engines", "isolation"}, {"numpy", "torch"}),
     "isolation_messages": (
-        {"attention", "exact_way", "isolation", "length_constants", "probes"},
+        {"attention", "exact_way", "isolation", "length_constants"},
         set(),
     ),
     "config": ({"weighting"}, {"trl"}),
@@ -302,6 +308,7 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
+            "model_config",
             "plan",
             "resuming",
             "sampler",

@@ -5,8 +5,7 @@ from typing import Any
 from trl_packing.attention import PADDED, AttentionChoice
 from trl_packing.exact_way import Found, Refusal
 from trl_packing.isolation import Stage
-from trl_packing.length_constants import text_config
-from trl_packing.probes import SHORT
+from trl_packing.length_constants import rope_thresholds, text_config
 
 
 def why_not_exact(model: Any, way: AttentionChoice, found: Found, *, named: bool) -> str:
@@ -27,7 +26,7 @@ def why_not_exact(model: Any, way: AttentionChoice, found: Found, *, named: bool
     if found.verdict == "inconclusive":
         return f"{found}; the run goes on (trl-packing verify --dtype float32 sees more)"
     ways_out = [_auto(way) if named else f"No other way is exact either ({way.reason})"]
-    if found.probe != SHORT:
+    if rope_thresholds(model):
         ways_out.append(
             "keep documents on one side of the model's length threshold with max_length"
         )
