@@ -102,7 +102,7 @@ TABLE = {
     "architectures": (set(), {"torch", "transformers"}),
     "engines": (set(), {"torch"}),
     "current_row": ({"collator", "documents", "host", "labels"}, {"numpy", "torch"}),
-    "attention.implementation": ({"length_constants"}, {"torch"}),
+    "attention.implementation": ({"model_config"}, {"torch"}),
     "attention.interface": (
         {"attention.implementation", "current_row", "host", "neftune"},
         {"torch", "transformers"},
@@ -112,11 +112,7 @@ TABLE = {
     "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.kernel_backward": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
-<<<<<<< HEAD
-        {"attention.interface", "documents", "host", "length_constants"},
-=======
-        {"attention.interface", "current_row", "documents", "host", "model_config"},
->>>>>>> main
+        {"attention.interface", "documents", "host", "model_config"},
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (

@@ -16,13 +16,8 @@ from torch import Tensor, nn
 
 from trl_packing.attention.interface import wrap_packed_calls
 from trl_packing.documents import mask_from_document_ids
-<<<<<<< HEAD
 from trl_packing.host import BOUNDARIES, host_boundaries, sent
-from trl_packing.length_constants import text_config
-=======
-from trl_packing.host import host_boundaries, sent
 from trl_packing.model_config import layer_values, text_config
->>>>>>> main
 
 NAME = "mask"
 
