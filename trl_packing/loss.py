@@ -171,6 +171,7 @@ class WeightedMeanTrainer(SFTTrainer):
     _weight_scale: Tensor | None = None  # of the step that is being trained
     _step_tokens: Tensor  # of it too, float32, padding included
     _sources: Sources | None = None  # of the set that is evaluated, where losses are told apart
+    _scored_evaluation = False  # by us: a `compute_loss` of the user's own may not call ours
     _evaluated: EvaluationSums | None = None  # while a set is evaluated
     _trained_sums: TokenSums | None = None  # of the micro-batches trained since they were read
     router_aux_loss_coef: float
@@ -240,6 +241,7 @@ class WeightedMeanTrainer(SFTTrainer):
             observed = partial(_observed_call, weighted, self._token_sums(), weights)
             result = super().compute_loss(observed, inputs, return_outputs, num_items_in_batch)
         if evaluated is not None:
+            self._scored_evaluation = True
             loss = result[0] if return_outputs else result
             evaluated.add(
                 loss, sum_of_weights(target_weights(inputs) if weights is None else weights)
@@ -292,6 +294,7 @@ class WeightedMeanTrainer(SFTTrainer):
         if self._trl_path:
             return super().evaluation_loop(*args, **kwargs)
         self._evaluated = evaluated = EvaluationSums(self._sources)
+        self._scored_evaluation = False
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
@@ -304,7 +307,7 @@ class WeightedMeanTrainer(SFTTrainer):
         if f"{prefix}_loss" in output.metrics:
             own = evaluated.metrics(reduced, prefix, is_likelihood=self._loss_is_likelihood())
             loss = {name: own[name] for name in (f"{prefix}_loss",) if name in own}
-            if f"{prefix}_loss" not in own:
+            if f"{prefix}_loss" not in own and self._scored_evaluation:
                 # transformers' is 0.0, the best there could be, of batches that count for nothing.
                 loss[f"{prefix}_loss"] = math.nan
                 logger.warning(
