@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 TABLE = {
     "versions": (set(), {"packaging"}),
     "seams": (set(), set()),
-    "packing": (set(), {"numpy"}),
+    "remixing": (set(), {"numpy"}),
+    "packing": ({"remixing"}, {"numpy"}),
     "printable": (set(), set()),
     "exit_messages": ({"printable"}, set()),
     "documents": (set(), {"numpy", "torch"}),
@@ -41,7 +42,7 @@ TABLE = {
         {"arrow_documents", "labels", "printable", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
     ),
-    "pieces": ({"labels", "token_columns"}, {"numpy"}),
+    "pieces": ({"arrow_documents", "labels", "token_columns"}, {"numpy"}),
     "overflow": (
         {"arrow_documents", "labels", "pieces", "report", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
