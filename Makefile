@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 ALL_READY := $(VENV)/.all
+OLDEST := $(VENV)-oldest
+# Tests in which other libraries do the work: each seam (trl_packing/seams.py) runs in one of them.
+TOUCH_LIBRARIES := $(addprefix tests/test_,$(addsuffix .py,seams versions architectures attention \
+	documents_from_rows evaluation exact head metrics plain_trainer resume stream_batches streaming swap))
 
-.PHONY: demo test test-all notebooks matrix check lint types format docs bench clean
+.PHONY: demo test test-all test-oldest notebooks matrix check lint types format docs bench clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
@@ -16,6 +20,9 @@ test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
 
 test-all: $(ALL_READY)  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+test-oldest: $(OLDEST)/.ready  ## what touches other libraries, on the oldest versions that are promised
+	$(OLDEST)/bin/python -m pytest -m "not slow" -n 2 --dist worksteal $(TOUCH_LIBRARIES)
 
 notebooks: $(READY)  ## run them top to bottom, offline, about a minute
 	$(BIN)/python -m pytest tests/test_notebooks.py -n 2
@@ -54,6 +61,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable ".[dev]"
+	touch $@
+
 $(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
@@ -66,4 +79,4 @@ $(ALL_READY): $(DOCS_READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) outputs site .pytest_cache .mypy_cache .ruff_cache

@@ -13,12 +13,33 @@ from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash_utils
 
 
-class FlashAttentionDouble:
-    """`calls`: the arguments of every call, one dictionary each. `ignores_boundaries`: break it."""
+class _BrokenBackward(torch.autograd.Function):
+    """Hand a tensor on, and its gradient as a kernel without a right backward would."""
 
-    def __init__(self) -> None:
+    @staticmethod
+    def forward(ctx, tensor, how):
+        ctx.how = how
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # As flash_attn/cute does on a GPU that its backward is not written for.
+        assert ctx.how != "raises", "Unsupported compute capability. Supported: 9.x, 10.x, 11.x"
+        if ctx.how == "returns no numbers":
+            return gradient * float("nan"), None
+        return (gradient + gradient.mean() if ctx.how == "leaks" else gradient), None
+
+
+class FlashAttentionDouble:
+    """`calls`: the arguments of every call, one dictionary each. The others break it.
+
+    ignores_boundaries: in the forward. backward: what its backward does instead of what it should.
+    """
+
+    def __init__(self, backward: str = "") -> None:
         self.calls: list[dict[str, object]] = []
         self.ignores_boundaries = False
+        self.backward = backward
 
     # The name of every parameter matters: transformers passes on what it finds in the signature.
     def flash_attn_varlen_func(
@@ -52,6 +73,7 @@ class FlashAttentionDouble:
         # The kernel launches blocks for `max_seqlen` queries a document and computes no others.
         assert int(lengths.max()) <= max_seqlen_q
         assert int(cu_seqlens_q[-1]) == len(q)
+        q, k, v = (_BrokenBackward.apply(x, self.backward) for x in (q, k, v))
         return dense_attention(
             q,
             k,
@@ -91,9 +113,9 @@ class FlashAttentionDouble:
         return out.unflatten(0, (rows, length))
 
 
-def install(monkeypatch) -> FlashAttentionDouble:
-    """Let transformers find the double where it looks for the flash-attn package."""
-    double = FlashAttentionDouble()
+def install(monkeypatch, version: int = 2, backward: str = "") -> FlashAttentionDouble:
+    """Let transformers find the double where it looks for `version` of the flash-attn package."""
+    double = FlashAttentionDouble(backward)
     functions = (
         double.flash_attn_func,
         double.flash_attn_varlen_func,
@@ -102,8 +124,8 @@ def install(monkeypatch) -> FlashAttentionDouble:
         flash_utils._unpad_input,
     )
     installed = {"general_availability_check": lambda *args, **kwargs: True}
-    entry = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2] | installed
-    monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX, 2, entry)
+    entry = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version] | installed
+    monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX, version, entry)
     monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *args, **kwargs: True)
     monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *args, **kwargs: functions)
     # Loaded once and kept in globals: forget them now, and again in the end.

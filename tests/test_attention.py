@@ -32,6 +32,7 @@ from trl_packing.attention import (
 )
 from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
 from trl_packing.attention.torch_varlen import varlen_attention
+from trl_packing.exact_way import ways_from
 
 TOLERANCE = 1e-5
 
@@ -750,7 +751,8 @@ def cuda(monkeypatch):
     """A machine with a GPU as `resolve_attention` sees it: its kernels, and what is installed."""
 
     def pretend(flash=None, capability=(9, 0), device=True):
-        monkeypatch.setattr(flash_attn, "installed", lambda: flash)
+        found = [flash] if isinstance(flash, str) else list(flash or ())
+        monkeypatch.setattr(flash_attn, "installed", lambda: found)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Testla T4")
@@ -779,6 +781,7 @@ def test_on_cuda_flash_attn_comes_first_then_torch_varlen_then_documents(cuda):
     assert half == AttentionChoice("documents", "packed_documents", "cuda, float16")
 
 
+WIDE_VALUES = "cannot take head_dim 8 with 16"
 REFUSALS = [
     # model, changes to it, dtype, why flash-attn is not taken, why torch varlen is not
     ("llama", {}, torch.float32, "the dtype is torch.float32", "the dtype is torch.float32"),
@@ -787,7 +790,8 @@ REFUSALS = [
     ("llama", {"attention_dropout": 0.1}, None, None, "no dropout and the model sets 0.1"),
     ("gpt2_dropout", {}, None, None, "no dropout and the model sets 0.1"),
     ("gemma2", {}, None, None, "no soft-cap"),
-    ("deepseek_v3", {"v_head_dim": 16}, None, None, "cannot take head_dim 8 with 16"),
+    ("deepseek_v3", {"v_head_dim": 16}, None, WIDE_VALUES, WIDE_VALUES),
+    ("deepseek_v3", {"v_head_dim": 4}, None, None, "cannot take head_dim 8 with 4"),
     ("gpt_oss", {}, None, "flash-attn has no attention sinks", None),
 ]
 
@@ -854,15 +858,132 @@ def test_flash_attention_is_known_by_its_names():
         assert not flash_attn.is_flash_attention(name)
 
 
-def test_the_newest_installed_flash_attention_is_taken(monkeypatch):
+def test_installed_flash_attention_is_found_newest_first(monkeypatch):
     from transformers.utils import import_utils
 
     for version in "234":
         monkeypatch.setattr(import_utils, f"is_flash_attn_{version}_available", lambda: False)
-    assert flash_attn.installed() is None
+    assert flash_attn.installed() == []
+    found = []
     for version in "234":
         monkeypatch.setattr(import_utils, f"is_flash_attn_{version}_available", lambda: True)
-        assert flash_attn.installed() == f"flash_attention_{version}"
+        found.insert(0, f"flash_attention_{version}")
+        assert flash_attn.installed() == found
+
+
+ALL = list(flash_attn.VERSIONS)
+TAKEN = [
+    # compute capability, model, changes to it, the version that auto takes of all installed
+    ((8, 0), "llama", {}, "flash_attention_3"),
+    ((8, 6), "llama", {}, "flash_attention_3"),
+    ((8, 9), "llama", {}, "flash_attention_3"),
+    ((9, 0), "llama", {}, "flash_attention_4"),
+    ((10, 0), "llama", {}, "flash_attention_4"),
+    ((12, 0), "llama", {}, "flash_attention_4"),
+    ((13, 0), "llama", {}, "flash_attention_2"),
+    ((7, 5), "llama", {}, "documents"),
+    # heads of 256 and of 192, beyond 128 from sm100
+    ((9, 0), "llama", {"head_dim": 256}, "flash_attention_4"),
+    ((10, 0), "llama", {"head_dim": 256}, "flash_attention_2"),
+    ((12, 0), "llama", {"head_dim": 192}, "flash_attention_2"),
+    ((10, 0), "llama", {"head_dim": 128}, "flash_attention_4"),
+    ((9, 0), "llama", {"head_dim": 12}, "flash_attention_2"),
+    # dropout, which transformers leaves out in silence for versions 3 and 4
+    ((9, 0), "llama", {"attention_dropout": 0.1}, "flash_attention_2"),
+    ((9, 0), "gpt2_dropout", {}, "flash_attention_2"),
+    # soft-cap: no backward in version 4
+    ((9, 0), "gemma2", {}, "flash_attention_3"),
+    ((10, 0), "gemma2", {}, "flash_attention_2"),
+    ((9, 0), "gemma2", {"attention_dropout": 0.1}, "documents"),
+]
+
+
+@pytest.mark.parametrize(("capability", "name", "overrides", "expected"), TAKEN)
+def test_auto_takes_the_newest_version_that_can_train(capability, name, overrides, expected, cuda):
+    assert cuda(flash=ALL, capability=capability)(name, **overrides).backend == expected
+
+
+def test_a_version_that_cannot_train_here_is_refused_by_name(cuda):
+    for capability, name, reason in (
+        ((8, 6), "flash_attention_4", "older than sm90"),
+        ((10, 0), "flash_attention_3", "version 3 has no kernels for sm100"),
+        ((13, 0), "flash_attention_4", "version 4 has no kernels for sm130"),
+    ):
+        with pytest.raises(ValueError, match=f"attention='{name}' cannot be exact on .*{reason}"):
+            cuda(flash=ALL, capability=capability)(attention=name)
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_a_deterministic_run_gets_a_version_that_can_be(asked, cuda, monkeypatch):
+    """transformers asks the kernel for it by this variable, which `full_determinism` sets."""
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", asked)
+    taken = {
+        (12, 0): cuda(flash=ALL, capability=(12, 0))().backend,
+        (9, 0): cuda(flash=ALL, capability=(9, 0))().backend,
+        (8, 0): cuda(flash=ALL, capability=(8, 0))(head_dim=256).backend,
+    }
+    versions = {"0": (4, 4, 3), "1": (2, 4, 2)}[asked]
+    assert list(taken.values()) == [f"flash_attention_{version}" for version in versions]
+
+
+def test_a_model_that_transformers_keeps_from_flash_attention_gets_varlen(cuda, monkeypatch):
+    """Setting it would stop the run, or load another kernel from the hub instead."""
+    from transformers import LlamaPreTrainedModel
+
+    choose = cuda(flash="flash_attention_2")
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaPreTrainedModel, "_supports_flash_attn", False)
+        assert choose().backend == "varlen"
+        with pytest.raises(ValueError, match="does not support FlashAttention in transformers"):
+            choose(attention="flash_attention_2")
+    with monkeypatch.context() as patch:
+        only = ["kernels-community/vllm-flash-attn3"]
+        patch.setattr(
+            LlamaPreTrainedModel, "_compatible_flash_implementations", only, raising=False
+        )
+        assert choose().backend == "varlen"
+    assert choose().backend == "flash_attention_2"
+
+
+def test_after_a_kernel_come_the_other_kernels_and_then_the_model_s_own_mask(cuda):
+    def order(*arguments, **options):
+        choice = cuda(*arguments, **options)()
+        return [way.backend for way in ways_from(choice)]
+
+    own = ["model", "mask", "padded", "equal_lengths"]
+    assert order(flash=ALL) == [*ALL, "varlen", "documents", *own]
+    assert order(flash=ALL, capability=(8, 0)) == [*ALL[1:], "varlen", "documents", *own]
+    assert order() == ["varlen", "documents", *own]
+    assert order(capability=(7, 5)) == ["documents", *own]
+
+
+@pytest.mark.parametrize("fallback", ["sdpa", "eager"])
+def test_after_a_kernel_the_model_gets_its_own_implementation_back(fallback, cuda):
+    cuda(flash=ALL)
+    model = tiny_model("llama", attn_implementation=fallback)
+    ways = ways_from(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
+    implementations = {}
+    for way in ways:
+        model.config._attn_implementation = "flash_attention_4"  # as the first way has set it
+        if way.backend not in ALL:
+            install_attention(model, way)
+            implementations[way.backend] = model.config._attn_implementation
+    suffix = "_over_eager" if fallback == "eager" else ""
+    assert implementations == {
+        "varlen": f"packed_varlen{suffix}",
+        "documents": f"packed_documents{suffix}",
+        **dict.fromkeys(["model", "mask", "padded", "equal_lengths"], fallback),
+    }
+
+
+def test_a_model_loaded_with_flash_attention_falls_back_to_our_kernels(cuda):
+    cuda(flash=ALL)
+    model = tiny_model("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    ways = ways_from(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
+    own = ["model", "mask", "padded", "equal_lengths"]
+    assert [way.backend for way in ways] == ["flash_attention_2", "varlen", "documents", *own]
+    assert {way.own for way in ways} == {"flash_attention_2"}
 
 
 # --- torch varlen, by doubles of its kernels --------------------------------------------------

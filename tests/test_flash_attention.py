@@ -5,6 +5,9 @@ gradients are those of one document at a time only if the boundaries, the length
 right. Tolerances as in test_exact.py.
 """
 
+import logging
+from functools import partial
+
 import flash_attn_double
 import pytest
 import torch
@@ -12,8 +15,14 @@ import torch.nn.functional as F
 from datasets import Dataset
 from tiny import WINDOW, documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, resolve_attention
+import trl_packing.exact_way
+import trl_packing.gate
+import trl_packing.plain_trainer
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, enable_packing, resolve_attention
+from trl_packing.attention import AttentionChoice, flash_attn
 
 TOLERANCE = 1e-5
 MODELS = {"llama": [None, None], "qwen2": [None, None], "mistral": [WINDOW, WINDOW]}
@@ -122,8 +131,17 @@ def test_a_kernel_that_ignores_the_boundaries_fails_the_same_comparison(name, fl
 
 def test_the_isolation_check_stops_a_kernel_that_ignores_the_boundaries(flash, tmp_path):
     flash.ignores_boundaries = True
-    with pytest.raises(RuntimeError, match=r"LEAK.*LlamaForCausalLM, flash_attention_2"):
-        first_step("llama", flash, tmp_path)
+    with pytest.raises(RuntimeError, match=r"LEAK.*LlamaForCausalLM, .*attention='model'"):
+        first_step("llama", flash, tmp_path, attention="model")
+
+
+def test_a_loaded_kernel_that_ignores_the_boundaries_is_passed_over(flash, tmp_path):
+    flash.ignores_boundaries = True
+    model = tiny_model("llama", attn_implementation="flash_attention_2")
+    trainer, seen, batch = trained("llama", tmp_path, model=model)
+    assert_exact("llama", trainer, seen, batch)
+    assert trainer.attention.backend == "documents"
+    assert trainer.attention.reason.startswith("flash_attention_2 leaks by ")
 
 
 def test_padded_batches_reach_the_kernel_unpadded(flash):
@@ -134,3 +152,163 @@ def test_padded_batches_reach_the_kernel_unpadded(flash):
     mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
     model(input_ids=ids, attention_mask=mask)
     assert flash.calls[0]["cu_seqlens"][0].tolist() == [0, 7, 10]
+
+
+# --- what auto makes of a kernel that cannot train --------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a function that lets the gate see a GPU with these versions of flash-attn."""
+
+    def pretend(*versions, capability=(9, 0)):
+        names = [f"flash_attention_{version}" for version in versions]
+
+        def resolve(model, attention, **_):
+            with monkeypatch.context() as patch:
+                patch.setattr(flash_attn, "installed", lambda: names)
+                patch.setattr(torch.cuda, "is_available", lambda: True)
+                patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+                return resolve_attention(model, attention, device="cuda", dtype=torch.bfloat16)
+
+        for module in (trl_packing.gate, trl_packing.plain_trainer):
+            monkeypatch.setattr(module, "resolve_attention", resolve)
+
+    return pretend
+
+
+def trained(name, tmp_path, *, model=None, **options):
+    """Return trainer, loss and gradients of the first step, and its batch."""
+    seen = FirstStep()
+    settings = {
+        "output_dir": str(tmp_path),
+        "max_length": 40,
+        "per_device_train_batch_size": 2,
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+    }
+    trainer = PackedSFTTrainer(
+        tiny_model(name) if model is None else model,
+        PackedSFTConfig(**settings | options),
+        train_dataset=dataset(),
+        eval_dataset=dataset(),
+        processing_class=tiny_tokenizer(),
+        callbacks=[seen],
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    return trainer, seen, batch
+
+
+def assert_exact(name, trainer, seen, batch):
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert_same(loss, seen.gradients, *one_document_at_a_time(name, batch))
+
+
+BROKEN = {
+    "raises": "its backward raises AssertionError: Unsupported compute capability",
+    "leaks": "its backward reaches into the documents before",
+    "returns no numbers": "its backward returns gradients that are no numbers",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("backward", BROKEN)
+def test_a_kernel_without_a_right_backward_is_passed_over(
+    name, backward, gpu, monkeypatch, tmp_path
+):
+    gpu(4)
+    flash_attn_double.install(monkeypatch, 4, backward)
+    trainer, seen, batch = trained(name, tmp_path)
+    assert trainer.attention.backend == "flash_attention_4"
+    assert_exact(name, trainer, seen, batch)
+    # varlen, which comes next, needs a GPU; documents comes before the model's own mask.
+    assert trainer.attention.backend == "documents"
+    first, second = trainer.attention.reason.split("; ")
+    assert first.startswith(f"flash_attention_4 refused ({BROKEN[backward][:50]}")
+    assert second.startswith("varlen refused (")
+
+
+def test_a_kernel_with_a_right_backward_is_kept(gpu, monkeypatch, tmp_path):
+    """The control: the same kernel, unbroken, trains."""
+    gpu(4)
+    double = flash_attn_double.install(monkeypatch, 4)
+    trainer, seen, batch = trained("mistral", tmp_path)
+    assert_exact("mistral", trainer, seen, batch)
+    assert str(trainer.attention) == "flash_attention_4 (installed)"
+    assert double.calls
+
+
+def test_the_next_version_is_tried_before_varlen(gpu, monkeypatch, tmp_path):
+    """Both are the double: version 4 has a broken backward, version 3 is not found on import."""
+    gpu(4, 3)
+    flash_attn_double.install(monkeypatch, 4, "raises")
+    trainer, seen, batch = trained("llama", tmp_path)
+    assert_exact("llama", trainer, seen, batch)
+    tried = [reason.split()[0] for reason in trainer.attention.reason.split("; ")]
+    assert tried == ["flash_attention_4", "flash_attention_3", "varlen"]
+    assert trainer.attention.backend == "documents"
+
+
+@pytest.mark.parametrize("isolation_check", ["error", "off"])
+def test_a_package_that_does_not_import_is_passed_over(
+    isolation_check, gpu, monkeypatch, tmp_path, caplog
+):
+    gpu(2)
+    flash_attn_double.install(monkeypatch)
+
+    def undefined_symbol(*arguments, **options):
+        raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi")
+
+    monkeypatch.setattr(flash_utils, "_lazy_imports", undefined_symbol)
+    with caplog.at_level(logging.WARNING, logger="trl_packing"):
+        trainer, _, _ = trained("llama", tmp_path, isolation_check=isolation_check)
+    assert trainer.attention.backend == "varlen"
+    assert "flash_attention_2 refused (ImportError: flash_attn_2_cuda.so" in caplog.text
+
+
+def test_evaluation_needs_no_backward_and_says_nothing_of_training(gpu, monkeypatch, tmp_path):
+    """Long documents are known of the kernel that evaluates, not of the one that then trains."""
+    gpu(4)
+    flash_attn_double.install(monkeypatch, 4, "raises")
+    trainer, seen, batch = trained("llama", tmp_path)
+    trainer.evaluate()
+    assert trainer.attention.backend == "flash_attention_4"
+    longest, check = [], trl_packing.exact_way.check_isolation
+
+    def record(model, documents, **options):
+        longest.append(max(map(len, documents), default=0))
+        return check(model, documents, **options)
+
+    monkeypatch.setattr(trl_packing.exact_way, "check_isolation", record)
+    assert_exact("llama", trainer, seen, batch)
+    assert trainer.attention.backend == "documents"
+    assert longest[-1] == 31, "the way that trains is checked on the longest document"
+
+
+def test_a_named_kernel_without_a_backward_is_refused_before_the_first_step(monkeypatch, tmp_path):
+    flash_attn_double.install(monkeypatch, 2, "raises")
+    model = tiny_model("llama", attn_implementation="flash_attention_2")
+    enable = partial(enable_packing, model, isolation_check="error")
+    assert enable().backend == "documents", "loaded with it, it was not named"
+    monkeypatch.setattr(trl_packing.plain_trainer, "resolve_attention", named_flash_attention)
+    model = tiny_model("llama", attn_implementation="flash_attention_2")
+    with pytest.raises(RuntimeError, match=r"its backward raises AssertionError.*attention='auto'"):
+        enable_packing(model, attention="flash_attention_2")
+
+
+def named_flash_attention(model, attention, **_):
+    return AttentionChoice(attention, attention, f"attention={attention!r}", "sdpa")
+
+
+def test_the_attention_functions_of_transformers_stay_as_they_were(monkeypatch):
+    flash_attn_double.install(monkeypatch, 2, "raises")
+    before = dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    enable_packing(tiny_model("llama", attn_implementation="flash_attention_2"))
+    assert (dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_ATTENTION_FUNCTIONS._local_mapping)) == before

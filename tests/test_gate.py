@@ -14,7 +14,7 @@ from tiny import tiny_tokenizer
 
 import trl_packing.exact_way
 import trl_packing.gate
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
 from trl_packing.architectures import tiny_model
 from trl_packing.attention import document_sdpa
 from trl_packing.matrix import tiny_documents
@@ -195,3 +195,84 @@ def test_a_search_that_fails_leaves_the_way_that_was_checked(at, tmp_path, out_o
     run.evaluate()
     with pytest.raises(RuntimeError, match=LEAKS):
         run.train()
+
+
+# --- what a refusal says --------------------------------------------------------------------------
+
+
+class Stumbling(PackedCollator):
+    """A collator of the user's own that cannot make a row."""
+
+    def __call__(self, documents):
+        raise ValueError("no field 'weights' in this document")
+
+
+def refused(run):
+    with pytest.raises(RuntimeError) as refusal:
+        run.train()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("attention", ["auto", "documents"])
+def test_a_collator_that_fails_is_blamed_for_it(attention, tmp_path):
+    run = trainer_for(tiny_model("llama"), tmp_path, attention=attention)
+    run.data_collator = Stumbling()
+    said = refused(run)
+    expected = "the data collator makes no packed row: ValueError: no field 'weights'"
+    assert said.startswith(expected)
+
+
+@pytest.mark.parametrize("attention", ["auto", "padded"])
+def test_a_document_that_fails_alone_is_not_blamed_on_packing(attention):
+    model = tiny_model("llama")
+    with pytest.raises(RuntimeError) as refusal:
+        enable_packing(model, [[10**6] * 30], attention=attention)
+    said = str(refusal.value)
+    expected = "LlamaForCausalLM cannot run a document even alone, unpacked: IndexError"
+    assert said.startswith(expected)
+    assert "(the model has 128 token ids and 512 positions)" in said
+    assert "attention=" not in said, "no attention is a way out"
+
+
+def test_under_auto_a_refusal_says_what_every_way_failed_by(tmp_path):
+    model = tiny_model("llama")
+
+    def refuse(module, arguments, named):
+        if any(x is not None and "cu_seq" in key for key, x in named.items()):
+            raise ValueError("no boundaries, please")
+        if named.get("attention_mask") is not None and named["attention_mask"].dim() == 4:
+            raise ValueError("no masks of four dimensions")
+
+    model.model.layers[0].register_forward_pre_hook(refuse, with_kwargs=True)
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean((0, 1))
+
+    model.model.layers[1].mlp.register_forward_hook(leak)
+    said = refused(trainer_for(model, tmp_path))
+    refusing = [f"{way} refused" for way in ("documents", "model", "mask", "padded")]
+    ways = [*refusing, "equal_lengths leaks"]
+    assert all(f"{way} " in said for way in ways), said
+    assert "attention='padded'" not in said, "it was tried"
+
+
+@pytest.mark.parametrize(("attention", "way_out"), [("model", True), ("padded", False)])
+def test_a_named_way_is_told_a_way_out_other_than_itself(attention, way_out, tmp_path):
+    model = tiny_model("llama")
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean((0, 1))
+
+    model.model.layers[0].mlp.register_forward_hook(leak)
+    said = refused(trainer_for(model, tmp_path, attention=attention))
+    assert "Set attention='auto', which takes the fastest exact way" in said
+    assert ("(attention='padded' fits most models)" in said) == way_out
+    assert "max_length" not in said, "no length makes it exact"
+
+
+def test_max_length_is_a_way_out_where_the_rope_has_a_threshold(tmp_path):
+    run = trainer_for(
+        longrope(), tmp_path, documents=tiny_documents((5, 20, 70)), attention="documents"
+    )
+    expected = "keep documents on one side of the model's length threshold with max_length"
+    assert expected in refused(run)

@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # module -> (modules of ours that it imports, third-party packages that it imports at the top)
 TABLE = {
+    "versions": (set(), {"packaging"}),
+    "seams": (set(), set()),
     "packing": (set(), {"numpy"}),
     "printable": (set(), set()),
     "exit_messages": ({"printable"}, set()),
@@ -52,6 +54,7 @@ TABLE = {
         {"arrow_documents", "pieces", "token_columns"},
         {"datasets", "numpy", "pyarrow", "trl"},
     ),
+    "set_afterwards": (set(), {"numpy"}),
     "stream_parts": (set(), {"datasets"}),
     "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
     "stream_overflow": (
@@ -102,6 +105,7 @@ TABLE = {
     "attention.document_sdpa": ({"attention.interface", "host"}, {"torch"}),
     "attention.torch_varlen": ({"attention.interface"}, {"torch"}),
     "attention.flash_attn": (set(), {"torch", "transformers"}),
+    "attention.kernel_backward": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
         {"attention.interface", "current_row", "documents", "host", "length_constants"},
         {"numpy", "torch"},
@@ -119,6 +123,7 @@ TABLE = {
             "attention.document_sdpa",
             "attention.torch_varlen",
             "attention.flash_attn",
+            "attention.kernel_backward",
         },
         {"torch"},
     ),
@@ -155,7 +160,11 @@ TABLE = {
         },
         {"numpy", "torch"},
     ),
-    "exact_way": ({"attention", "engines", "isolation"}, {"accelerate", "numpy", "torch"}),
+    "exact_way": ({"attention", "engines", "isolation"}, {"numpy", "torch"}),
+    "isolation_messages": (
+        {"attention", "exact_way", "isolation", "length_constants"},
+        set(),
+    ),
     "config": ({"weighting"}, {"trl"}),
     "arguments": (
         {
@@ -205,6 +214,7 @@ TABLE = {
             "exact_way",
             "head",
             "isolation",
+            "isolation_messages",
             "length_constants",
         },
         {"accelerate", "datasets", "numpy", "torch"},
@@ -251,13 +261,14 @@ TABLE = {
             "config",
             "engines",
             "exact_way",
-            "isolation",
+            "isolation_messages",
             "length_constants",
             "neftune",
             "packed_call",
             "packed_dataset",
             "probes",
             "undisturbed",
+            "versions",
         },
         {"numpy", "torch"},
     ),
@@ -266,6 +277,7 @@ TABLE = {
     "recipes": (set(), set()),
     "loaders": (
         {
+            "arguments",
             "arrow_documents",
             "attention",
             "collator",
@@ -279,6 +291,7 @@ TABLE = {
             "plan",
             "resuming",
             "sampler",
+            "set_afterwards",
             "static_shapes",
             "stream_batches",
             "streaming",
@@ -309,7 +322,9 @@ TABLE = {
             "plan",
             "prepare",
             "report",
+            "sampler",
             "stream_overflow",
+            "versions",
             "weighting",
         },
         {"accelerate", "datasets", "torch", "transformers", "trl"},
@@ -333,7 +348,6 @@ TABLE = {
             "exact_way",
             "exit_messages",
             "inspection",
-            "isolation",
             "matrix",
         },
         {"torch"},

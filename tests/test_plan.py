@@ -11,7 +11,7 @@ from trl_packing.cli import main
 from trl_packing.inspection import plan
 
 
-def trainer_for(folder, rows, **settings):
+def trainer_for(folder, rows, *, eval_dataset=None, **settings):
     defaults = {
         "max_length": 64,
         "per_device_train_batch_size": 1,
@@ -26,6 +26,7 @@ def trainer_for(folder, rows, **settings):
         tiny_model("llama"),
         PackedSFTConfig(str(folder), **(defaults | settings)),
         train_dataset=rows,
+        eval_dataset=eval_dataset,
         processing_class=tiny_tokenizer(),
     )
 
@@ -74,6 +75,25 @@ def test_the_report_names_the_setting_that_keeps_a_padded_runs_steps(tmp_path):
     assert report.padded_steps == 15
     assert "15 steps of 2 documents; documents_per_step=2 keeps them" in str(report)
     assert f"{report.trained_tokens / report.steps_per_epoch:,.0f} trained tokens" in str(report)
+
+
+def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
+    """A packed step holds more documents, so that 12 steps are more epochs."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 12, "warmup_steps": 3}
+    settings |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps"}
+    evaluated = {"eval_dataset": documents(3)}
+    packed = trainer_for(tmp_path, documents(30), **evaluated, **settings)
+    report, text = packed.packing_report, str(packed.packing_report)
+    packed.train()
+    here = packed.state.epoch
+    assert here > 1
+    assert here == pytest.approx(12 / report.steps_per_epoch)
+    assert f"max_steps=12 is {here:.1f} epochs here, {12 / 15:.1f} padded; " in text
+    assert f"warmup_steps=3 is {3 / report.steps_per_epoch:.1f} epochs here, 0.2 padded" in text
+    assert "eval_steps=4 is" in text
+    assert "save_steps" not in text, "500 is nobody's choice"
+    padded = trainer_for(tmp_path, documents(30), **evaluated, packing=False, **settings)
+    assert "epochs here" not in str(padded.packing_report), "the steps are the same"
 
 
 def test_few_steps_are_warned_of(tmp_path):

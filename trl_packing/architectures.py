@@ -311,8 +311,8 @@ def _build(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> 
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     values = {name: _tiny_value(name, default) for name, default in defaults.items()}
     values = {name: value for name, value in values.items() if value is not dataclasses.MISSING}
-    for part, spec in config_class.sub_configs_defaults.items():
-        values[part] = _build(type(spec.default_config), {})
+    for part, part_class in _parts(config_class).items():
+        values[part] = _build(part_class, {})
     if "kv_lora_rank" in defaults:  # latent attention: every head has keys of its own
         values["num_key_value_heads"] = values["num_attention_heads"]
     values |= special
@@ -323,6 +323,15 @@ def _build(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> 
     config = config_class(**copy.deepcopy(values))  # they write into what they are given
     _shorten(getattr(config, "rope_parameters", None))
     return config
+
+
+def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
+    """Return the configuration classes of the parts that a composite model has by default."""
+    specs = getattr(config_class, "sub_configs_defaults", None)
+    if specs is not None:
+        return {part: type(spec.default_config) for part, spec in specs.items()}
+    default = config_class()  # transformers before 5.20 names the parts, not their defaults
+    return {part: type(getattr(default, part)) for part in config_class.sub_configs}
 
 
 def _tiny_value(name: str, default: Any) -> Any:

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from trl_packing.attention import CHOICES, AttentionChoice, install_attention, resolve_attention
-from trl_packing.exact_way import judge_way, ways_from
+from trl_packing.attention import CHOICES, AttentionChoice, resolve_attention
+from trl_packing.exact_way import Found, Refusal, judge_way, ways_from
 from trl_packing.exit_messages import message_of
-from trl_packing.isolation import IsolationReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,7 +149,6 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     first = resolve_attention(model, arguments.attention)
     print(f"{arguments.model}: {type(model).__name__}, {model.dtype}, {device}\n")
     for way in ways_from(first) if arguments.attention == "auto" else [first]:
-        install_attention(model, way)
         found = judge_way(
             model,
             way,
@@ -159,7 +157,7 @@ def _verify_model(arguments: argparse.Namespace) -> int:
             gradients=arguments.gradients,
         )
         print(_line(way, found))
-        if not isinstance(found, str) and found:
+        if found:
             print(f"\nTraining on packed documents is exact with attention={way.backend!r}.")
             return 0
     print("\nNo way keeps the documents of a packed row apart on this model.")
@@ -183,8 +181,8 @@ def _check_probe(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--device {arguments.device} cannot be used: {error}") from error
 
 
-def _line(way: AttentionChoice, found: IsolationReport | str) -> str:
-    if isinstance(found, str):
+def _line(way: AttentionChoice, found: Found) -> str:
+    if isinstance(found, Refusal):
         return f"{way.backend:14} refused: {found}"
     gradients = found.gradient_difference
     return (

@@ -4,6 +4,7 @@ It holds how the documents of a run are kept apart (`attention`), checks it on t
 with the run's own documents, and takes a slower exact way where the check fails.
 """
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,9 +19,10 @@ from trl_packing.attention.interface import inside_peft
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackingOptions
 from trl_packing.engines import announce_head, largest_on_any_rank
-from trl_packing.exact_way import install_first_exact, ways_from
+from trl_packing.exact_way import Found, install_first, install_first_exact, ways_from
 from trl_packing.head import use_own_head
-from trl_packing.isolation import IsolationReport, check_fused_head
+from trl_packing.isolation import check_fused_head
+from trl_packing.isolation_messages import why_not_exact
 from trl_packing.length_constants import length_constants
 
 logger = get_logger(__name__)
@@ -45,10 +47,11 @@ class IsolationGate:
         self.model = model
         self.options = options
         self.asked = asked
-        self.attention = resolve_attention(
-            self.base_model, options.attention, device=device, dtype=dtype
-        )
-        install_attention(model, self.attention)
+        choice = resolve_attention(self.base_model, options.attention, device=device, dtype=dtype)
+        ways = ways_from(choice) if options.attention == "auto" else [choice]
+        # The way in use, and those to take where it is not exact.
+        self._ways = install_first(model, ways)
+        self.attention = self._ways[0]
         # The shortest and the longest document, by mode (training or not).
         self._checked: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._head_is_checked = False
@@ -94,20 +97,21 @@ class IsolationGate:
         lengths = min(map(len, documents)), max(map(len, documents))
         if _covered(lengths, self._checked[training]):
             return
-        if _covered(lengths, self._checked[not training]):
-            documents = []  # what depends on length is known; what depends on the mode is not
-        is_free = self.options.attention == "auto"
-        way, found = install_first_exact(
+        search = partial(
+            install_first_exact,
             self.model,
-            ways_from(self.attention) if is_free else [self.attention],
-            documents,
             wrapped=wrapped,
             training=training,
             max_length=0,
             fused_head=True,
             collator=collator,
         )
-        if isinstance(found, IsolationReport) and found:
+        # What depends on length is known of the way in use; what depends on the mode is not.
+        is_known = _covered(lengths, self._checked[not training])
+        way, found = search(self._ways[:1]) if is_known else search(self._ways, documents)
+        if is_known and not found:
+            way, found = search(self._ways, documents)
+        if found:
             logger.info(str(found))
         else:
             way = self._accept(way, found)
@@ -115,30 +119,27 @@ class IsolationGate:
             logger.warning(f"{type(self.base_model).__name__} runs by {way}")
             # Earlier checks, of either mode, were made on the way that is gone.
             self._checked = {True: [], False: []}
-        self.attention = way
+        self._use(way)
         # After the verdict: what raised above is checked again by the next `train` or `evaluate`.
         self._checked[training].append(lengths)
 
-    def _accept(self, way: AttentionChoice, found: IsolationReport | str) -> AttentionChoice:
+    def _use(self, way: AttentionChoice) -> None:
+        tried = [known.backend for known in self._ways]
+        after = self._ways[tried.index(way.backend) + 1 :] if way.backend in tried else []
+        self.attention, self._ways = way, [way, *after]
+
+    def _accept(self, way: AttentionChoice, found: Found) -> AttentionChoice:
         """Return the way to go on by although none is exact. Raises RuntimeError if none may be."""
-        leaks = isinstance(found, str) or found.verdict == "leaks"
-        if leaks and not self.asked and self.options.attention == "auto":
+        named = self.options.attention != "auto"
+        fails = found.verdict in ("leaks", "refused")
+        if fails and not self.asked and not named:
             logger.warning(f"{found}: rows are padded, as in TRL")
-            padded = AttentionChoice("padded", None, "nothing is exact on this model")
+            padded = AttentionChoice("padded", None, "nothing is exact on this model", way.own)
             install_attention(self.model, padded)
             return padded
-        if isinstance(found, str):
-            raise RuntimeError(
-                f"{type(self.base_model).__name__} cannot run packed documents by "
-                f"{way}: {found}. Install what it asks for, or train padded rows: "
-                "attention='padded'"
-            )
-        message = (
-            f"{found}. Set another attention (attention='padded' takes most models), or keep "
-            "documents on one side of the model's length threshold with max_length; "
-            "isolation_check='warn' trains all the same"
-        )
-        if leaks and self.options.isolation_check == "error":
+        message = why_not_exact(self.base_model, way, found, named=named)
+        cannot_run = found.verdict == "refused"
+        if cannot_run or (fails and self.options.isolation_check == "error"):
             raise RuntimeError(message)
         logger.warning(message)
         return way

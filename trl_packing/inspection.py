@@ -24,7 +24,7 @@ from trl.data_utils import is_conversational
 from trl_packing.arguments import check_arguments, generation_config_of, reason_for_trl_path
 from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.config import PackedSFTConfig
-from trl_packing.plan import plan_report, training_sampler
+from trl_packing.plan import plan_report, settings_in_steps, training_sampler
 from trl_packing.prepare import Preparation
 from trl_packing.printable import escape_hidden
 from trl_packing.render import show_document
@@ -175,6 +175,7 @@ def plan(
         loss=in_words(args.loss_weighting, prepared.column_names),
         preparation=counts or PreparationCounts(),
         tokens_per_micro_batch=_held_tokens(args),
+        given_in_steps=settings_in_steps(args),
     )
 
 

@@ -21,6 +21,7 @@ identical to the last bit. Otherwise nothing is shown, and the check is inconclu
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,32 @@ LEAK_SHARE = 0.01
 
 # Positions of B that are compared: its first ones, where a leak is strongest, and its last ones.
 _POSITIONS = 32
+
+
+class Stage(Enum):
+    """What was running when an exception was raised in a check."""
+
+    PACKED = "packed row"
+    ALONE = "document alone"  # in an ordinary row
+    COLLATOR = "collator"
+
+
+@contextmanager
+def _at(stage: Stage) -> Iterator[None]:
+    """Note on an exception at which stage it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"isolation check: {stage.value}")
+        raise
+
+
+def stage_of(error: Exception) -> Stage:
+    """Return at which stage of a check `error` was raised."""
+    notes = getattr(error, "__notes__", [])
+    return next(
+        (s for s in Stage if s.value and f"isolation check: {s.value}" in notes), Stage.PACKED
+    )
 
 
 @dataclass(frozen=True)
@@ -187,7 +214,7 @@ def _run(
 
     def alone(ids: Tensor, **batch: Any) -> Tensor:
         # Some ropes remember the longest document that they have seen.
-        with state_restored(inner), own_attention(inner):
+        with _at(Stage.ALONE), state_restored(inner), own_attention(inner):
             logits = _logits_at(model, inner, _ordinary_batch(inner, ids, **batch), rows)
         return _log_probs_and_entropy(logits, document[rows + 1]) if fused_head else logits
 
@@ -265,7 +292,8 @@ def _ordinary_batch(model: nn.Module, ids: Tensor, **others: Any) -> dict[str, A
 def _packed_batch(
     model: nn.Module, collate: PackedCollator, documents: list[dict[str, np.ndarray]]
 ) -> dict[str, Any]:
-    batch = collate(documents)
+    with _at(Stage.COLLATOR):
+        batch = collate(documents)
     for name in (WEIGHT_COLUMN, HOST_ROW):  # for the loss and the host, not for the model
         batch.pop(name, None)
     return _on(model, batch)

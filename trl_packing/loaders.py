@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.arguments import check_loss_options, reason_for_trl_path
 from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
 from trl_packing.attention import PADDED
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
@@ -31,6 +32,7 @@ from trl_packing.loss import check_weights_can_be_used
 from trl_packing.plan import attention_cost, plan_settings, training_sampler
 from trl_packing.resuming import ResumingTrainer
 from trl_packing.sampler import PackedBatchSampler
+from trl_packing.set_afterwards import GivenLists, calls
 from trl_packing.static_shapes import StaticShapes
 from trl_packing.stream_batches import StreamBatches
 from trl_packing.streaming import StreamSettings
@@ -48,7 +50,13 @@ _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 class PackedLoaderTrainer(ResumingTrainer):
     """`ResumingTrainer` whose dataloaders give packed micro-batches, each rank its own."""
 
-    data_collator: Any
+    train_dataset: Any
+    data_collator: Any  # what makes batches; a user may set another one
+    _packed_collator: PackedCollator
+    _planned_dataset: Any = None  # the training set that the report is about
+    _stands_on_trl_path = False  # whatever is set afterwards
+    _accepts_loss_kwargs: bool  # as TRL has it
+    _told: set[str]  # what has been said
     _options: PackingOptions
     _packing: bool
     _eval_packing: bool
@@ -87,12 +95,107 @@ class PackedLoaderTrainer(ResumingTrainer):
             missing = [c for c in WEIGHT_COLUMNS if c not in self._signature_columns]
             self._signature_columns = [*self._signature_columns, *missing]
 
+    # --- what a user has set since the trainer was built --------------------------------------
+
+    def _heed_what_was_set(self) -> None:
+        """Take `data_collator` and `train_dataset` as they are now for what they mean."""
+        if self._stands_on_trl_path:
+            return
+        self._leave_trl_path()
+        ours, now = self._packed_collator, self.data_collator
+        if isinstance(now, PackedCollator):
+            if now is not ours:
+                self.data_collator = self._packed_collator = self._collator(now)
+                self._hold_shapes()
+        elif calls(now, ours):
+            self._check_wrapped(now)
+            ours.host_row = False  # the host would not know what is changed in a batch
+        else:
+            self._take_trl_path(f"data_collator is your own ({type(now).__name__})")
+            return
+        self._heed_dataset()
+
+    def _heed_dataset(self) -> None:
+        dataset = self.train_dataset
+        if dataset is self._planned_dataset or dataset is None:
+            return
+        reason = reason_for_trl_path(dataset, None)
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            reason = f"train_dataset is a {type(dataset).__name__}"
+        if reason:
+            self._take_trl_path(reason)
+            return
+        # Tokens without packing are trained as they are, as in TRL; bins have a capacity.
+        if self._packing or "input_ids" not in columns_of(dataset):
+            dataset = self._prepare_dataset(
+                dataset,
+                self.processing_class,
+                self.args,
+                self._packing,
+                self._formatting_func,
+                "train",
+            )
+        self.train_dataset = self._planned_dataset = dataset
+        self._hold_shapes()
+        self.packing_report = self._report()
+
+    def _take_trl_path(self, reason: str) -> None:
+        """Train padded rows, as TRL does, from now on.
+
+        Raises ValueError for settings that would do nothing there.
+        """
+        check_loss_options(self._options, None, reason)
+        for name in ("documents_per_step", "static_shapes"):
+            if value := getattr(self._options, name):
+                raise ValueError(
+                    f"{name}={value!r}, but {reason}, which takes TRL's path, where it does "
+                    f"nothing; leave {name} out"
+                )
+        self._trl_path, self.padding_free = reason, False
+        self.model_accepts_loss_kwargs = self._accepts_loss_kwargs
+        if self.data_collator is self._packed_collator:
+            self.data_collator = self._padded_collator
+        self.packing_report = None
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning(
+                f"{reason}: taking TRL's path unchanged, on padded rows; to train packed "
+                "documents, leave data_collator as it was (labels of a data set are kept), and "
+                "pass data sets of `datasets`"
+            )
+
+    def _leave_trl_path(self) -> None:
+        if self._trl_path is None:
+            return
+        self._trl_path, self.padding_free = None, True
+        self.model_accepts_loss_kwargs = True
+        self._planned_dataset = None
+        if self.data_collator is self._padded_collator:
+            self.data_collator = self._packed_collator
+
+    def _check_wrapped(self, collator: Any) -> None:
+        if self._options.static_shapes:
+            raise ValueError(
+                f"static_shapes=True holds the shape of data_collator's rows, but it is now a "
+                f"{type(collator).__name__} around it, which may change them; leave static_shapes "
+                "out"
+            )
+
+    def _collate_function(self) -> Any:
+        """Return what the data loader calls: arrays are for our collators alone."""
+        is_ours = self._trl_path or isinstance(self.data_collator, PackedCollator)
+        return self.data_collator if is_ours else GivenLists(self.data_collator)
+
     # --- sampling -----------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self._trl_path or not isinstance(train_dataset, ArrowDocuments):
             return super()._get_train_sampler(train_dataset)
         return self._training_sampler(train_dataset)
+
+    def _samples_its_own_way(self) -> bool:
+        """Whether a subclass says which documents come next."""
+        return type(self)._get_train_sampler is not PackedLoaderTrainer._get_train_sampler
 
     def _training_sampler(
         self, documents: ArrowDocuments, subset: np.ndarray | None = None
@@ -148,6 +251,16 @@ class PackedLoaderTrainer(ResumingTrainer):
         return self.args.world_size // shared, self.args.process_index // shared
 
     def get_train_dataloader(self) -> DataLoader:
+        self._heed_what_was_set()
+        if (called := self._collate_function()) is self.data_collator:
+            return self._train_dataloader(super().get_train_dataloader)
+        given, self.data_collator = self.data_collator, called
+        try:
+            return self._train_dataloader(super().get_train_dataloader)
+        finally:
+            self.data_collator = given
+
+    def _train_dataloader(self, parent: Callable[[], Any]) -> DataLoader:
         weighs = self._options.loss_weighting != "token" or _has_weights(self.train_dataset)
         self._trains_weighted = not self._trl_path and weighs
         if not self._trl_path and self._tokens_per_micro_batch is not None:
@@ -161,7 +274,7 @@ class PackedLoaderTrainer(ResumingTrainer):
             return self._stream(
                 self.train_dataset, self._packing, self._train_batch_size, training=True
             )
-        dataloader = super().get_train_dataloader()
+        dataloader = parent()
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
         planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
         self._room = planned.room if isinstance(planned, PackedBatchSampler) else None
@@ -170,7 +283,25 @@ class PackedLoaderTrainer(ResumingTrainer):
             # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
             # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
             dataloader.batch_sampler.set_epoch = sampler.set_epoch
+        if not self._trl_path and self._samples_its_own_way():
+            self._check_sampler(planned)
+            self.packing_report = self._report(planned, len(dataloader))
         return dataloader
+
+    def _check_sampler(self, planned: Any) -> None:
+        """Say what becomes of bins where a subclass has a sampler of its own."""
+        if isinstance(planned, PackedBatchSampler) or not self._packing:
+            return
+        own = f"_get_train_sampler of {type(self).__name__} draws documents, not bins"
+        for name in ("static_shapes", "documents_per_step"):
+            if value := getattr(self._options, name):
+                raise ValueError(f"{name}={value!r}, but {own}; leave {name} out")
+        if own not in self._told:
+            self._told.add(own)
+            logger.warning(
+                f"{own}: its order is kept, and a micro-batch is {self._train_batch_size} "
+                "documents without padding; leave the method out, or return super()'s, to pack them"
+            )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return self._evaluation_dataloader(
@@ -186,6 +317,7 @@ class PackedLoaderTrainer(ResumingTrainer):
     def _evaluation_dataloader(
         self, parent: Any, dataset: Any, source_column: str | None
     ) -> DataLoader:
+        self._heed_what_was_set()
         if self._trl_path:
             return parent(dataset)
         chosen = self.eval_dataset if dataset is None else dataset
@@ -207,11 +339,11 @@ class PackedLoaderTrainer(ResumingTrainer):
         if self._evaluates_padded:
             # Whoever asks for logits expects a row per document, in data-set order.
             return WeightedPaddedCollator(self._padded_collator, self._options.loss_weighting)
-        if self.data_collator.static_shapes is None:
-            return self.data_collator
+        if self._packed_collator.static_shapes is None:
+            return self._collate_function()
         if self._eval_packing:
             return self._with_shapes(self.args.eval_batch_size)
-        return replace(self.data_collator, static_shapes=None)
+        return replace(self._packed_collator, static_shapes=None)
 
     def _stream(
         self, dataset: IterableDataset, packing: bool, batch_size: int, *, training: bool
@@ -284,9 +416,9 @@ class PackedLoaderTrainer(ResumingTrainer):
             return
         most, dataset = None, self.train_dataset
         if isinstance(dataset, Dataset) and "seq_lengths" not in dataset.column_names:
-            sampler = self._get_train_sampler(self._remove_unused_columns(dataset))
+            sampler = self._training_sampler(self._remove_unused_columns(dataset))
             most = sampler.most_documents()
-        self.data_collator = self._with_shapes(self._train_batch_size, most)
+        self.data_collator = self._packed_collator = self._with_shapes(self._train_batch_size, most)
         self._drop_shapes_of_padded_rows()
 
     def _with_shapes(self, bins: int, most_documents: int | None = None) -> PackedCollator:
@@ -298,22 +430,25 @@ class PackedLoaderTrainer(ResumingTrainer):
             most_documents=most_documents,
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
-        return replace(self.data_collator, static_shapes=shapes)
+        return replace(self._packed_collator, static_shapes=shapes)
 
     def _drop_shapes_of_padded_rows(self) -> None:
-        if self.data_collator.static_shapes is None or self._gate.attention.backend not in PADDED:
+        if (
+            self._packed_collator.static_shapes is None
+            or self._gate.attention.backend not in PADDED
+        ):
             return
         logger.warning(
             f"static_shapes=True does nothing here: {type(self._gate.base_model).__name__} runs by "
             f"{self._gate.attention}, whose shapes follow the documents"
         )
         # In place: the dataloader has it already.
-        self.data_collator.static_shapes = None
+        self._packed_collator.static_shapes = None
 
     @property
     def _tokens_per_micro_batch(self) -> int | None:
         """Tokens of every micro-batch, its padding too; None if they differ."""
-        shapes = self.data_collator.static_shapes
+        shapes = self._packed_collator.static_shapes
         return None if shapes is None else shapes.num_tokens
 
     @property

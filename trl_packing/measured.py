@@ -120,8 +120,9 @@ class MeasuredTrainer(WeightedMeanTrainer):
             machine, step = self._share_counts(), self.state.global_step
             self._own_logs = self._throughput.run_metrics(step, machine)
             self._write_token_means()
-            # It takes the share of the schedule that this call has run.
-            share = (step - self._initial_global_step) / max(self.state.max_steps, 1)
+            # Since transformers 5.19 it takes the share of the schedule that this call has run.
+            start = getattr(self, "_initial_global_step", None)
+            share = 1.0 if start is None else (step - start) / max(self.state.max_steps, 1)
             if share:
                 num_train_samples = self._throughput.run.documents / share
             self._throughput = self._trained_sums = None

@@ -24,20 +24,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
+from trl_packing.attention import AttentionChoice, resolve_attention
 from trl_packing.attention.interface import inside_peft, requires
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.engines import is_sharded
-from trl_packing.exact_way import install_first_exact, ways_from
-from trl_packing.isolation import IsolationReport
+from trl_packing.exact_way import install_first, install_first_exact, ways_from
+from trl_packing.isolation_messages import why_not_exact
 from trl_packing.length_constants import length_constants
 from trl_packing.neftune import embedding_documents, scale_noise_by_document
 from trl_packing.packed_call import VIRTUAL_TOKENS, next_token_loss, packed_batch, with_own_loss
 from trl_packing.packed_dataset import PackedDataset, enabled_models
 from trl_packing.probes import random_tokens
 from trl_packing.undisturbed import undisturbed
+from trl_packing.versions import warn_of_untested_versions
 
 logger = logging.getLogger(__name__)
+
+warn_of_untested_versions()
 
 _REACH = 1024  # tokens of the longest probe, if it is not told which documents come
 _LOSS_TOLERANCE = 1e-3  # of the model's own loss, which its dtype may round otherwise
@@ -259,8 +262,7 @@ def _take_exact_way(
     ways = ways_from(choice) if packing.attention == "auto" else [choice]
     if packing.isolation_check == "off":
         with _without_ours(model, packing):
-            install_attention(model, choice)
-        packing.way = choice
+            packing.way, *_ = install_first(model, ways)
         packing.checked.add(kind)
         return
     try:
@@ -275,15 +277,16 @@ def _take_exact_way(
         packing.checked.clear()
         logger.info(f"{type(base).__name__} runs packed rows by {way}")
     packing.way = way
-    if isinstance(found, IsolationReport) and found:
+    if found:
         packing.checked.add(kind)
         return
-    message = (
-        f"{type(base).__name__} does not keep the documents of a packed row apart: {found}. Train "
-        "padded rows, or set another attention; isolation_check='warn' trains all the same"
-    )
-    leaks = isinstance(found, str) or found.verdict == "leaks"
-    if leaks and packing.isolation_check == "error":
+    named = packing.attention != "auto"
+    message = why_not_exact(base, way, found, named=named)
+    if found.verdict == "leaks":
+        message = (
+            f"{type(base).__name__} does not keep the documents of a packed row apart: {message}"
+        )
+    if found.verdict in ("leaks", "refused") and packing.isolation_check == "error":
         raise RuntimeError(message)
     packing.checked.add(kind)
     logger.warning(message)

@@ -19,6 +19,8 @@ from trl_packing.sampler import PackedBatchSampler
 # Steps looked at for the largest micro-batch: enough to see it coming, in well under a second.
 _STEPS_LOOKED_AT = 200
 
+_DEFAULT_SAVE_STEPS = 500  # of transformers; nobody has asked for it
+
 
 def training_sampler(
     documents: ArrowDocuments,
@@ -109,10 +111,12 @@ def plan_report(
     loss: str | None,
     preparation: PreparationCounts,
     tokens_per_micro_batch: int | None = None,
+    given_in_steps: dict[str, int] | None = None,
 ) -> PackingReport:
     """Return what the first epoch of `sampler` is made of; `attention` and `loss` in words.
 
     tokens_per_micro_batch: of every one, its padding too; None if they differ.
+    given_in_steps: what `settings_in_steps` returns.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps = -(-len(sampler) // accumulation)
@@ -134,7 +138,19 @@ def plan_report(
         loss=loss,
         tokens_per_micro_batch=tokens_per_micro_batch,
         preparation=preparation,
+        given_in_steps=given_in_steps or {},
     )
+
+
+def settings_in_steps(args: Any) -> dict[str, int]:
+    """Return the settings of `args` that somebody has given as a number of optimizer steps."""
+    given = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
+    if args.eval_strategy == "steps":
+        given["eval_steps"] = args.eval_steps
+    if args.save_strategy == "steps" and args.save_steps != _DEFAULT_SAVE_STEPS:
+        given["save_steps"] = args.save_steps
+    # Below 1 they are shares of the run.
+    return {name: int(value) for name, value in given.items() if value and value >= 1}
 
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:
@@ -154,6 +170,39 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
         return None
     steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
     return max(int(sampler.lengths[group].sum()) for step in steps for group in step if group)
+
+
+def report_of_any_sampler(
+    documents: ArrowDocuments,
+    args: SFTConfig,
+    *,
+    micro_batches: int | None,
+    batch_size: int,
+    ranks: int,
+    attention: str,
+    loss: str | None,
+    preparation: PreparationCounts,
+) -> PackingReport:
+    """Return the report on documents that a sampler of the user's draws, one after another.
+
+    micro_batches: of an epoch of one rank, None where it is not known yet.
+    """
+    accumulation = args.gradient_accumulation_steps
+    return PackingReport(
+        ranks=ranks,
+        accumulation=accumulation,
+        micro_batch=_words(batch_size, "document"),
+        attention=attention,
+        capacity=args.max_length,
+        documents=documents.num_documents,
+        tokens=int(documents.lengths().sum()),
+        trained_tokens=int(documents.num_trained().sum()),
+        micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
+        steps_per_epoch=None if micro_batches is None else -(-micro_batches // accumulation),
+        documents_per_step=batch_size * accumulation * ranks,
+        loss=loss,
+        preparation=preparation,
+    )
 
 
 def micro_batch_of_stream(packing: bool, batch_size: int) -> str:

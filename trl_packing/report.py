@@ -137,6 +137,7 @@ class PackingReport:
 
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
     `tokens_per_micro_batch` is None unless shapes are held; then it counts the padding too.
+    `given_in_steps` are settings that count optimizer steps, by name.
     """
 
     ranks: int
@@ -156,6 +157,7 @@ class PackingReport:
     loss: str | None = None
     tokens_per_micro_batch: int | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
+    given_in_steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def utilization(self) -> float | None:
@@ -241,6 +243,14 @@ class PackingReport:
             f"{self.micro_batch})"
         )
 
+    def _in_epochs(self, steps: int, padded_steps: int) -> str:
+        """Return what settings in steps come to: a packed step may hold many padded ones."""
+        epochs = {n: (v, v / steps, v / padded_steps) for n, v in self.given_in_steps.items()}
+        return "; ".join(
+            f"{name}={value} is {here:.1f} epochs here, {padded:.1f} padded"
+            for name, (value, here, padded) in epochs.items()
+        )
+
     def _padded(self) -> list[str]:
         """Return what a padded run would be, and what keeps its steps; a warning for few steps."""
         lines = []
@@ -248,6 +258,8 @@ class PackingReport:
         if steps and self.padded_steps and size and steps != self.padded_steps:
             padded = f"{_number(self.padded_steps, 'step')} of {_number(size, 'document')}"
             lines.append(f"padded       {padded}; documents_per_step={size} keeps them")
+            if self.given_in_steps:
+                lines.append(f"             {self._in_epochs(steps, self.padded_steps)}")
         largest = self.largest_micro_batch
         if largest and self.capacity and largest > self.capacity:
             lines.append(

@@ -63,14 +63,20 @@ from trl_packing.neftune import scale_noise_by_document
 from trl_packing.plan import (
     micro_batch_of_stream,
     plan_report,
+    report_of_any_sampler,
+    settings_in_steps,
     without_plan,
 )
 from trl_packing.prepare import Preparation
 from trl_packing.report import PackingReport, PreparationCounts
+from trl_packing.sampler import PackedBatchSampler
 from trl_packing.stream_overflow import columns_kept
+from trl_packing.versions import warn_of_untested_versions
 from trl_packing.weighting import in_words
 
 logger = get_logger(__name__)
+
+warn_of_untested_versions()
 
 
 class PackedSFTTrainer(PackedLoaderTrainer):
@@ -119,6 +125,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         self._trl_path = reason_for_trl_path(train_dataset, data_collator)
         self._options = PackingOptions.of(args)
         check_loss_options(self._options, kwargs.get("compute_loss_func"), self._trl_path)
+        self._stands_on_trl_path = self._trl_path is not None
         if self._trl_path:
             refuse_options(self._options, self._trl_path)
             logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
@@ -153,10 +160,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         self._check_losses_can_be_told_apart()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
+        self._accepts_loss_kwargs = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = True
         self._padded_collator: Any = self.data_collator
         if self._shards_sequences():
             self._trl_path = "context or sequence parallelism drops document boundaries"
+            self._stands_on_trl_path = True
             logger.warning(f"{self._trl_path}: rows are padded, as in TRL")
             return
         self._gate = IsolationGate(
@@ -167,7 +176,8 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             dtype=torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None,
         )
         self.padding_free = True
-        self.data_collator = self._collator(data_collator)
+        self.data_collator = self._packed_collator = self._collator(data_collator)
+        self._planned_dataset, self._told = self.train_dataset, set()
         self._hold_shapes()
         add_trained_positions_head(self._gate.base_model)
         self.packing_report = self._report()
@@ -265,12 +275,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         self._gate.check_head(model)
         if self._evaluates_padded and not training:
             return
-        shapes = self.data_collator.static_shapes
+        shapes = self._packed_collator.static_shapes
         self._gate.check(
             model,
             dataset,
             # Probes fill one bin or two, not a micro-batch of many.
-            self.data_collator if shapes is None else self._with_shapes(bins=1),
+            self._packed_collator if shapes is None else self._with_shapes(bins=1),
             training=training,
             max_length=self.args.max_length,
         )
@@ -335,7 +345,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 "skip_prepare_dataset=True skips append_eos=True; leave one of them out (a "
                 "tokenized data set is not tokenized again)"
             )
-        if isinstance(data_collator, PackedCollator):
+        if not self._trl_path and hasattr(self, "_packed_collator"):
             data_collator = self._padded_collator
         super()._reject_skip_prepare_without_labels(datasets, data_collator)
 
@@ -343,6 +353,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
+        self._heed_what_was_set()
         check_engine_can_train(self)
         wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if wraps and getattr(self.model, "_is_accelerate_prepared", False):
@@ -433,7 +444,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
 
     # --- report -------------------------------------------------------------------------------
 
-    def _report(self) -> PackingReport:
+    def _report(self, planned: Any = None, micro_batches: int | None = None) -> PackingReport:
+        """Return what the first epoch is made of.
+
+        planned: the sampler of the data loader, of so many `micro_batches` a rank, where a subclass
+            makes it: its constructor may not be done yet when ours asks.
+        """
         is_stream, loss = isinstance(self.train_dataset, IterableDataset), None
         if self.compute_loss_func is None:  # which says itself what it computes
             columns = (columns_kept if is_stream else columns_of)(self.train_dataset)
@@ -449,13 +465,27 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             )
         documents = self._remove_unused_columns(self.train_dataset)
         check_token_ids(documents, self._vocabulary_size(), "train")
+        if planned is None and not self._samples_its_own_way():
+            planned = self._training_sampler(documents)
+        if not isinstance(planned, PackedBatchSampler):
+            return report_of_any_sampler(
+                documents,
+                self.args,
+                micro_batches=micro_batches,
+                batch_size=self._train_batch_size,
+                ranks=self._data_ranks()[0],
+                attention=str(self.attention),
+                loss=loss,
+                preparation=self._preparation.get("train", PreparationCounts()),
+            )
         return plan_report(
             documents,
-            self._get_train_sampler(documents),
+            planned,
             attention=str(self.attention),
             loss=loss,
             preparation=self._preparation.get("train", PreparationCounts()),
             tokens_per_micro_batch=self._tokens_per_micro_batch,
+            given_in_steps=settings_in_steps(self.args),
         )
 
 
@@ -468,6 +498,8 @@ class _OnTrainBegin(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        if trainer._trl_path:
+            return
         scale_noise_by_document(trainer._gate.base_model)
         trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
         self._print_report(state)

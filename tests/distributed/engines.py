@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.utils.fsdp_utils import _find_final_norm
 from torch.distributed.tensor import DTensor
 
 LAYERS = {
@@ -57,7 +56,8 @@ def fsdp_on_cpu(*, head_apart: bool = False) -> None:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, fsdp_utils
 
-    fsdp_utils._find_final_norm = (lambda model: None) if head_apart else _find_final_norm
+    if head_apart and hasattr(fsdp_utils, "_find_final_norm"):  # accelerate 1.12 looks for none
+        fsdp_utils._find_final_norm = lambda model: None
     if hasattr(AcceleratorState.__init__, "__wrapped__"):
         return
     known = AcceleratorState.__init__

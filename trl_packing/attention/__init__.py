@@ -13,7 +13,7 @@ Neither is trusted: the isolation check runs on the result before the first step
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from trl_packing.attention.interface import (
     pass_packed_calls,
     unwrap_packed_calls,
 )
+from trl_packing.attention.kernel_backward import backward_run_once
 from trl_packing.length_constants import rope_thresholds, text_config
 
 __all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
@@ -54,11 +55,15 @@ class AttentionChoice:
     backend: one of `CHOICES` but ``"auto"``.
     implementation: the `attn_implementation` to set on the model; None leaves it as it is.
     reason: why, in a few words.
+    own: the `attn_implementation` that the model came with, which ways without one set back.
+    slower: kernels that fit the model too, from fast to slow, for when this one fails the check.
     """
 
     backend: str
     implementation: str | None
     reason: str
+    own: str | None = field(default=None, compare=False, repr=False)
+    slower: tuple["AttentionChoice", ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{_TITLES.get(self.backend, self.backend)} ({self.reason})"
@@ -111,10 +116,33 @@ def resolve_attention(
             f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
         )
     needs = _needs(model, device, dtype)
+    own = _own_implementation(model)
+    if attention == "auto":
+        choice = _indexed(model) or _automatic(model, needs)
+        return replace(choice, own=own, slower=tuple(replace(k, own=own) for k in choice.slower))
+    if attention in OWN_ATTENTION:
+        return AttentionChoice(attention, None, f"attention={attention!r}", own)
+    refusal, implementation, _ = _kernels(model, needs)[attention]
+    if refusal:
+        raise ValueError(
+            f"attention={attention!r} cannot be exact on {type(model).__name__}: {refusal}; "
+            "set attention='auto'"
+        )
+    return AttentionChoice(attention, implementation, f"attention={attention!r}", own)
+
+
+def _kernels(model: Any, needs: _Needs) -> dict[str, tuple[str | None, str, str]]:
+    """Return of every kernel, from fast to slow: why it cannot be exact, its name, why to take it.
+
+    The name is the `attn_implementation` to set.
+    """
     current = _current_implementation(model)
     fallback = "eager" if current is not None and current.endswith("eager") else "sdpa"
-    candidates = {
-        "flash": (_flash_refusal(needs), flash_attn.installed(), "installed"),
+    flash = {
+        name: (_flash_refusal(model, needs, name), name, "installed")
+        for name in flash_attn.VERSIONS
+    }
+    return flash | {
         "varlen": (
             torch_varlen.unavailable() or _varlen_refusal(needs),
             implementation_name(torch_varlen.NAME, fallback),
@@ -126,19 +154,6 @@ def resolve_attention(
             f"{needs.device}, {str(needs.dtype).removeprefix('torch.')}",
         ),
     }
-    if attention == "auto":
-        return _indexed(model) or _automatic(current, needs, candidates)
-    if attention in OWN_ATTENTION:
-        return AttentionChoice(attention, None, f"attention={attention!r}")
-    refusal, implementation, _ = candidates[attention if attention in candidates else "flash"]
-    if attention in flash_attn.VERSIONS:
-        implementation = attention
-    if refusal:
-        raise ValueError(
-            f"attention={attention!r} cannot be exact on {type(model).__name__}: {refusal}; "
-            "set attention='auto'"
-        )
-    return AttentionChoice(attention, implementation, f"attention={attention!r}")
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
@@ -153,7 +168,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         backbone = backbone.decoder
     for module in (model, base, backbone):
         unwrap_packed_calls(module)
-    _set_implementation(base, choice.implementation or _own_implementation(base))
+    _set_implementation(base, choice.implementation or choice.own or _own_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
     elif choice.backend in PADDED:
@@ -196,6 +211,24 @@ def own_attention(model: Any) -> Iterator[None]:
         _set_implementation(model, installed)
 
 
+@contextmanager
+def backward_run_in_check(model: Any, *, training: bool | None) -> Iterator[list[str]]:
+    """Run one small backward in what calls `model`, if it trains by a kernel that is not ours.
+
+    Yields what is wrong with it, empty as long as nothing is.
+    """
+    implementation = _current_implementation(inside_peft(model)) or ""
+    is_foreign = flash_attn.is_flash_attention(implementation) or implementation.startswith(
+        torch_varlen.NAME
+    )
+    trains = inside_peft(model).training if training is None else training
+    if is_foreign and trains:
+        with backward_run_once(implementation) as faults:
+            yield faults
+    else:
+        yield []
+
+
 def _own_implementation(model: Any) -> str | None:
     """Return the `attn_implementation` that the model had before one of ours."""
     current = _current_implementation(model)
@@ -229,9 +262,15 @@ def _indexed(model: Any) -> AttentionChoice | None:
     return None
 
 
-def _automatic(
-    current: str | None, needs: _Needs, candidates: dict[str, tuple[str | None, str | None, str]]
-) -> AttentionChoice:
+def _automatic(model: Any, needs: _Needs) -> AttentionChoice:
+    """Return the fastest kernel that can be exact on `model`, with those that come after it."""
+    current = _current_implementation(model)
+    installed = flash_attn.installed()
+    kernels = [
+        AttentionChoice(backend, implementation, reason)
+        for backend, (refusal, implementation, reason) in _kernels(model, needs).items()
+        if refusal is None and (backend in installed or backend not in flash_attn.VERSIONS)
+    ]
     if flash_attn.is_flash_attention(current):
         if needs.sinks and flash_attn.drops_sinks(str(current)):
             raise ValueError(
@@ -239,20 +278,37 @@ def _automatic(
                 "silence; load the model with attn_implementation='eager' or set "
                 "attention='documents'"
             )
-        return AttentionChoice(str(current), None, "the model was loaded with it")
-    if current not in (None, "sdpa", "eager") and not str(current).startswith(_OURS):
+        loaded = AttentionChoice(str(current), None, "the model was loaded with it")
+        kernels = [loaded, *(k for k in kernels if k.backend not in flash_attn.VERSIONS)]
+    elif current not in (None, "sdpa", "eager") and not str(current).startswith(_OURS):
         return AttentionChoice("model", None, f"the model was loaded with {current!r}")
-    for backend, (refusal, implementation, reason) in candidates.items():
-        if refusal is None and implementation is not None:
-            named = implementation if backend == "flash" else backend
-            return AttentionChoice(named, implementation, reason)
-    return AttentionChoice("model", None, str(needs.outside_interface))
+    if not kernels:
+        return AttentionChoice("model", None, str(needs.outside_interface))
+    return replace(kernels[0], slower=tuple(kernels[1:]))
 
 
-def _flash_refusal(needs: _Needs) -> str | None:
+def _flash_refusal(model: Any, needs: _Needs, name: str) -> str | None:
     if needs.sinks:
         return "flash-attn has no attention sinks"
-    return flash_attn.too_old() or _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM)
+    if reason := _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM):
+        return reason
+    sizes = {(needs.head_dim, needs.value_dim)}
+    reason = flash_attn.refusal(name, sizes, softcap=needs.softcap, dropout=needs.dropout)
+    return reason or _model_refuses_flash(model, name)
+
+
+def _model_refuses_flash(model: Any, name: str) -> str | None:
+    """Return why transformers would not set `name` on `model`, or would set another for it."""
+    text = text_config(model)
+    for part in model.modules():
+        if getattr(part, "config", None) is not text:
+            continue
+        if not getattr(part, "_supports_flash_attn", True):
+            return f"{type(part).__name__} does not support FlashAttention in transformers"
+        compatible = getattr(part, "_compatible_flash_implementations", None)
+        if compatible is not None and name not in compatible:
+            return f"{type(part).__name__} takes {', '.join(compatible)} instead of {name}"
+    return None
 
 
 def _varlen_refusal(needs: _Needs) -> str | None:

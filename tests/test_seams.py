@@ -1,0 +1,161 @@
+"""Every name of another library on which this package leans is where it was read.
+
+A failure here names the seam that a new release has moved: read its new source, then change the
+package and the table in `trl_packing/seams.py` together.
+"""
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+from transformers import Trainer
+from trl import SFTTrainer
+
+from trl_packing import PackedSFTTrainer
+from trl_packing.seams import ATTRIBUTES, FUNCTIONS, METHODS, NAMES
+
+PACKAGE = Path(__file__).parent.parent / "trl_packing"
+LIBRARIES = {"accelerate", "datasets", "peft", "transformers", "trl"}
+
+# Private names that are no library's: Python's, and PyTorch's documented or decades-old ones.
+PLAIN = {"_buffers", "_replace", "_version"}
+
+
+def look_up(path: str) -> object:
+    """Return the object at a dotted path, which may pass through classes."""
+    parts = path.split(".")
+    for at in range(len(parts), 0, -1):
+        try:
+            found: object = import_module(".".join(parts[:at]))
+        except ImportError:
+            continue
+        for name in parts[at:]:
+            found = getattr(found, name)
+        return found
+    raise ImportError(path)
+
+
+def parameters(function: object) -> str:
+    return ", ".join(inspect.signature(function).parameters)
+
+
+def moved(path: str, expected: str | None) -> str | None:
+    """Return what is wrong with a callable seam, or None."""
+    try:
+        found = look_up(path)
+    except (ImportError, AttributeError):
+        return f"{path} is gone"
+    if expected is None or parameters(found) == expected:
+        return None
+    return f"{path} takes ({parameters(found)}), and was read with ({expected})"
+
+
+def sets(owner: type, name: str) -> bool:
+    """Whether a class or its bases have the attribute, or assign it to `self` somewhere."""
+    return hasattr(owner, name) or any(
+        f"self.{name} =" in source or f"self.{name}:" in source
+        for base in owner.__mro__
+        if base is not object and (source := inspect.getsource(base))
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_overridden_method_has_the_parameters_that_were_read(name):
+    problem = moved(f"trl.SFTTrainer.{name}", METHODS[name])
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_a_called_function_has_the_parameters_that_were_read(path):
+    problem = moved(path, FUNCTIONS[path])
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_is_read_is_still_set(name):
+    owner = look_up(ATTRIBUTES[name])
+    assert sets(owner, name), f"{ATTRIBUTES[name]} no longer has {name}"
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_an_imported_name_is_where_it_was(path):
+    problem = moved(path, None)
+    assert problem is None, problem
+
+
+def test_the_check_names_a_seam_that_moved():
+    """The negative control: a method that is gone, other parameters, an attribute nobody sets."""
+    assert moved("trl.SFTTrainer._pack_rows", "self") == "trl.SFTTrainer._pack_rows is gone"
+    assert "takes (self, model, trial)" in moved("trl.SFTTrainer._save_checkpoint", "self, trial")
+    assert not sets(SFTTrainer, "_packed_rows")
+
+
+# --- the table is complete ------------------------------------------------------------------------
+
+
+def overridden_methods() -> set[str]:
+    ours = [c for c in PackedSFTTrainer.__mro__ if c.__module__.startswith("trl_packing")]
+    return {
+        name
+        for cls in ours
+        for name, value in vars(cls).items()
+        if isinstance(value, FunctionType) and hasattr(SFTTrainer, name) and name != "__init__"
+    }
+
+
+def modules() -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+
+
+def inner_imports() -> set[str]:
+    """Return names imported from a module inside a library, or private ones."""
+    return {
+        f"{node.module}.{alias.name}"
+        for tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        if node.module.split(".")[0] in LIBRARIES
+        for alias in node.names
+        if "." in node.module or alias.name.startswith("_")
+    }
+
+
+def foreign_private_attributes() -> set[str]:
+    """Return private attributes that are read, and that nothing of ours defines or assigns."""
+    read, ours = set(), set()
+    for tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                (ours if isinstance(node.ctx, ast.Store) else read).add(node.attr)
+    return {name for name in read - ours if name.startswith("_") and not name.startswith("__")}
+
+
+def test_every_overridden_method_is_in_the_table():
+    assert overridden_methods() == set(METHODS)
+
+
+def test_every_import_from_inside_a_library_is_in_the_table():
+    assert inner_imports() <= {*FUNCTIONS, *NAMES}
+
+
+def test_every_private_attribute_of_others_is_in_the_table():
+    known = {*ATTRIBUTES, *METHODS, *PLAIN, *(path.rpartition(".")[2] for path in FUNCTIONS)}
+    assert foreign_private_attributes() <= known
+
+
+def test_every_row_of_the_table_is_used():
+    source = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "seams.py")
+    last = [path.rpartition(".")[2] for path in (*METHODS, *FUNCTIONS, *NAMES, *ATTRIBUTES)]
+    assert [name for name in last if name not in source] == []
+
+
+def test_trainer_is_the_base_that_the_table_means():
+    assert issubclass(SFTTrainer, Trainer)
+    assert isinstance(look_up("trl.data_utils"), ModuleType)

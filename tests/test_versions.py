@@ -1,0 +1,108 @@
+"""The versions that are promised, tested and written down are the same ones."""
+
+import logging
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from trl_packing import versions
+
+ROOT = Path(__file__).parent.parent
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def promised() -> dict[str, Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {r.name: r for requirements in lists for r in map(Requirement, requirements)}
+
+
+def floor(requirement: Requirement) -> Version:
+    return next(Version(s.version) for s in requirement.specifier if s.operator == ">=")
+
+
+def test_the_table_of_tested_versions_is_that_of_the_constraints():
+    oldest, newest = pins("constraints-oldest.txt"), pins("constraints.txt")
+    assert {name: (oldest[name], newest[name]) for name in versions.TESTED} == versions.TESTED
+
+
+@pytest.mark.parametrize("name", [*versions.TESTED, "peft", "numpy"])
+def test_the_lowest_version_that_is_promised_is_tested(name):
+    tested = Version(pins("constraints-oldest.txt")[name])
+    assert tested.release[:2] == floor(promised()[name]).release[:2]
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-oldest.txt"])
+def test_tested_versions_are_among_those_promised(file):
+    requirements = promised()
+    pinned = {name: version for name, version in pins(file).items() if name in requirements}
+    assert [n for n, v in pinned.items() if v not in requirements[n].specifier] == []
+
+
+def test_the_docs_name_the_tested_versions():
+    text = (ROOT / "docs/releasing.md").read_text()
+    for name, (oldest, newest) in versions.TESTED.items():
+        assert re.search(rf"\| {name} +\| {re.escape(oldest)} +\| {re.escape(newest)} +\|", text)
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """Return a function: the warnings logged with these versions installed."""
+
+    def said(**installed: str) -> list[str]:
+        tested = {name: newest for name, (_, newest) in versions.TESTED.items()}
+        monkeypatch.setattr(versions, "version", lambda name: {**tested, **installed}[name])
+        versions.warn_of_untested_versions.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "trl_packing.versions"):
+            versions.warn_of_untested_versions()
+            versions.warn_of_untested_versions()
+        return [record.getMessage() for record in caplog.records]
+
+    yield said
+    versions.warn_of_untested_versions.cache_clear()
+
+
+def test_a_tested_version_and_its_patch_releases_say_nothing(said):
+    assert said() == []
+    assert said(transformers="5.23.7", accelerate="1.12.1") == []
+
+
+@pytest.mark.parametrize(("name", "number"), [("trl", "1.17.0"), ("datasets", "4.0.0")])
+def test_a_version_outside_of_the_tested_ones_is_named_once(said, name, number):
+    (message,) = said(**{name: number})
+    assert f"{name} {number} (tested: " in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_library_without_metadata_is_passed_over(monkeypatch):
+    def nothing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", nothing)
+    versions.warn_of_untested_versions.cache_clear()
+    versions.warn_of_untested_versions()
+    versions.warn_of_untested_versions.cache_clear()
+
+
+@pytest.mark.slow
+def test_importing_a_trainer_names_an_untested_version_once():
+    code = (
+        "import importlib.metadata as metadata\n"
+        "installed = metadata.version\n"
+        "metadata.version = lambda name: '1.99.0' if name == 'trl' else installed(name)\n"
+        "from trl_packing import PackedSFTTrainer, enable_packing\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stderr.count("has not been tested with trl 1.99.0 (tested: 1.16.0 to") == 1

@@ -1,0 +1,93 @@
+"""One small backward of every kind of call that a model makes of an attention kernel.
+
+The isolation check runs forwards only. A kernel may have no backward for this GPU, head size or
+option (flash-attn 4 asserts in it), which would stop the first step; or one that reaches into other
+documents. So the first packed call of its kind in a check runs once more, with gradients:
+
+    row            A A A A B B B          the gradient of B's output
+    query, key     0 0 0 0 x x x          must be zero outside B, and a number everywhere
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+@contextmanager
+def backward_run_once(implementation: str) -> Iterator[list[str]]:
+    """Run one backward for every kind of call of the attention function `implementation`.
+
+    Yields what is wrong with them: the kernel raises, a gradient is no number, or it reaches into
+    another document. The calls themselves go on.
+    """
+    function, tried = ALL_ATTENTION_FUNCTIONS[implementation], set()
+    faults: list[str] = []
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = function(module, query, key, value, *args, **kwargs)
+        kind = _kind(query, key, value, kwargs)
+        if kind not in tried:
+            tried.add(kind)
+            fault = _fault(function, module, (query, key, value), args, kwargs)
+            faults.extend([fault] if fault else [])
+        return output
+
+    # The interface looks into the instance first: what is registered for all stays as it is.
+    local = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = local.get(implementation)
+    ALL_ATTENTION_FUNCTIONS[implementation] = attention
+    try:
+        yield faults
+    finally:
+        if before is None:
+            del ALL_ATTENTION_FUNCTIONS[implementation]
+        else:
+            ALL_ATTENTION_FUNCTIONS[implementation] = before
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what decides which kernel runs; how long the row is does not."""
+    sizes = [(x.shape[1], x.shape[-1], x.dtype) for x in (query, key, value)]
+    is_windowed = kwargs.get("sliding_window") is not None
+    return (*sizes, is_windowed, kwargs.get("softcap"), kwargs.get("cu_seq_lens_q") is not None)
+
+
+@torch.enable_grad()
+def _fault(
+    function: Callable[..., Any],
+    module: nn.Module,
+    tensors: tuple[Tensor, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str | None:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    if kwargs.get("sliding_window") is not None:
+        # Short rows fit into the window, and transformers would leave it out.
+        half = max(tensors[1].shape[2] // 2, 1)
+        kwargs = kwargs | {"sliding_window": min(kwargs["sliding_window"], half)}
+    start = _start_of_last_document(kwargs.get("cu_seq_lens_q"))
+    try:
+        output = function(module, *leaves, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
+        found = torch.autograd.grad(output[:, start:].float().sum(), leaves)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"its backward raises {type(error).__name__}: {error}"
+    for gradient in found:  # (rows, heads, T, dim)
+        if not torch.isfinite(gradient).all():
+            return "its backward returns gradients that are no numbers"
+        if gradient[:, :, :start].any():
+            return "its backward reaches into the documents before"
+    return None
+
+
+def _start_of_last_document(boundaries: Tensor | None) -> int:
+    if boundaries is None:
+        return 0
+    return int(boundaries[:-1][boundaries.diff() > 0][-1])

@@ -1,0 +1,146 @@
+"""Seams: the names of other libraries that this package overrides, calls or reads.
+
+A new release of TRL or transformers may move any of them. `tests/test_seams.py` looks up each name
+and its parameters, so that such a release fails with the name of the seam, and not with a wrong
+loss. The same test finds seams in the sources that are missing here.
+
+    METHODS      methods of `SFTTrainer` that `PackedSFTTrainer` overrides, with their parameters
+    FUNCTIONS    functions and methods that are called, with their parameters
+    ATTRIBUTES   attributes that an object of another library holds, and the class that sets them
+    NAMES        classes, constants and modules outside of the libraries' top-level names
+
+Read in TRL 1.16, transformers 5.17 and 5.23, accelerate 1.12 and 1.15, datasets 4.7 and 5.2.
+"""
+
+METHODS = {
+    # --- public ---
+    "compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
+    "evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
+    "evaluation_loop": (
+        "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"
+    ),
+    "get_batch_samples": "self, epoch_iterator, num_batches, device",
+    "get_eval_dataloader": "self, eval_dataset",
+    "get_test_dataloader": "self, test_dataset",
+    "get_train_dataloader": "self",
+    "log": "self, logs, start_time",
+    "predict": "self, test_dataset, ignore_keys, metric_key_prefix",
+    "save_model": "self, output_dir, _internal_call",
+    "set_initial_training_values": "self, args, dataloader",
+    "train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",
+    "training_step": "self, args, kwargs",
+    # --- private ---
+    "_finalize_training": "self, trial, num_train_samples, start_time",
+    "_get_eval_sampler": "self, eval_dataset",
+    "_get_train_sampler": "self, train_dataset",
+    "_init_training_state": (
+        "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, "
+        "trial"
+    ),
+    "_maybe_log_save_evaluate": (
+        "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
+        "learning_rate"
+    ),
+    "_prepare_dataset": (
+        "self, dataset, processing_class, args, packing, formatting_func, dataset_name"
+    ),
+    "_prepare_inputs": "self, inputs",
+    "_reject_skip_prepare_without_labels": "self, datasets, data_collator",
+    "_remove_unused_columns": "self, dataset, description",
+    "_run_epoch": (
+        "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
+        "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
+        "steps_trained_in_current_epoch"
+    ),
+    "_save_checkpoint": "self, model, trial",
+    "_save_rng_state": "self, output_dir",
+    "_set_signature_columns_if_needed": "self",
+    "_track_num_input_tokens": "self, inputs",
+}
+
+FUNCTIONS = {
+    "accelerate.utils.broadcast_object_list": "object_list, from_process",
+    "transformers.PreTrainedModel._from_config": "config, kwargs",
+    "transformers.Trainer._get_output_dir": "self, trial",
+    "transformers.Trainer.get_cp_size": "self",
+    "transformers.Trainer.get_sp_size": "self",
+    "transformers.Trainer.get_tp_size": "self",
+    "transformers.integrations.neftune.neftune_post_forward_hook": "module, input, output",
+    "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func": (
+        "gate_logits, num_experts, top_k, attention_mask"
+    ),
+    "transformers.trainer_pt_utils.get_length_grouped_indices": (
+        "lengths, batch_size, mega_batch_mult, generator"
+    ),
+    "transformers.trainer_utils.rotate_checkpoints": (
+        "output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix"
+    ),
+    "transformers.utils.chat_template_utils.render_jinja_template": (
+        "conversations, tools, documents, chat_template, return_assistant_tokens_mask, "
+        "continue_final_message, add_generation_prompt, kwargs"
+    ),
+    "trl.chat_template_utils.clone_chat_template": (
+        "model, tokenizer, source_tokenizer_path, resize_to_multiple_of"
+    ),
+    "trl.chat_template_utils.get_training_chat_template": "processing_class, tokenizer",
+    "trl.chat_template_utils.has_generation_markers": "chat_template",
+    "trl.chat_template_utils.supports_tool_calling": "processing_class",
+    "trl.data_utils.common_prefix_length": "ids, other_ids",
+    "trl.data_utils.get_dataset_column_names": "dataset",
+    "trl.data_utils.is_conversational": "example",
+    "trl.data_utils.maybe_convert_to_chatml": "example",
+    "trl.kernels.chunked_logprob._use_triton": "device",
+    "trl.trainer.utils.add_fused_lm_head": "model, temperature, cast_lm_head_to_fp32, outputs",
+    "trl.trainer.utils.global_then_local_main_first": "",
+    "trl.trainer.utils.maybe_gather_lm_head_ctx": "params",
+    "torch.ops.aten._flash_attention_backward": None,
+    "torch.ops.aten._flash_attention_forward": None,
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": None,
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": None,
+}
+
+ATTRIBUTES = {
+    "_formatting_func": "trl.SFTTrainer",
+    "_metrics": "trl.SFTTrainer",
+    "_skip_prepare_dataset": "trl.SFTTrainer",
+    "_tokenizer": "trl.SFTTrainer",
+    "_total_train_tokens": "trl.SFTTrainer",
+    "aux_loss_enabled": "trl.SFTTrainer",
+    "router_aux_loss_coef": "trl.SFTTrainer",
+    "completion_only_loss": "trl.SFTTrainer",
+    "chat_template": "trl.SFTTrainer",
+    "padding_free": "trl.SFTTrainer",
+    "_globalstep_last_logged": "transformers.Trainer",
+    "_signature_columns": "transformers.Trainer",
+    "_train_batch_size": "transformers.Trainer",
+    "current_gradient_accumulation_steps": "transformers.Trainer",
+    "label_smoother": "transformers.Trainer",
+    "model_accepts_loss_kwargs": "transformers.Trainer",
+    "_models": "accelerate.Accelerator",
+    "_distributed": "datasets.IterableDataset",
+    "_ex_iterable": "datasets.IterableDataset",
+    "_starting_state_dict": "datasets.IterableDataset",
+    "_indices": "datasets.Dataset",
+    "_supports_sdpa": "transformers.PreTrainedModel",
+    "_can_set_attn_implementation": "transformers.PreTrainedModel",
+}
+
+NAMES = (
+    "accelerate.data_loader.DataLoaderShard",
+    "accelerate.logging.get_logger",
+    "datasets.exceptions.DatasetGenerationError",
+    "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "transformers.trainer.TRAINER_STATE_NAME",
+    "transformers.trainer_pt_utils.BatchRebalanceSampler",
+    "transformers.trainer_pt_utils.LabelSmoother",
+    "transformers.trainer_utils.EvalLoopOutput",
+    "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
+    "transformers.utils.ModelOutput",
+    "transformers.utils.import_utils",
+    "transformers.utils.logging",
+    "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
+    "trl.trainer.utils.FusedCausalLMOutput",
+)
