@@ -149,6 +149,29 @@ def test_a_slower_way_is_checked_on_what_the_faster_one_had_passed(tmp_path, che
     assert checked_modes == [True], "evaluation on the slower way was checked, training was not"
 
 
+class OneDocumentARow(PackedCollator):
+    """Tell the model that a row is one document."""
+
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        length = batch["input_ids"].shape[1]
+        whole = {f"cu_seq_lens_{of}": torch.tensor([0, length], dtype=torch.int32) for of in "qk"}
+        longest = {f"max_length_{of}": length for of in "qk"}
+        return batch | whole | longest | {"position_ids": torch.arange(length)[None]}
+
+
+def test_a_collator_that_is_set_after_a_check_is_checked(tmp_path, checked_modes):
+    run = trainer_for(tiny_model("llama"), tmp_path, attention="documents")
+    run.train()
+    run.data_collator = PackedCollator(pad_token_id=run.data_collator.pad_token_id)
+    run.train()
+    run.data_collator = OneDocumentARow()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=LEAKS):
+            run.train()
+    assert checked_modes[0] is checked_modes[-1] is True
+
+
 # --- an error in the check ------------------------------------------------------------------------
 
 

@@ -77,8 +77,9 @@ TABLE = {
         {"report", "stream_overflow", "stream_parts", "streaming"},
         {"numpy", "torch"},
     ),
-    "length_constants": (set(), set()),
-    "static_shapes": ({"length_constants"}, set()),
+    "model_config": (set(), set()),
+    "length_constants": ({"model_config"}, set()),
+    "static_shapes": ({"length_constants", "model_config"}, set()),
     "collator": ({"documents", "host", "labels", "static_shapes", "weighting"}, {"numpy", "torch"}),
     "templates": ({"printable"}, {"numpy"}),
     "conversations": ({"printable"}, set()),
@@ -107,7 +108,7 @@ TABLE = {
     "attention.flash_attn": (set(), {"torch", "transformers"}),
     "attention.kernel_backward": (set(), {"torch", "transformers"}),
     "attention.explicit_mask": (
-        {"attention.interface", "current_row", "documents", "host", "length_constants"},
+        {"attention.interface", "current_row", "documents", "host", "model_config"},
         {"numpy", "torch"},
     ),
     "attention.padded_rows": (
@@ -117,6 +118,7 @@ TABLE = {
     "attention": (
         {
             "length_constants",
+            "model_config",
             "attention.explicit_mask",
             "attention.padded_rows",
             "attention.interface",
@@ -135,7 +137,7 @@ TABLE = {
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
-    "model_flops": ({"attention.interface"}, {"numpy", "torch"}),
+    "model_flops": ({"attention.interface", "model_config"}, {"numpy", "torch"}),
     "measured": (
         {"device_peaks", "host", "loss", "model_flops", "throughput", "token_metrics"},
         {"accelerate", "torch", "transformers"},
@@ -288,6 +290,7 @@ TABLE = {
             "labels",
             "legacy_collator",
             "loss",
+            "model_config",
             "plan",
             "resuming",
             "sampler",

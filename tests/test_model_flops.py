@@ -36,7 +36,11 @@ def eager(model):
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma2", "mistral", "phi3", "bloom"])
+# Heads: of two sizes and without keys of their own (gemma4), in two numbers (laguna).
+DENSE = ["llama", "gpt2", "qwen3", "gemma2", "mistral", "phi3", "bloom", "gemma4_text"]
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_a_dense_model(name):
     model = eager(tiny_model(name)) if name != "bloom" else tiny_model(name)
     counted = model_flops(model)
@@ -67,7 +71,7 @@ def test_it_is_palm_s_formula_but_for_what_is_not_computed():
     assert counted.of(np.array([T]), T) - counted.of(np.array([T]), T - 5) == 5 * head
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "laguna"])
 def test_experts_that_a_token_meets(name):
     model = eager(tiny_model(name))
     # One expert a product: the counter does not see grouped ones.

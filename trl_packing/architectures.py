@@ -4,9 +4,13 @@
     vision_names()            ["aria", …, "vipllava"]: vision-language models, for text alone
     tiny_config("gemma3")     width 64, a vocabulary of 128, one layer of every kind, windows of 8
     tiny_model("gemma3")      AutoModelForCausalLM on it: float32, CPU, random weights
+    full_size_model("gemma3") the same class on its default configuration, without memory (meta)
 
-They serve to *measure* what an architecture does with packed rows; small in ways that hide nothing:
+Tiny models serve to *measure* what an architecture does with packed rows; they are small in ways
+that hide nothing:
 
+    structure  where the published model has several sizes of heads, keys wider than values, groups
+               of experts, or layers that use the keys of others, the tiny one has, too
     lengths    every window, chunk and block is shorter than a short document
     layers     one of every kind in the full model: sliding and full attention, recurrence, experts
     weights    large, and none of them zero: a path that adds nothing leaks nothing
@@ -56,9 +60,9 @@ _BY_VALUE: list[tuple[Any, str]] = [
         "hidden_size_global backbone_hidden_size input_size text_hidden_size projector_hidden_size",
     ),
     (64, "alignment_intermediate_size"),
-    (64, "intermediate_size ffn_dim n_inner d_inner dff dim_ff mlp_dim feed_forward_size"),
-    (64, "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size intermediate_size_mlp"),
-    (64, "dense_intermediate_size prefix_dense_intermediate_size"),
+    (96, "intermediate_size ffn_dim n_inner d_inner dff dim_ff mlp_dim feed_forward_size"),
+    (96, "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size intermediate_size_mlp"),
+    (96, "dense_intermediate_size prefix_dense_intermediate_size"),
     (32, "moe_intermediate_size expert_ffn_hidden_size shared_intermediate_size"),
     (32, "shared_expert_intermediate_size shared_experts_intermediate_size router_hidden_size"),
     (32, "moe_shared_expert_intermediate_size hidden_size_per_layer_input"),
@@ -67,12 +71,12 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (4, "num_decoder_attention_heads linear_num_heads linear_num_value_heads"),
     (4, "index_n_heads indexer_n_heads mamba_n_heads mamba_num_heads n_mamba_heads"),
     (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads"),
-    (16, "head_dim swa_head_dim d_head dim_head kv_channels attention_head_size v_head_dim"),
+    (16, "head_dim d_head dim_head kv_channels attention_head_size"),
     (16, "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim"),
     (16, "indexer_head_dim q_lora_rank kv_lora_rank o_lora_rank query_pre_attn_scalar"),
     (32, "mamba_d_head mamba_head_dim"),
     (128, "mamba_d_ssm"),
-    (8, "qk_rope_head_dim qk_nope_head_dim rotary_dim mamba_d_state state_size ssm_state_size"),
+    (8, "rotary_dim mamba_d_state state_size ssm_state_size"),
     (1, "n_groups mamba_n_groups mamba_ngroups num_codebooks"),
     # Layers, where all are of one kind.
     (2, "num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers"),
@@ -88,8 +92,8 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (512, "context_length"),
     (8, "sliding_window sliding_window_size attention_window_size window_size mem_len"),
     (8, "attention_chunk_size local_attention_window_len chunk_size mamba_chunk_size block_size"),
-    (8, "keep_window_size index_topk index_block_size indexer_budget rel_extent chroma_length"),
-    (16, "local_attention relative_max_distance position_bias_max_distance"),
+    (8, "keep_window_size index_topk index_block_size indexer_budget chroma_length"),
+    (16, "rel_extent local_attention relative_max_distance position_bias_max_distance"),
     (16, "position_bias_num_buckets floor_scale log_scaling_n_floor"),
     (32, "original_max_position_embeddings"),
     (4, "prompt_length"),
@@ -106,8 +110,22 @@ _BY_VALUE: list[tuple[Any, str]] = [
 ]
 _TINY: dict[str, Any] = {name: value for value, names in _BY_VALUE for name in names.split()}
 
+# Sizes of heads that may differ from one another keep their proportions: 128 becomes 16.
+_HEAD_SIZES = ("head_dim", "swa_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+# 2, or 1 where the full model has 1: one key for all heads, one expert for a token.
+_ONE_OR_TWO = (
+    *("num_key_value_heads", "num_kv_heads", "n_group", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
+)
+
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+# The last two layers, one of each kind, use the keys and values of the first two (gemma-4-E2B).
+_SHARED_KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [_SLIDING, _FULL] * 2,
+    "num_kv_shared_layers": 2,
+}
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
@@ -123,6 +141,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},  # a decoder refuses the default on long rows
     # The threshold is about the median entropy here, so that what a patch is hangs on the text.
     "blt": {"encoder_hash_byte_group_vocab": 64, "patching_threshold": 4.4},
+    "blt_local_decoder": dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    "blt_local_encoder": dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
     "chameleon": {"vocabulary_map": {"<image>": VOCAB_SIZE - 1}},
     "chameleon_vqgan": {"base_channels": 32},
     "cohere2_moe": {"layer_types": [_SLIDING, _FULL], "mlp_layer_types": ["dense", "sparse"]},
@@ -141,10 +161,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
     },
-    "dots3_note_text": dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4)
-    | dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim", "swa_v_head_dim"), 16)
-    | {"swa_qk_nope_head_dim": 8},
+    "dots3_note_text": dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 2)
+    | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 32, "swa_v_head_dim": 16}
+    | {"swa_head_dim": 32, "swa_qk_nope_head_dim": 24},
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse"]},
+    "electra": {"embedding_size": 32},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16], **_mrope(3, 3, 2)},
     "evolla": {
         "protein_encoder_config": dict.fromkeys(("hidden_size", "intermediate_size"), 64)
@@ -152,8 +173,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "aligner_num_add_layers": 1,
     },
     "gemma3n_text": {"num_kv_shared_layers": 2},
-    "gemma4_text": {"global_head_dim": 16},
-    "gemma4_unified_text": {"global_head_dim": 16},
+    "gemma4_text": {"global_head_dim": 64, "num_experts": None, "use_double_wide_mlp": True}
+    | _SHARED_KEYS,
+    "gemma4_unified_text": {"global_head_dim": 64},
     "glm4v_moe_text": _mrope(1, 1, 2),
     "glm4v_text": _mrope(2, 3, 3),
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
@@ -164,19 +186,26 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": [_LINEAR, _FULL]},
     "hunyuan_vl_text": _mrope(2, 2, 2, 2),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "inkling2_text": {  # the first layer has no blocks before it
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
+        "n_layers_per_attn_res_block": 2,
+    },
+    "inkling_text": {"swa_num_key_value_heads": 4},
     "janus_vision_model": {"projection_dim": 64},
     "janus_vqgan": {"base_channels": 32, "num_embeddings": 64}
     | dict.fromkeys(("projection_dim", "image_token_embed_dim"), 64),
     "kosmos-2.5": {"latent_query_num": 4},
     "kosmos_2_5_text_model": {"embed_dim": 64, "layers": 2},
     "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 64},
-    "laguna": {"layer_types": [_FULL, _SLIDING], "mlp_layer_types": ["dense", "sparse"]},
+    "laguna": {"layer_types": [_FULL, _SLIDING], "mlp_layer_types": ["dense", "sparse"]}
+    | {"num_attention_heads_per_layer": [4, 6]},
     "lfm2": {"layer_types": ["conv", _FULL]},
     "lfm2_moe": {"layer_types": ["conv", _FULL]},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
     "mellum": {"layer_types": [_FULL, _SLIDING]},
-    "minicpm3": {"dim_model_base": 64},
+    "minicpm3": {"dim_model_base": 64, "v_head_dim": 8},
     "minimax_m3_vl_text": {
         "layer_types": [_FULL, "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse"],
@@ -186,7 +215,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [64] * 4, "depths": [1] * 4},
     "muse_spark_text": {"moe_hidden_size": 64},
     "nemotron_h_omni": {"audio_config": None, "vision_hidden_size": 64},
-    "paddleocr_vl_text": _mrope(2, 3, 3),
+    "paddleocr_vl_text": _mrope(4, 6, 6),
     "prophetnet": {"num_buckets": 8},
     "qwen2_5_omni_text": _mrope(2, 3, 3),
     "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
@@ -197,13 +226,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
     "qwen3_vl_moe_text": _mrope(4, 2, 2),
     "qwen3_vl_text": _mrope(4, 2, 2),
-    "qwen4_exp_text": {"indexer_kv_heads": 1, "indexer_compress_ratio": 4, "hc_lowrank": 8}
+    "qwen4_exp_text": {
+        "indexer_head_dim": 32,
+        "indexer_kv_heads": 1,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+    }
     | {"ple_layer_ids": [1], "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
     "radio": {"video_temporal_patch_size": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},  # recurrent, recurrent, attention
     # Trains on multiples of the chunk length alone. A seed, since it would draw hashes anew.
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 4}
     | {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "hash_seed": 0},
+    "step3p5": {"num_sliding_attention_heads": 6},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
@@ -214,7 +249,20 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 #: Architectures under a switch that changes how positions or documents matter: name -> (of, with).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon+alibi": ("falcon", {"alibi": True}),
-    "gemma4_text+experts": ("gemma4_text", {"enable_moe_block": True}),
+    "gemma4_text+experts": (  # as gemma-4-26B-A4B: layers without a window take keys for values
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+            "num_kv_shared_layers": 0,
+            "num_hidden_layers": 2,
+            "layer_types": [_SLIDING, _FULL],
+        },
+    ),
     "llama+dynamic": (  # other frequencies as soon as a row, not a document, is longer than 32
         "llama",
         {
@@ -281,29 +329,51 @@ def tiny_config(name: str) -> PreTrainedConfig:
         raise NotBuilt(f"{name} is not built: {_one_line(error)}") from error
 
 
-def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """Return a new model in training mode, equal weights for equal seeds; raises `NotBuilt`."""
-    config: Any = tiny_config(name)
-    is_vision = name in vision_names()
-    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision else MODEL_FOR_CAUSAL_LM_MAPPING
-    model_class: Any = classes[type(config)]
-    for part in config.sub_configs:  # a text model under the name of a composite
-        if type(getattr(config, part)) is model_class.config_class:
-            config = getattr(config, part)
-            break
+def tiny_model(name: str, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
+    """Return a new model in training mode, equal weights for equal seeds; raises `NotBuilt`.
+
+    device: ``"meta"`` leaves out the weights.
+    """
+    model_class, config = _class_and_config(name, tiny_config(name))
     attention = {"": "sdpa" if model_class._supports_sdpa else "eager"}
     for part in config.sub_configs:  # that text has SDPA does not say that images have
         attention[part] = "eager" if part.startswith(("vision", "audio")) else attention[""]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = model_class._from_config(
-                config, attn_implementation=attention, dtype=torch.float32
-            )
+            with torch.device(device):
+                model = model_class._from_config(
+                    config, attn_implementation=attention, dtype=torch.float32
+                )
         except Exception as error:  # most often a package that is not installed
             raise NotBuilt(f"{name} is not built: {_one_line(error)}") from error
-        _strengthen(model)
+        if device != "meta":
+            _strengthen(model)
     return model.train()
+
+
+def full_size_model(name: str) -> PreTrainedModel:
+    """Return a new model of the default configuration on the meta device; raises `NotBuilt`."""
+    model_type, changes = VARIANTS.get(name, (name, {}))
+    try:
+        config = CONFIG_MAPPING[model_type](**copy.deepcopy(changes))
+        model_class, config = _class_and_config(name, config)
+        with torch.device("meta"):
+            return model_class._from_config(config)
+    except Exception as error:  # defaults that no class can be built of, packages that are missing
+        raise NotBuilt(f"{name} is not built: {_one_line(error)}") from error
+
+
+def _class_and_config(name: str, config: Any) -> tuple[Any, Any]:
+    is_vision = name in vision_names()
+    classes: Any = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    model_class = classes[type(config)]
+    for part in config.sub_configs:  # a text model under the name of a composite
+        if type(getattr(config, part)) is model_class.config_class:
+            return model_class, getattr(config, part)
+    return model_class, config
 
 
 def _build(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
@@ -315,6 +385,10 @@ def _build(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> 
         values[part] = _build(part_class, {})
     if "kv_lora_rank" in defaults:  # latent attention: every head has keys of its own
         values["num_key_value_heads"] = values["num_attention_heads"]
+    elif isinstance(defaults.get("head_dim"), int):
+        values["head_dim"] = _head_dim(defaults, values)
+        if defaults.get("swa_head_dim") == defaults["head_dim"]:
+            values["swa_head_dim"] = values["head_dim"]
     values |= special
     num_layers = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     chosen = {num_layers, "layer_types", "mlp_layer_types", "layers_block_type"} & special.keys()
@@ -336,6 +410,13 @@ def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedCon
 
 def _tiny_value(name: str, default: Any) -> Any:
     """Return what the field becomes, or `MISSING` where it keeps its default."""
+    is_number = isinstance(default, int) and not isinstance(default, bool)
+    if name == "q_lora_rank" and default is None:  # queries of full rank
+        return None
+    if name in _HEAD_SIZES and is_number:
+        return -(-default // 64) * 8
+    if name in _ONE_OR_TWO and is_number and default > 0:
+        return min(default, 2)
     if name in _TINY:
         return _TINY[name]
     if isinstance(default, int | float) and not isinstance(default, bool):
@@ -346,6 +427,16 @@ def _tiny_value(name: str, default: Any) -> Any:
         if name.endswith(("_token_id", "_token_index")) and default > _TINY["eos_token_id"]:
             return VOCAB_SIZE - 1
     return dataclasses.MISSING
+
+
+def _head_dim(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+    """Return a size by which all heads are as wide as the model where the full one's are."""
+    heads, width = defaults.get("num_attention_heads"), defaults.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return values["head_dim"]
+    if heads * defaults["head_dim"] == width:
+        return values["hidden_size"] // values["num_attention_heads"]
+    return values["head_dim"] if values["head_dim"] != 16 else 32
 
 
 def _one_layer_of_each_kind(

@@ -4,6 +4,7 @@ It holds how the documents of a run are kept apart (`attention`), checks it on t
 with the run's own documents, and takes a slower exact way where the check fails.
 """
 
+import copy
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -54,6 +55,7 @@ class IsolationGate:
         self.attention = self._ways[0]
         # The shortest and the longest document, by mode (training or not).
         self._checked: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._checked_rows_of: PackedCollator | None = None
         self._head_is_checked = False
 
     @property
@@ -93,6 +95,9 @@ class IsolationGate:
         """
         if self.options.isolation_check == "off":
             return
+        if collator != self._checked_rows_of:
+            # Another collator's rows were checked, if any: the user may have set one since.
+            self._checked, self._checked_rows_of = {True: [], False: []}, copy.copy(collator)
         documents = probe_documents(dataset, self.model, max_length)
         lengths = min(map(len, documents)), max(map(len, documents))
         if _covered(lengths, self._checked[training]):

@@ -2,33 +2,36 @@
 
 from typing import Any
 
-_LENGTH_FIELDS = ("sliding_window", "attention_chunk_size", "floor_scale")
+from trl_packing.model_config import layer_values, text_config
+
+_LENGTH_FIELDS = (
+    *("sliding_window", "sliding_window_size", "attention_window_size", "window_size"),
+    *("local_attention", "local_attention_window_len", "keep_window_size"),
+    *("attention_chunk_size", "local_attn_chunk_length", "lsh_attn_chunk_length"),
+    *("floor_scale", "log_scaling_n_floor", "rel_extent", "relative_max_distance"),
+)
 
 
 def length_constants(model: Any) -> list[int]:
     """Return all such lengths: windows, chunks, scales by position, rope; ascending."""
     config = text_config(model)
-    found = _positive(getattr(config, name, None) for name in _LENGTH_FIELDS)
+    found = _positive(value for name in _LENGTH_FIELDS for value in layer_values(config, name))
     return sorted(found.union(rope_thresholds(model)))
 
 
 def rope_thresholds(model: Any) -> list[int]:
     """Return the lengths above which a document changes the rope of its whole batch, ascending."""
     config = text_config(model)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [v for v in rope.values() if isinstance(v, dict)] or [rope]
-    found = [settings.get("original_max_position_embeddings") for settings in nested]
-    found.append(getattr(config, "original_max_position_embeddings", None))
-    if any("dynamic" in str(settings.get("rope_type")) for settings in nested):
+    # One rope for all layers, or one for every kind of layer.
+    ropes = layer_values(config, "rope_parameters", "rope_scaling")
+    nested = [kind for rope in ropes for kind in rope.values() if isinstance(kind, dict)]
+    settings = [*ropes, *nested]
+    found = [one.get("original_max_position_embeddings") for one in settings]
+    found += layer_values(config, "original_max_position_embeddings")
+    if any("dynamic" in str(one.get("rope_type")) for one in settings):
         # Elsewhere nothing changes there, and learned positions end.
-        found.append(getattr(config, "max_position_embeddings", None))
+        found += layer_values(config, "max_position_embeddings")
     return sorted(_positive(found))
-
-
-def text_config(model: Any) -> Any:
-    """Return the config of the model's text part, None if it has no config at all."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _positive(values: Any) -> set[int]:

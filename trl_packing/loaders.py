@@ -29,6 +29,7 @@ from trl_packing.gate import IsolationGate
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
 from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss import check_weights_can_be_used
+from trl_packing.model_config import layer_values, text_config
 from trl_packing.plan import attention_cost, plan_settings, training_sampler
 from trl_packing.resuming import ResumingTrainer
 from trl_packing.sampler import PackedBatchSampler
@@ -242,7 +243,7 @@ class PackedLoaderTrainer(ResumingTrainer):
 
     @property
     def _hidden_size(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "hidden_size", None)
+        return max(layer_values(text_config(self.model), "hidden_size"), default=None)
 
     def _data_ranks(self) -> tuple[int, int]:
         """Return how many data-parallel ranks there are and this one."""

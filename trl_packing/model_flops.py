@@ -27,6 +27,7 @@ import numpy as np
 from torch import nn
 
 from trl_packing.attention.interface import inside_peft
+from trl_packing.model_config import layer_config, layer_values
 
 # How transformers' classes call the matrix behind attention, by which heads are verified.
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj")
@@ -150,25 +151,25 @@ def _weights(name: str, module: Any) -> tuple[int, bool]:
 
 
 def _share_of_experts(config: Any) -> float | None:
-    number = next((n for name in _NUM_EXPERTS if (n := getattr(config, name, None))), None)
-    used = getattr(config, "num_experts_per_tok", None)
-    if number is None:
+    numbers = {n for name in _NUM_EXPERTS for n in layer_values(config, name) if n}
+    used = set(layer_values(config, "num_experts_per_tok", "top_k_experts"))
+    if not numbers or getattr(config, "enable_moe_block", True) is False:  # gemma4
         return None
-    if not isinstance(number, int) or not isinstance(used, int):
-        raise NotCountable("the config does not say how many experts a token meets")
-    return used / number
+    if len(numbers) > 1 or len(used) != 1:
+        raise NotCountable("the config does not say how many experts a token meets in every layer")
+    return used.pop() / numbers.pop()
 
 
 def _attention(base: Any) -> dict[int | None, float]:
     """Return the operations of attention per pair, by window."""
     config = base.config
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    layers = getattr(config, "num_hidden_layers", None)
     found: list[tuple[Any, int]] = [
         (module, passes)
         for _, module, passes in _in_order(base)
         if hasattr(module, "layer_idx") and (hasattr(module, "head_dim") or _is_latent(module))
     ]
-    if len(found) != layers or not isinstance(heads, int):
+    if len(found) != layers:
         raise NotCountable(f"{len(found)} of {layers} layers have attention of a known form")
     per_pair: dict[int | None, float] = {}
     for module, passes in found:
@@ -176,14 +177,22 @@ def _attention(base: Any) -> dict[int | None, float]:
         value_dim = module.v_head_dim if _is_latent(module) else module.head_dim
         output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
         width = getattr(output, "in_features", getattr(output, "nx", None))
-        if width != heads * value_dim:
+        heads = _heads(config, module)
+        if not heads or width != heads * value_dim:
             raise NotCountable(f"attention of layer {module.layer_idx} has other heads than told")
         # Scores and their use are products of two activations: both get a gradient.
         flows = 3 if passes > 1 or _trains(module) else 1
-        window = _window(config, module.layer_idx)
+        window = _window(layer_config(config, module.layer_idx), module.layer_idx)
         flops = flows * 2 * heads * (key_dim + value_dim)
         per_pair[window] = per_pair.get(window, 0.0) + flops
     return per_pair
+
+
+def _heads(config: Any, module: Any) -> int | None:
+    """Return the heads of a layer: its own number (laguna), or that of its config."""
+    own = getattr(module, "num_heads", None)
+    told = getattr(layer_config(config, module.layer_idx), "num_attention_heads", None)
+    return next((heads for heads in (own, told) if isinstance(heads, int)), None)
 
 
 def _is_latent(module: Any) -> bool:
@@ -195,6 +204,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _window(config: Any, layer: int) -> int | None:
+    """Return the window of `layer`, whose config it is."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:

@@ -12,7 +12,8 @@ Nothing masked is a target, and nobody but itself sees it, so losses and gradien
 from dataclasses import dataclass
 from typing import Any
 
-from trl_packing.length_constants import rope_thresholds, text_config
+from trl_packing.length_constants import rope_thresholds
+from trl_packing.model_config import layer_values, text_config
 
 # Documents of a row are counted up to a multiple of it.
 _STEP = 8
@@ -54,13 +55,13 @@ class StaticShapes:
         expected = num_tokens // 32 if most_documents is None else most_documents * 5 // 4
         # Some ropes look at the longest position of the row, and learned positions end: a tail that
         # reached further than the documents do would change them, or the model would stop.
-        config = text_config(model)
-        limits = [*rope_thresholds(model), getattr(config, "max_position_embeddings", None)]
+        learned = layer_values(text_config(model), "max_position_embeddings")
+        limits = [*rope_thresholds(model), *learned]
         return cls(
             num_tokens=num_tokens,
             max_length=capacity,
             num_documents=-(-(expected + 2) // _STEP) * _STEP,  # one without tokens, and a tail
-            longest_tail=min([capacity, *(limit for limit in limits if limit)]),
+            longest_tail=min([capacity, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
         )
 
     def tail(self, num_tokens: int) -> list[int]:

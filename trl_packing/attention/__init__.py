@@ -35,7 +35,8 @@ from trl_packing.attention.interface import (
     unwrap_packed_calls,
 )
 from trl_packing.attention.kernel_backward import backward_run_once
-from trl_packing.length_constants import rope_thresholds, text_config
+from trl_packing.length_constants import rope_thresholds
+from trl_packing.model_config import layer_configs, layer_values, text_config
 
 __all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
 
@@ -81,16 +82,23 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class _Needs:
-    """What a kernel must handle to be exact on a model."""
+    """What a kernel must handle to be exact on a model, in all of its layers.
+
+    head_sizes: every pair of the sizes of a key and of a value.
+    """
 
     device: str
     dtype: torch.dtype
-    head_dim: int
-    value_dim: int
+    head_sizes: frozenset[tuple[int, int]]
     softcap: bool
     sinks: bool
     dropout: float
     outside_interface: str | None
+
+    @property
+    def head_dim(self) -> int:
+        """The largest of any layer."""
+        return max(max(sizes) for sizes in self.head_sizes)
 
 
 def resolve_attention(
@@ -117,9 +125,15 @@ def resolve_attention(
         )
     needs = _needs(model, device, dtype)
     own = _own_implementation(model)
+    indexed = _indexed(model)
     if attention == "auto":
-        choice = _indexed(model) or _automatic(model, needs)
+        choice = indexed or _automatic(model, needs)
         return replace(choice, own=own, slower=tuple(replace(k, own=own) for k in choice.slower))
+    if indexed is not None and attention != indexed.backend:
+        raise ValueError(
+            f"attention={attention!r} cannot be exact on {type(model).__name__}: {indexed.reason}; "
+            f"set attention='auto' or {indexed.backend!r}"
+        )
     if attention in OWN_ATTENTION:
         return AttentionChoice(attention, None, f"attention={attention!r}", own)
     refusal, implementation, _ = _kernels(model, needs)[attention]
@@ -256,8 +270,8 @@ def _indexed(model: Any) -> AttentionChoice | None:
     """
     text = text_config(model)
     for name in ("index_topk", "index_topk_blocks", "indexer_budget"):
-        if getattr(text, name, None):
-            reason = f"{name}={getattr(text, name)} ranks the keys of the whole row"
+        if sizes := [size for size in layer_values(text, name) if size]:
+            reason = f"{name}={max(sizes)} ranks the keys of the whole row"
             return AttentionChoice(padded_rows.EQUAL_LENGTHS, None, reason)
     return None
 
@@ -292,7 +306,7 @@ def _flash_refusal(model: Any, needs: _Needs, name: str) -> str | None:
         return "flash-attn has no attention sinks"
     if reason := _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM):
         return reason
-    sizes = {(needs.head_dim, needs.value_dim)}
+    sizes = needs.head_sizes
     reason = flash_attn.refusal(name, sizes, softcap=needs.softcap, dropout=needs.dropout)
     return reason or _model_refuses_flash(model, name)
 
@@ -316,8 +330,9 @@ def _varlen_refusal(needs: _Needs) -> str | None:
         return "torch varlen has no soft-cap"
     if needs.dropout:
         return f"torch varlen has no dropout and the model sets {needs.dropout}"
-    if needs.head_dim % 8 or needs.value_dim != needs.head_dim:
-        return f"torch varlen cannot take head_dim {needs.head_dim} with {needs.value_dim}"
+    for key, value in sorted(needs.head_sizes):
+        if key % 8 or value != key:
+            return f"torch varlen cannot take head_dim {key} with {value}"
     return _half_precision_refusal(needs, torch_varlen.MAX_HEAD_DIM)
 
 
@@ -337,27 +352,42 @@ def _needs(model: nn.Module, device: Any, dtype: torch.dtype | None) -> _Needs:
     parameter = next(model.parameters(), None)
     found = parameter.device if parameter is not None else torch.device("cpu")
     text = text_config(model)
-
-    def field(*names: str) -> Any:
-        return next((v for n in names if (v := getattr(text, n, None)) is not None), None)
-
-    heads = field("num_attention_heads") or 1
-    heads = max(heads) if isinstance(heads, (list, tuple)) else heads
-    # Where a model has both, head_dim is that of its rotary part (deepseek_v3).
-    head_dim = field("qk_head_dim", "head_dim") or (field("hidden_size") or heads) // heads
-    # Layers may have their own (gemma4: 256 with a window, 512 without).
-    of_layers = [getattr(m, "head_dim", 0) for m in model.modules() if hasattr(m, "layer_idx")]
-    head_dim = max([head_dim, *(d for d in of_layers if isinstance(d, int))])
     return _Needs(
         device=torch.device(device or found).type,
         dtype=dtype or (parameter.dtype if parameter is not None else torch.float32),
-        head_dim=int(head_dim),
-        value_dim=int(field("v_head_dim") or head_dim),
-        softcap=bool(field("attn_logit_softcapping")),
+        head_sizes=_head_sizes(model, text),
+        softcap=any(layer_values(text, "attn_logit_softcapping")),
         sinks=any(name.endswith("sinks") for name, _ in model.named_parameters()),
-        dropout=float(field("attention_dropout", "attn_pdrop") or 0.0),
+        dropout=max(map(float, layer_values(text, "attention_dropout", "attn_pdrop")), default=0.0),
         outside_interface=_outside_interface(model, text),
     )
+
+
+def _head_sizes(model: nn.Module, text: Any) -> frozenset[tuple[int, int]]:
+    """Return every pair of the sizes of a key and of a value, as layers and their configs say.
+
+    Layers may differ (gemma4: 256 with a window, 512 without), and in latent attention keys and
+    values do (deepseek_v3: 192 and 128).
+    """
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
+    told = [sizes for part in (*layers, *layer_configs(text)) if (sizes := _sizes(part))]
+    if told:
+        return frozenset(told)
+    # No layer and no config says it.
+    heads = max((n for n in layer_values(text, "num_attention_heads") if n), default=1)
+    size = max(layer_values(text, "hidden_size"), default=heads) // heads
+    return frozenset({(size, size)})
+
+
+def _sizes(part: Any) -> tuple[int, int] | None:
+    """Return what a layer or a config says of the sizes of its keys and values, if anything."""
+    # Where there is both, head_dim is that of the rotary part (deepseek_v3).
+    key = _first_number(part, "qk_head_dim", "head_dim")
+    return None if key is None else (key, _first_number(part, "v_head_dim") or key)
+
+
+def _first_number(part: Any, *names: str) -> int | None:
+    return next((n for name in names if isinstance(n := getattr(part, name, None), int)), None)
 
 
 def _outside_interface(model: nn.Module, text_config: Any) -> str | None:
@@ -365,7 +395,7 @@ def _outside_interface(model: nn.Module, text_config: Any) -> str | None:
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is None or not can_set():
         return f"{type(model).__name__} is outside transformers' attention interface"
-    if getattr(text_config, "attention_chunk_size", None):
+    if chunks := [size for size in layer_values(text_config, "attention_chunk_size") if size]:
         # Chunks exist only in the mask; a kernel that sees boundaries alone would skip them.
-        return f"attention_chunk_size={text_config.attention_chunk_size} lives in the mask"
+        return f"attention_chunk_size={max(chunks)} lives in the mask"
     return None

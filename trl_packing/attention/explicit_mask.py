@@ -18,7 +18,7 @@ from trl_packing.attention.interface import wrap_packed_calls
 from trl_packing.current_row import BOUNDARIES
 from trl_packing.documents import mask_from_document_ids
 from trl_packing.host import host_boundaries, sent
-from trl_packing.length_constants import text_config
+from trl_packing.model_config import layer_values, text_config
 
 NAME = "mask"
 
@@ -47,8 +47,8 @@ def packed_mask(
     Only the document of each token goes to the device, from where nothing has to come back.
     """
     types = set(getattr(config, "layer_types", None) or ())
-    window: Any = getattr(config, "sliding_window", None)
-    chunk: Any = getattr(config, "attention_chunk_size", None)
+    window = _one(config, "sliding_window")
+    chunk: Any = _one(config, "attention_chunk_size")
 
     def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
         ids = np.repeat(np.arange(len(lengths)), lengths)[None]
@@ -66,6 +66,14 @@ def packed_mask(
     if types:
         return masks[types.pop()]() if types <= masks.keys() else masks["full_attention"]()
     return masks["sliding_attention" if window else "full_attention"]()
+
+
+def _one(config: Any, name: str) -> int | None:
+    """Return the size of all windows or chunks: a layer type has one mask."""
+    sizes = set(layer_values(config, name))
+    if len(sizes) > 1:
+        raise NotImplementedError(f"layers have several sizes of {name}: {sorted(sizes)}")
+    return sizes.pop() if sizes else None
 
 
 def _chunks(seq_lengths: np.ndarray, chunk: int) -> np.ndarray:
