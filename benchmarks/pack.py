@@ -2,7 +2,8 @@
 
     python benchmarks/pack.py --output benchmarks/results/pack.md
 
-Correctness is checked before anything is timed. About two minutes on two cores.
+Correctness is checked before anything is timed. Seconds are those of the CPU, of runs that take
+turns: what else the machine does slows all of them alike. About two minutes on two idle cores.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,19 +48,20 @@ def check(plan: PackingPlan, lengths: np.ndarray) -> None:
     assert tokens.max() <= plan.capacity
 
 
-def best_seconds(call, repeats: int = 5) -> float:
-    """Return the fastest of a few runs: the others waited for something else."""
-    return min(_seconds(call) for _ in range(repeats))
+def best_seconds(*calls, repeats: int = 5) -> list[float]:
+    """Return the CPU seconds of each call, the fastest of a few runs in which they take turns."""
+    turns = [[_seconds(call) for call in calls] for _ in range(repeats)]
+    return [min(seconds) for seconds in zip(*turns, strict=True)]
 
 
 def _seconds(call) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def time_trl(lengths: np.ndarray) -> tuple[float, int, float]:
-    """Return seconds, bins and utilization of `trl.pack_dataset` on documents of these lengths."""
+    """Return CPU seconds, bins and utilization of `trl.pack_dataset` on such documents."""
     import pyarrow as pa
     import trl
     from datasets import Dataset, disable_progress_bars
@@ -70,9 +73,9 @@ def time_trl(lengths: np.ndarray) -> tuple[float, int, float]:
     table = pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, tokens)})
     dataset = Dataset(InMemoryTable(table))
 
-    start = time.perf_counter()
+    start = time.process_time()
     packed = trl.pack_dataset(dataset, CAPACITY, "bfd", {"keep_in_memory": True})
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     seq_lengths = packed.data.column("seq_lengths").combine_chunks().flatten().to_numpy()
     assert np.array_equal(np.sort(seq_lengths), np.sort(lengths)), "TRL lost or cut a document"
     return seconds, len(packed), int(lengths.sum(dtype=np.int64)) / (len(packed) * CAPACITY)
@@ -85,13 +88,13 @@ def against_trl(number: int) -> str:
     theirs, their_bins, their_fill = time_trl(lengths)
     rows = [("trl.pack_dataset(strategy='bfd')", theirs, their_bins, their_fill)]
     settings = [(strategy, None) for strategy in STRATEGIES] + [("bfd", 0)]
-    for strategy, seed in settings:
-        plan = pack(lengths, CAPACITY, strategy, seed)
-        seconds = best_seconds(lambda s=strategy, n=seed: pack(lengths, CAPACITY, s, n))
+    calls = [partial(pack, lengths, CAPACITY, strategy, seed) for strategy, seed in settings]
+    for (strategy, seed), call, seconds in zip(settings, calls, best_seconds(*calls), strict=True):
+        plan = call()
         name = f"pack(strategy={strategy!r}" + (f", seed={seed})" if seed is not None else ")")
         rows.append((name, seconds, len(plan), plan.utilization))
     return table(
-        ["", "seconds", "lengths/s", "bins", "fill", "times TRL's speed"],
+        ["", "CPU seconds", "lengths/s", "bins", "fill", "times TRL's speed"],
         [
             [
                 name,
@@ -115,15 +118,15 @@ def ten_million() -> str:
         seconds, peak, before, bins, fill = map(float, done.stdout.split())
         cells = [f"{seconds:.2f}", f"{peak:.2f}", f"{before:.2f}", f"{bins:,.0f}", f"{fill:.3%}"]
         rows.append([str(seed), *cells])
-    return table(["seed", "seconds", "peak RSS, GiB", "before pack, GiB", "bins", "fill"], rows)
+    return table(["seed", "CPU seconds", "peak RSS, GiB", "before pack, GiB", "bins", "fill"], rows)
 
 
 def child(number: int, seed: int | None) -> None:
     lengths = log_normal(number)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    start = time.perf_counter()
+    start = time.process_time()
     plan = pack(lengths, CAPACITY, seed=seed)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     check(plan, lengths)
     print(seconds, peak, before, len(plan), plan.utilization)
@@ -154,13 +157,39 @@ def repeated_pairs() -> str:
         check(one, lengths)
         assert len(one) == len(other) == len(pack(lengths, capacity))
         share = len(np.intersect1d(pairs(one), pairs(other))) / len(pairs(one))
-        seconds = best_seconds(lambda n=lengths, c=capacity: pack(n, c, seed=0), 3)
+        (seconds,) = best_seconds(partial(pack, lengths, capacity, seed=0), repeats=3)
         kind = f"{number:,}{' distinct' if distinct else ''}"
         cells = [f"{capacity:,}", f"{lengths.mean():.0f}", f"{len(one):,}"]
         shares = [f"{share:.2%}", f"{1 / len(one):.2%}", f"{1000 * seconds:.0f}"]
         rows.append([kind, *cells, *shares])
     header = ["documents", "capacity", "mean length", "bins", "pairs that meet again"]
-    return table([*header, "if drawn at random", "ms a plan"], rows)
+    return table([*header, "if drawn at random", "CPU ms a plan"], rows)
+
+
+def small_sets() -> str:
+    """Measure what a window of a stream, or a small data set, is planned in."""
+    rng = np.random.default_rng(0)
+    sets = {
+        f"{number:,} {kind}": (lengths, CAPACITY)
+        for number in (3, 30, 300, 999)
+        for kind, lengths in {
+            "log-normal": log_normal(number),
+            "distinct log-normal": log_normal(number, distinct=True),
+            "uniform": rng.integers(1, CAPACITY, number),
+        }.items()
+    }
+    rows = []
+    for name, (lengths, capacity) in sets.items():
+        plans = [pack(lengths, capacity, seed=(0, epoch)) for epoch in (0, 1)]
+        for plan in plans:
+            check(plan, lengths)
+        (seconds,) = best_seconds(partial(pack, lengths, capacity, seed=0), repeats=9)
+        shared = [pairs(plan) for plan in plans]
+        share = len(np.intersect1d(shared[0], shared[1])) / max(len(shared[0]), 1)
+        cells = [f"{len(plans[0]):,}", f"{share:.1%}", f"{1 / len(plans[0]):.1%}"]
+        rows.append([name, *cells, f"{1000 * seconds:.1f}"])
+    header = ["documents", "bins", "pairs that meet again", "if drawn at random"]
+    return table([*header, "CPU ms a plan"], rows)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -201,6 +230,7 @@ def main() -> None:
     ]
     parts += [f"## 10,000,000 {lengths} at {CAPACITY:,}, in a process of its own", large]
     parts += ["## Pairs of documents that share a bin in two epochs", repeated_pairs()]
+    parts += [f"## Less than 1,000 documents at {CAPACITY:,}", small_sets()]
     report = "\n\n".join(parts) + "\n"
     print(report)
     if arguments.output:

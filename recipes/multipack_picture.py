@@ -39,18 +39,18 @@ It prints (tests/test_render.py compares):
     Bins of 4,096, no document cut, drawn anew every epoch:
 
     epoch 0
-    CCCCCCCHHHHDDDD·
-    EEEEEEEE········
-    AAAAAAAAAAALLL··
-    BBBBBBFFFFFIII··
-    KKKKKJJJJGGG····
+    CCCCCCCKKKKKLLL·
+    BBBBBB··········
+    EEEEEEEEJJJJGGG·
+    AAAAAAAAAAADDDD·
+    FFFFFHHHHIII····
 
     epoch 1
-    BBBBBBFFFFF·····
-    CCCCCCCKKKKKJJJJ
-    HHHHLLLIII······
-    AAAAAAAAAAADDDD·
-    EEEEEEEEGGG·····
+    CCCCCCCFFFFFHHHH
+    EEEEEEEEKKKKK···
+    BBBBBBJJJJDDDD··
+    AAAAAAAAAAAGGG··
+    LLLIII··········
 """
 
 import argparse

@@ -67,6 +67,28 @@ def test_every_step_holds_the_documents_of_the_padded_run(tmp_path, name):
     assert_same_steps(*both(tmp_path, settings=SAME[name]))
 
 
+def some_untrained() -> list[dict]:
+    """A third trains nothing: one token, a label on the first token only, or none at all."""
+    rows = [dict(row) for row in ROWS]
+    for at in range(0, len(rows), 9):
+        rows[at] = {"input_ids": [7 + at], "labels": [7 + at]}
+    for at in range(3, len(rows), 9):
+        first = rows[at]["input_ids"]
+        rows[at] = {"input_ids": first, "labels": [first[0]] + [-100] * (len(first) - 1)}
+    for at in range(6, len(rows), 9):
+        rows[at] = rows[at] | {"labels": [-100] * len(rows[at]["input_ids"])}
+    return rows
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_length": None}, {"shuffle_dataset": True}, {"per_device_train_batch_size": 1}],
+    ids=str,
+)
+def test_documents_that_train_nothing_take_their_place_in_a_step(tmp_path, settings):
+    assert_same_steps(*both(tmp_path, rows=some_untrained(), settings=settings))
+
+
 def test_another_seed_fails_the_same_comparison(tmp_path):
     theirs, ours = both(tmp_path, {"seed": 43}, settings={"seed": 42})
     assert [*theirs["documents"]] == [*ours["documents"]]

@@ -12,10 +12,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import VOCAB_SIZE, tiny_model, tiny_vlm
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packing import head
 from trl_packing.head import add_trained_positions_head
+from trl_packing.host import keep
 from trl_packing.labels import IGNORE_INDEX
 
 TOLERANCE = 1e-5
@@ -344,3 +346,83 @@ def test_composite_models_are_scored_by_their_text_config():
 def test_the_scale_of_logits_goes_by_every_name_that_models_give_it(fields, scale):
     config = SimpleNamespace(**{"model_type": "granite", **fields})
     assert head._logit_scale(config) == scale
+
+
+# --- TRL's kernels, where Triton runs: here by their own torch code -------------------------------
+
+
+@pytest.fixture
+def scored_rows(monkeypatch):
+    """Take this CPU for a device with Triton; records the positions that TRL's kernels score."""
+    monkeypatch.setattr(head, "_has_triton", lambda weight: True)
+    apply, rows = trl_utils._ChunkedLogProbFunction.apply, []
+
+    class Spy:
+        @staticmethod
+        def apply(hidden, *args):
+            rows.append(len(hidden))
+            return apply(hidden, *args)
+
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Spy)
+    return rows
+
+
+def known_batch(share=0.5, rows=1):
+    """A batch whose trained positions the host knows, as those of the trainer."""
+    made = batch(share, rows)
+    keep(made["labels"], made["labels"].numpy() != IGNORE_INDEX)
+    return made
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_kernels_are_given_trained_positions_only(build, loss, scored_rows):
+    ours, inputs = with_our_head(build()), known_batch()
+    num_trained = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
+    output = ours(**inputs, fused_lm_head=True)
+    assert scored_rows == [num_trained]
+    assert 0 < num_trained < NUM_TOKENS - 1
+    found = gradients(ours, loss(output.log_probs))
+    scored_rows.clear()
+    trl = with_trl_head(build())
+    reference = trl(**inputs, fused_lm_head=True)
+    assert scored_rows == [NUM_TOKENS - 1]  # the control: every position
+    assert_same_output(output, reference)
+    assert_same_gradients(found, gradients(trl, loss(reference.log_probs)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernels_take_any_number_of_positions_and_rows(share, rows, scored_rows):
+    inputs = known_batch(share, rows)
+    models = with_our_head(tiny_model("llama")), with_trl_head(tiny_model("llama"))
+    outputs = [model(**inputs, fused_lm_head=True) for model in models]
+    assert_same_output(*outputs)
+    found, expected = (
+        gradients(model, output.loss) for model, output in zip(models, outputs, strict=True)
+    )
+    assert_same_gradients(found, expected)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_kernels_round_under_autocast_as_in_trl_s_head(loss, scored_rows):
+    found = []
+    for with_head in (with_our_head, with_trl_head):
+        model = with_head(tiny_model("llama"))
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(**known_batch(), fused_lm_head=True)
+        found.append((output, gradients(model, loss(output.log_probs))))
+    assert_same_output(found[0][0], found[1][0])
+    assert_same_gradients(found[0][1], found[1][1], 1e-2)  # bf16, summed in another order
+
+
+def test_evaluation_by_kernels_keeps_nothing_for_a_backward(scored_rows):
+    with torch.no_grad():
+        output = with_our_head(tiny_model("llama"))(**known_batch(), fused_lm_head=True)
+    assert not output.log_probs.requires_grad
+
+
+def test_positions_that_the_host_does_not_know_are_left_to_trl(scored_rows):
+    output = with_our_head(tiny_model("llama"))(**batch(), fused_lm_head=True)
+    assert scored_rows == [NUM_TOKENS - 1]
+    assert_same_output(output, with_trl_head(tiny_model("llama"))(**batch(), fused_lm_head=True))

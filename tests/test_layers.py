@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 TABLE = {
     "versions": (set(), {"packaging"}),
     "seams": (set(), set()),
-    "packing": (set(), {"numpy"}),
+    "remixing": (set(), {"numpy"}),
+    "packing": ({"remixing"}, {"numpy"}),
     "printable": (set(), set()),
     "exit_messages": ({"printable"}, set()),
     "documents": (set(), {"numpy", "torch"}),
@@ -41,7 +42,7 @@ TABLE = {
         {"arrow_documents", "labels", "printable", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
     ),
-    "pieces": ({"labels", "token_columns"}, {"numpy"}),
+    "pieces": ({"arrow_documents", "labels", "token_columns"}, {"numpy"}),
     "overflow": (
         {"arrow_documents", "labels", "pieces", "report", "token_columns"},
         {"datasets", "numpy", "pyarrow"},
@@ -56,7 +57,7 @@ TABLE = {
     ),
     "set_afterwards": (set(), {"numpy"}),
     "stream_parts": (set(), {"datasets"}),
-    "stream_windows": ({"stream_parts"}, {"datasets", "numpy"}),
+    "stream_windows": ({"labels", "stream_parts", "weighting"}, {"datasets", "numpy"}),
     "stream_overflow": (
         {
             "arrow_documents",
@@ -133,7 +134,7 @@ TABLE = {
     "label_smoothing": (set(), {"torch", "transformers"}),
     "loss": (
         {"document_columns", "evaluation", "label_smoothing", "labels", "neftune", "token_metrics"},
-        {"torch", "transformers", "trl"},
+        {"accelerate", "torch", "transformers", "trl"},
     ),
     "throughput": (set(), set()),
     "device_peaks": (set(), set()),
@@ -307,6 +308,7 @@ TABLE = {
         {
             "allocator",
             "arguments",
+            "arrow_documents",
             "attention",
             "checkpoints",
             "collator",

@@ -26,7 +26,7 @@ class InStep:
 
     def __init__(self, num_ranks: int):
         self.values = [0] * num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.barrier = threading.Barrier(num_ranks, timeout=600)
 
     def of(self, rank: int):
         def agree(value: int) -> int:

@@ -554,16 +554,24 @@ def test_documents_masked_by_truncation_are_dropped(tmp_path):
 
 
 @packed_only
-@pytest.mark.parametrize("max_length", [3, None])
-def test_masked_documents_are_dropped_in_every_mode(tmp_path, max_length):
+def test_masked_documents_are_dropped_when_packing(tmp_path):
     rows = [
         {"input_ids": [7, 8, 9, 10, 11], "labels": [-100, -100, -100, -100, -100]},
         {"input_ids": [20, 21, 22], "labels": [-100, 21, 22]},
     ]
-    trainer = trainer_for(
-        tmp_path, Dataset.from_list(rows), max_length=max_length, packing=max_length is not None
-    )
+    trainer = trainer_for(tmp_path, Dataset.from_list(rows), max_length=3, packing=True)
     assert [ids for ids, _ in documents(trainer.train_dataset)] == [[20, 21, 22]]
+
+
+@pytest.mark.parametrize("max_length", [3, None])
+def test_masked_documents_keep_their_place_without_max_length(tmp_path, max_length):
+    rows = [
+        {"input_ids": [7, 8, 9], "labels": [-100, -100, -100]},
+        {"input_ids": [20, 21, 22], "labels": [-100, 21, 22]},
+    ]
+    trainer = trainer_for(tmp_path, Dataset.from_list(rows), max_length=max_length)
+    kept = [ids for ids, _ in documents(trainer.train_dataset)]
+    assert kept == ([[7, 8, 9]] if max_length is None else []) + [[20, 21, 22]]
 
 
 def test_an_empty_document_is_dropped(tmp_path):

@@ -37,6 +37,8 @@ RUNS = {
     "stream": {"stream": True},
     "LoRA": {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])},
     "experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.01},
+    "TRL's kernels": {"kernels": True},
+    "TRL's kernels, padded": {"kernels": True, "attention": "padded"},
     "own head": {"own_head": True},
     "own head, padded": {"own_head": True, "attention": "padded"},
 }
@@ -109,11 +111,17 @@ def some(cases, fast):
 
 
 @pytest.mark.parametrize(
-    "name", some(RUNS, {"documents", "padded rows", "explicit mask", "experts", "own head"})
+    "name",
+    some(
+        RUNS, {"documents", "padded rows", "explicit mask", "experts", "own head", "TRL's kernels"}
+    ),
 )
 def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
     with counted_waits(monkeypatch) as waits:
-        trained(waits, tmp_path, **RUNS[name])
+        options = dict(RUNS[name])
+        if options.pop("kernels", False):
+            monkeypatch.setattr("trl_packing.head._has_triton", lambda weight: True)
+        trained(waits, tmp_path, **options)
     assert waits.sites == {"wait_for at measured.py:" + _line_of_wait(): STEPS}, waits.sites
     assert waits.of("trl_packing") == [1] * STEPS
     assert not waits.of("autograd")

@@ -199,7 +199,9 @@ def overflow_of(args: SFTConfig, packing: bool) -> Overflow:
         policy = "split" if packing and args.packing_strategy == "bfd_split" else "truncate"
     if policy == "truncate" and args.truncation_mode == "keep_end":
         policy = "truncate_start"
-    return Overflow(policy, args.max_length)
+    # With another policy documents are not TRL's anyway.
+    as_padded = not packing and policy in ("truncate", "truncate_start")
+    return Overflow(policy, args.max_length, drops_as_padded=as_padded)
 
 
 def supervision_of(

@@ -16,7 +16,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN, document_weights
+from trl_packing.labels import (
+    DOCUMENT_WEIGHT_COLUMN,
+    IGNORE_INDEX,
+    WEIGHT_COLUMN,
+    document_labels,
+    document_weights,
+)
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
@@ -129,6 +135,27 @@ def check_loss_weights(documents: ArrowDocuments) -> None:
             document_weights(document, len(document["input_ids"]))
         except ValueError as problem:
             raise ValueError(f"document {number}: {problem}") from None
+
+
+def check_some_weight(documents: ArrowDocuments) -> None:
+    """Raise ValueError naming the columns if every trained token of `documents` weighs 0.
+
+    Reads as far as the first that does not: mostly one document. No-op without weights.
+    """
+    present = (*documents.columns, *documents.scalars)
+    names = [name for name in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN) if name in present]
+    if not names or not len(documents):
+        return
+    for document in documents:
+        weights = document_weights(document, len(document["input_ids"]))
+        trained = document_labels(document, document["input_ids"]) != IGNORE_INDEX
+        if document.get(DOCUMENT_WEIGHT_COLUMN, 1.0) and weights[1:][trained[1:]].any():
+            return
+    raise ValueError(
+        f"{' and '.join(names)} leave every trained token of a data set out of the loss: each "
+        "weighs 0; give some a number above 0, or drop the column: "
+        f"dataset.remove_columns({names})"
+    )
 
 
 def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:

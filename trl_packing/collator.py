@@ -110,16 +110,18 @@ class PackedCollator:
         )
         if _weighs(documents, self.loss_weighting):
             weights = [
-                document_weights(document, len(ids))
-                for document, ids in zip(documents, input_ids, strict=False)  # no document: a tail
+                _token_weights(document, len(ids), number)
+                for number, (document, ids) in enumerate(
+                    zip(documents, input_ids, strict=False)  # no document: a tail
+                )
             ]
             batch[WEIGHT_COLUMN] = _weights(
                 np.concatenate([*weights, np.ones(tail)]),
                 batch["labels"],
                 lengths,
                 [
-                    document_weight(document)
-                    for document, row in zip(documents, rows, strict=True)
+                    document_weight(document, _WHICH.format(number))
+                    for number, (document, row) in enumerate(zip(documents, rows, strict=True))
                     for length in row
                     if length
                 ]
@@ -198,11 +200,11 @@ class WeightedPaddedCollator:
         labels = batch["labels"]
         if _weighs(documents, self.loss_weighting):
             weights = np.zeros(labels.shape)
-            for row, document in zip(weights, documents, strict=True):
+            for number, (row, document) in enumerate(zip(weights, documents, strict=True)):
                 length = len(document["input_ids"])
-                row[:length] = document_weights(document, length)
+                row[:length] = _token_weights(document, length, number)
             weights[:, 0] = 0  # never a target
-            factors = [document_weight(document) for document in documents]
+            factors = [document_weight(d, _WHICH.format(n)) for n, d in enumerate(documents)]
             lengths = [labels.shape[1]] * len(labels)
             batch[WEIGHT_COLUMN] = _weights(weights, labels, lengths, factors, self.loss_weighting)
         if any(SOURCE_IDS in document for document in documents):
@@ -211,10 +213,20 @@ class WeightedPaddedCollator:
         return batch
 
 
+_WHICH = "document {} of a micro-batch"
+
+
+def _token_weights(document: Mapping[str, Any], num_tokens: int, number: int) -> np.ndarray:
+    try:
+        return document_weights(document, num_tokens)
+    except ValueError as problem:
+        raise ValueError(f"{_WHICH.format(number)}: {problem}") from None
+
+
 def _weighs(documents: Sequence[Mapping[str, Any]], loss_weighting: str) -> bool:
-    columns = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
     return loss_weighting != "token" or any(
-        document.get(column) is not None for document in documents for column in columns
+        document.get(WEIGHT_COLUMN) is not None or DOCUMENT_WEIGHT_COLUMN in document
+        for document in documents
     )
 
 

@@ -1,14 +1,19 @@
 """Log-probabilities of the trained positions only, without the ``(T, vocabulary)`` logits.
 
-TRL's fused head scores only trained positions where Triton runs, and every position elsewhere. On a
-CPU that is most of a step, and with completion-only loss most of it for positions whose label is
-−100. `add_trained_positions_head` takes over there, and leaves Triton devices to TRL.
+TRL's fused head scores every position where Triton does not run. On a CPU that is most of a step,
+and with completion-only loss most of it for positions whose label is −100. Where Triton runs, it
+scores trained positions only, but asks the device which they are, and the host waits.
+`add_trained_positions_head` takes over on both:
 
-The gradient of a sum of log-probabilities is known in the forward, so it is taken there, chunk by
-chunk while the logits are at hand. The backward scales it by the incoming gradient: exactly for the
-hidden states; for the head's weight only if that gradient is one number for all positions (plain
-negative log-likelihood). Otherwise (DFT, weights) the weight's part is computed again; and so it is
-where the host would have to wait for a device to know.
+    CPU, ...          the trained positions, by `_TrainedLogProbs` of this module
+    Triton devices    the trained positions, by TRL's kernels; they are known on the host (host),
+                      and where they are not, all of it is TRL's
+
+On a CPU, the gradient of a sum of log-probabilities is known in the forward, so it is taken there,
+chunk by chunk while the logits are at hand. The backward scales it by the incoming gradient:
+exactly for the hidden states; for the head's weight only if that gradient is one number for all
+positions (plain negative log-likelihood). Otherwise (DFT, weights) the weight's part is computed
+again; and so it is where the host would have to wait for a device to know.
 """
 
 import functools
@@ -20,11 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from trl_packing.attention.interface import completed, unbound
 from trl_packing.engines import unshard_head
-from trl_packing.host import is_trained, on_host, sent
+from trl_packing.host import is_trained, known, on_host, sent
 from trl_packing.labels import IGNORE_INDEX
 
 # Logits of a chunk: 2**26 float32 are 256 MiB.
@@ -32,7 +38,7 @@ _CHUNK_ELEMENTS = 2**26
 
 
 def add_trained_positions_head(model: Any) -> None:
-    """Let ``model(..., labels=labels, fused_lm_head=True)`` score trained positions only on CPU.
+    """Let ``model(..., labels=labels, fused_lm_head=True)`` score trained positions only.
 
     Call after TRL's `add_fused_lm_head`, whose forward stays in place for every other call. The
     output is TRL's `FusedCausalLMOutput` with `loss`, `log_probs`, `entropy`, `is_top1` and
@@ -51,7 +57,7 @@ def add_trained_positions_head(model: Any) -> None:
         args, kwargs = completed(self, names, args, kwargs)
         if fused_lm_head:
             unshard_head(head)
-        if not fused_lm_head or kwargs.get("shift_labels") is not None or _has_triton(head.weight):
+        if not fused_lm_head or kwargs.get("shift_labels") is not None or _is_trl_s(head, kwargs):
             return below(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         kwargs |= {"use_cache": False}
@@ -127,6 +133,11 @@ def _trained_positions(labels: Tensor, device: torch.device) -> tuple[Tensor, Te
     return sent(at, device), sent(slots, device)
 
 
+def _is_trl_s(head: Any, call: dict[str, Any]) -> bool:
+    """Whether TRL's forward waits no longer than ours would, for what the host does not know."""
+    return _has_triton(head.weight) and known(call["labels"]) is None
+
+
 def _has_triton(weight: Tensor) -> bool:
     from trl.kernels.chunked_logprob import _use_triton
 
@@ -164,8 +175,32 @@ def _score(
         if not torch.is_grad_enabled():  # the gradients are taken in the forward: not in evaluation
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         chosen, targets = hidden.flatten(0, 1)[at], labels.flatten()[at + 1]
-        scored = _TrainedLogProbs.apply(chosen, weight, bias, targets, scale, softcap)
+        score = _by_trl_s_kernels if _has_triton(weight) else _TrainedLogProbs.apply
+        scored = score(chosen, weight, bias, targets, scale, softcap)
     return _laid_out(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
+
+
+def _by_trl_s_kernels(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probability, entropy and is_top1 ``(N,)`` of `hidden` ``(N, H)``."""
+    log_probs, entropy, _, _, is_top1 = trl_utils._ChunkedLogProbFunction.apply(
+        hidden,
+        weight,
+        bias,
+        targets,
+        1.0,  # temperature
+        trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE,
+        softcap,
+        scale,
+        ("log_probs", "entropy", "is_top1"),
+    )
+    return log_probs, entropy, is_top1
 
 
 def _laid_out(

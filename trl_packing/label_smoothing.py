@@ -13,6 +13,14 @@ from torch.nn.functional import log_softmax
 from transformers.trainer_pt_utils import LabelSmoother
 
 
+def scaled_weights(weights: Tensor, scale: Tensor) -> Tensor:
+    """Return ``weights * scale`` in float32, multiplied in the dtype of `scale`.
+
+    A scale that float32 does not hold may meet weights that it takes back to numbers around 1.
+    """
+    return (weights.to(scale.dtype) * scale).to(weights.dtype)
+
+
 @dataclass
 class WeightedLabelSmoother(LabelSmoother):
     """transformers' `LabelSmoother`, each target counting ``weights * scale``.
@@ -43,12 +51,13 @@ class WeightedLabelSmoother(LabelSmoother):
         is_trained = targets != self.ignore_index
         given = is_trained.sum() if num_items_in_batch is None else num_items_in_batch
         count = torch.as_tensor(given, device=nll.device)
-        weights = (self.weights * self.scale)[..., None].to(nll.device)
+        weights = scaled_weights(self.weights, self.scale)[..., None].to(nll.device)
         target_loss = nll.gather(-1, targets.clamp(min=0)).masked_fill(~is_trained, 0.0)
         mean_loss = nll.sum(-1, keepdim=True, dtype=torch.float32).masked_fill(~is_trained, 0.0)
         if self.seen is not None:
             smoothed = (1 - self.epsilon) * target_loss + self.epsilon * mean_loss / nll.shape[-1]
-            self.seen((smoothed.detach() * self.weights[..., None].to(nll.device))[..., 0])
+            smoothed = smoothed.detach().to(self.scale.dtype)
+            self.seen((smoothed * self.weights[..., None].to(nll.device))[..., 0])
         target_loss = (target_loss * weights).sum() / count
         mean_loss = (mean_loss * weights).sum() / (count * nll.shape[-1])
         return (1 - self.epsilon) * target_loss + self.epsilon * mean_loss

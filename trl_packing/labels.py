@@ -75,7 +75,8 @@ def document_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray
     given = document.get(WEIGHT_COLUMN)
     if given is None:
         return np.ones(num_tokens, dtype=np.float32)
-    weights = np.asarray(given, dtype=np.float32)
+    with np.errstate(over="ignore"):  # of what float32 cannot hold: infinite, and refused
+        weights = np.asarray(given, dtype=np.float32)
     if len(weights) != num_tokens:
         raise ValueError(
             f"{WEIGHT_COLUMN} has {len(weights)} entries but input_ids has {num_tokens}; "

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.arguments import check_loss_options, reason_for_trl_path
-from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights
+from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights, check_some_weight
 from trl_packing.attention import PADDED
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackingOptions
@@ -87,6 +87,8 @@ class PackedLoaderTrainer(ResumingTrainer):
         documents = ArrowDocuments(dataset, present, scalars)
         if WEIGHT_COLUMN in present:
             check_loss_weights(documents)
+        if description == "Evaluation":  # a prediction needs no loss
+            check_some_weight(documents)
         return documents
 
     def _set_signature_columns_if_needed(self) -> None:

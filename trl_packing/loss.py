@@ -13,12 +13,14 @@ weight is multiplied by N / Σ w instead: weights of 1 change no bit, and TRL, w
 less than 1, cannot touch small ones.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.trainer_utils import EvalLoopOutput
@@ -26,7 +28,7 @@ from trl import SFTTrainer
 
 from trl_packing.document_columns import Sources
 from trl_packing.evaluation import EvaluationSums
-from trl_packing.label_smoothing import WeightedLabelSmoother
+from trl_packing.label_smoothing import WeightedLabelSmoother, scaled_weights
 from trl_packing.labels import (
     DOCUMENT_WEIGHT_COLUMN,
     IGNORE_INDEX,
@@ -35,6 +37,8 @@ from trl_packing.labels import (
 )
 from trl_packing.neftune import embedding_documents
 from trl_packing.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
+
+logger = get_logger(__name__)
 
 _WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 _FOR_THE_LOSS = (WEIGHT_COLUMN, SOURCE_IDS)  # of a batch; the model is not given them
@@ -51,8 +55,16 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
 
 
 def scale_of_weights(num_trained: Tensor, total: Tensor) -> Tensor:
-    """Return ``num_trained / total``, what weights are multiplied by; 0 if they are all 0."""
+    """Return ``num_trained / total``, what weights are multiplied by; 0 if they are all 0.
+
+    In the dtype of `total`: weights may be so large, or small, that float32 holds neither.
+    """
     return torch.where(total > 0, num_trained / total, 0.0)
+
+
+def sum_of_weights(weights: Tensor) -> Tensor:
+    """Return Σ w, a scalar; float32 would be infinite for large weights."""
+    return weights.sum(dtype=sums_dtype(weights.device))
 
 
 def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) -> None:
@@ -102,11 +114,14 @@ def weighted_loss(
         trainer.args.loss_type, trainer.label_smoother = loss_type, smoother
 
 
-def _observed_call(model: Callable[..., Any], sums: TokenSums | None, **inputs: Any) -> Any:
+def _observed_call(
+    model: Callable[..., Any], sums: TokenSums | None, weights: Tensor | None, **inputs: Any
+) -> Any:
     """Call `model`, and add what its fused head scored to `sums`."""
     outputs = model(**inputs)
     if sums is not None and inputs.get("fused_lm_head"):
-        sums.add(outputs, inputs["labels"].numel())
+        total = outputs.label_mask.sum() if weights is None else sum_of_weights(weights)
+        sums.add(outputs, inputs["labels"].numel(), total)
     return outputs
 
 
@@ -127,8 +142,8 @@ def _weighted_call(
         log_probs = log_probs * log_probs.exp().detach()
     of_scores = _of_scores(weights, log_probs)
     if seen is not None:
-        seen(-log_probs.detach() * of_scores)
-    outputs.log_probs = log_probs * (of_scores * scale.to(log_probs.device))
+        seen(-log_probs.detach().to(scale.dtype) * of_scores)
+    outputs.log_probs = log_probs * scaled_weights(of_scores, scale.to(log_probs.device))
     return outputs
 
 
@@ -171,12 +186,14 @@ class WeightedMeanTrainer(SFTTrainer):
         if weighs or self.aux_loss_enabled:
             # They stay on the device: the host would wait for the step before.
             tokens = torch.full((), sum(b["input_ids"].numel() for b in batches), device=device)
-            weights = torch.zeros((), device=device)
+            wide = sums_dtype(tokens.device)
+            weights = torch.zeros((), device=device, dtype=wide)
             if weighs:
-                weights = torch.stack([target_weights(batch).sum() for batch in batches]).sum()
-            sums = torch.stack([tokens.float(), weights.to(device, non_blocking=True)])
+                totals = [sum_of_weights(target_weights(batch)) for batch in batches]
+                weights = torch.stack(totals).sum()
+            sums = torch.stack([tokens.to(wide), weights.to(device, non_blocking=True)])
             sums = self.accelerator.gather(sums[None]).sum(0) / self.get_tp_size()
-            self._step_tokens = sums[0]
+            self._step_tokens = sums[0].float()
             self._weight_scale = scale_of_weights(num_items, sums[1]) if weighs else None
         return batches, num_items
 
@@ -209,7 +226,7 @@ class WeightedMeanTrainer(SFTTrainer):
             weights = target_weights(inputs)
             if scale is None:
                 num_trained = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
-                scale = scale_of_weights(num_trained, weights.sum())
+                scale = scale_of_weights(num_trained, sum_of_weights(weights))
             inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
         if evaluated is not None and ids is not None and weights is not None:
             seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
@@ -218,11 +235,13 @@ class WeightedMeanTrainer(SFTTrainer):
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),
             weighted_loss(self, model, weights, scale, seen) as weighted,
         ):
-            observed = partial(_observed_call, weighted, self._token_sums())
+            observed = partial(_observed_call, weighted, self._token_sums(), weights)
             result = super().compute_loss(observed, inputs, return_outputs, num_items_in_batch)
         if evaluated is not None:
             loss = result[0] if return_outputs else result
-            evaluated.add(loss, target_weights(inputs).sum() if weights is None else weights.sum())
+            evaluated.add(
+                loss, sum_of_weights(target_weights(inputs) if weights is None else weights)
+            )
         return result
 
     def _token_sums(self) -> TokenSums | None:
@@ -276,13 +295,19 @@ class WeightedMeanTrainer(SFTTrainer):
         finally:
             self._evaluated = None
         reduced = self.accelerator.reduce(
-            evaluated.sums.to(self.args.device, torch.float32), reduction="sum"
+            evaluated.sums.to(self.args.device, sums_dtype(self.args.device)), reduction="sum"
         )
         write_means(self._metrics["eval"], self._tokens_of_ranks(evaluated.tokens).tolist())
         prefix = kwargs.get("metric_key_prefix", "eval")
         if f"{prefix}_loss" in output.metrics:
             own = evaluated.metrics(reduced, prefix, is_likelihood=self._loss_is_likelihood())
             loss = {name: own[name] for name in (f"{prefix}_loss",) if name in own}
+            if f"{prefix}_loss" not in own:
+                # transformers' is 0.0, the best there could be, of batches that count for nothing.
+                loss[f"{prefix}_loss"] = math.nan
+                logger.warning(
+                    f"{prefix}_loss is nan: no token of the set is trained with a weight above 0"
+                )
             # Any other name may be one that compute_metrics has given a value of its own.
             output.metrics.update(own | output.metrics | loss)
         return output

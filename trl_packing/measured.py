@@ -25,7 +25,7 @@ from trl_packing.host import HOST_ROW, HostRow, keep_row, wait_for
 from trl_packing.loss import WeightedMeanTrainer
 from trl_packing.model_flops import ModelFlops, NotCountable, model_flops
 from trl_packing.throughput import Counts, Machine, Throughput, in_short, machine_of
-from trl_packing.token_metrics import NUM_SUMS, TokenSums, added, write_means
+from trl_packing.token_metrics import NUM_SUMS, TokenSums, added, counts_for_nothing, write_means
 
 logger = get_logger(__name__)
 
@@ -138,6 +138,11 @@ class MeasuredTrainer(WeightedMeanTrainer):
     def _write_token_means(self) -> None:
         """Let TRL log the means over the trained tokens of all ranks since the last log."""
         write_means(self._metrics["train"], self._token_sums_of_log)
+        if counts_for_nothing(self._token_sums_of_log):
+            logger.warning(
+                f"all tokens that were trained up to step {self.state.global_step} since the last "
+                "log have a weight of 0: they changed nothing; raise loss_weights and loss_weight"
+            )
         self._token_sums_of_log = (0.0,) * NUM_SUMS
 
     def _share_counts(self) -> Machine:

@@ -18,12 +18,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from trl_packing.arrow_documents import ArrowDocuments, count_after_first
+from trl_packing.arrow_documents import ArrowDocuments
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.pieces import (
     Overflow,
     Pieces,
     gather,
+    is_kept,
     pieces_of,
     prompt_lengths,
     too_long_error,
@@ -72,16 +73,18 @@ def fit_documents(
         )
         fitted = fitted.with_format(None)
     else:
-        kept = np.flatnonzero((documents.num_trained() > 0) & ~too_long)
+        stored = [is_kept(chunk, overflow) for chunk in documents.readers["labels"].chunks]
+        mapped = documents.stored_rows(np.arange(len(documents)))
+        kept = np.flatnonzero(np.concatenate([*stored, np.zeros(0, bool)])[mapped] & ~too_long)
         fitted = dataset if len(kept) == len(dataset) else dataset.select(kept)
-    if not len(fitted):
+    after = ArrowDocuments(fitted, TOKEN_COLUMNS)
+    if not len(fitted) or not after.num_trained().any():
         raise ValueError(
             f"no document of the {name} dataset has a trained token left "
             f"({len(lengths)} read, {int(too_long.sum())} longer than max_length="
             f"{overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or check the "
             "completion or assistant masks"
         )
-    after = ArrowDocuments(fitted, TOKEN_COLUMNS)
     return fitted, count_losses(documents, after, overflow, stop_ids)
 
 
@@ -91,7 +94,7 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
     lengths = np.diff(tokens["input_ids"][1])
     pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]))
     cut = {name: gather(lists, pieces) for name, lists in tokens.items()}
-    kept = pa.array(np.flatnonzero(count_after_first(*cut["labels"], IGNORE_INDEX) > 0))
+    kept = pa.array(np.flatnonzero(is_kept(cut["labels"], overflow)))
     columns = [
         list_column(*cut[field.name], field).take(kept)
         if field.name in cut
@@ -118,10 +121,12 @@ class _Counted(NamedTuple):
     tokens: np.ndarray
     trained: np.ndarray
     stops: np.ndarray
+    labelled: np.ndarray  # with the first token, which is never a target
 
     def amount(self, chosen: np.ndarray | None = None) -> Amount:
         """Return the sums over all pieces, or over those that are `chosen`."""
-        sums = [values if chosen is None else values[chosen] for values in self]
+        counted = self.tokens, self.trained, self.stops
+        sums = [values if chosen is None else values[chosen] for values in counted]
         return Amount(len(sums[0]), *(int(values.sum()) for values in sums))
 
 
@@ -174,7 +179,7 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _
     stored = documents.stored_rows(pieces.rows)
     order = np.argsort(stored, kind="stable")
     groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
-    counted = _Counted(pieces.stops - pieces.starts, *np.zeros((2, len(stored)), np.int64))
+    counted = _Counted(pieces.stops - pieces.starts, *np.zeros((3, len(stored)), np.int64))
     for (values, offsets), first, chosen in zip(
         labels.chunks, labels.first_row[:-1], groups, strict=False
     ):
@@ -182,9 +187,11 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _
         stop = start + counted.tokens[chosen]
         begin = np.minimum(start + 1, stop)  # the first token of a piece is never a target
         masks = values != IGNORE_INDEX, np.isin(values, stop_ids)
-        for result, mask in zip(counted[1:], masks, strict=True):
+        for result, mask in zip(counted[1:3], masks, strict=True):
             at = np.flatnonzero(mask)  # a search costs less than a running sum over all tokens
             result[chosen] = np.searchsorted(at, stop) - np.searchsorted(at, begin)
+            if result is counted.trained:
+                counted.labelled[chosen] = np.searchsorted(at, stop) - np.searchsorted(at, start)
     return counted
 
 
@@ -209,6 +216,8 @@ def _drop_steps(
 ) -> tuple[Step, Step]:
     """Return what went for having nothing to train: from the beginning, and because of the cut."""
     untrained = cut.trained == 0
+    if overflow.drops_as_padded:
+        untrained = cut.tokens == 0 if overflow.capacity is None else cut.labelled == 0
     never = untrained & (before.trained[pieces.rows] == 0)
     documents = np.unique(pieces.rows[never])
     empty = int((before.tokens[documents] == 0).sum())

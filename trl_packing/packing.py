@@ -18,12 +18,9 @@ from typing import Any
 
 import numpy as np
 
-STRATEGIES = ("bfd", "next_fit", "greedy")
+from trl_packing.remixing import random_order_within, remix, stable_argsort
 
-# A set of so many documents is not re-mixed: those of equal length already meet other partners.
-# Smaller sets get the more rounds the smaller they are: 2 at 1M documents, 39 at 20k.
-_REMIX_BELOW = 5_000_000
-_REMIX_MAX_ROUNDS = 256
+STRATEGIES = ("bfd", "next_fit", "greedy")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,7 +107,7 @@ def pack(
     if strategy == "bfd":
         homes = _best_fit_decreasing(sizes, capacity)
         if rng is not None:
-            _remix(sizes, homes, capacity, rng)
+            remix(sizes, homes, capacity, rng)
     else:
         homes = _next_fit(sizes, capacity)
     return _plan(order, sizes, homes, capacity, rng)
@@ -151,12 +148,15 @@ def _checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
 def _fill_order(
     sizes: np.ndarray, capacity: int, rng: np.random.Generator | None, *, descending: bool
 ) -> np.ndarray:
-    """Return document indices in the order in which they are put into bins."""
-    order = np.arange(len(sizes), dtype=_smallest_integer(len(sizes)))
-    if rng is not None:
-        rng.shuffle(order)  # before a stable sort: random among equal lengths
+    """Return document indices as they are put into bins; equal lengths in random order."""
+    dtype = _smallest_integer(len(sizes))
+    if descending and rng is not None:
+        return random_order_within(capacity - sizes, capacity, rng).astype(dtype)
+    order = np.arange(len(sizes), dtype=dtype)
     if descending:
-        order = order[_stable_argsort(capacity - sizes[order], capacity)]
+        return order[stable_argsort(capacity - sizes, capacity)]
+    if rng is not None:
+        rng.shuffle(order)
     return order
 
 
@@ -229,57 +229,6 @@ def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return np.cumsum(opens, dtype=opens.dtype)
 
 
-def _remix(sizes: np.ndarray, homes: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
-    """Move documents between bins, in place, so that two seeds give them different partners.
-
-    With few equal lengths best-fit decreasing alone gives nearly the same bins again. The number of
-    bins stays: each round pairs bins at random and deals the documents of a pair out anew.
-    """
-    num_bins = int(homes.max()) + 1
-    rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
-    if num_bins > 1:
-        for _ in range(min(rounds, _REMIX_MAX_ROUNDS)):
-            _remix_round(sizes, homes, num_bins, capacity, rng)
-
-
-def _remix_round(
-    sizes: np.ndarray, homes: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
-) -> None:
-    """Pair the bins at random and re-partition the pairs that a single cut can re-partition.
-
-    The documents of a pair are laid out in random order. Any stretch of them whose tokens lie in
-    [total − capacity, capacity] can be one bin and the remaining documents the other.
-    """
-    num_pairs = num_bins // 2
-    bins = rng.permutation(num_bins)
-    pair_of_bin = np.empty(num_bins, dtype=np.int64)
-    pair_of_bin[bins] = np.arange(num_bins) // 2  # with an odd number, the last bin has no partner
-    shuffled = rng.permutation(len(sizes))
-    shuffled = shuffled[_stable_argsort(pair_of_bin[homes[shuffled]], num_pairs)]
-    pair = pair_of_bin[homes[shuffled]]
-    paired = int(np.searchsorted(pair, num_pairs))
-    shuffled, pair = shuffled[:paired], pair[:paired]
-
-    before = np.concatenate([[0], np.cumsum(sizes[shuffled], dtype=np.int64)])
-    ends = np.cumsum(np.bincount(pair, minlength=num_pairs))
-    starts = np.concatenate([[0], ends[:-1]])
-    least = np.maximum(before[ends] - before[starts] - capacity, 1)
-    # One search finds, for a stretch that starts at each document, the first end that leaves no
-    # more than a bin holds to the others.
-    first = np.arange(paired)
-    last = np.searchsorted(before, before[:-1] + least[pair])
-    legal = (last <= ends[pair]) & (last - first < (ends - starts)[pair])
-    legal &= before[np.minimum(last, paired)] - before[:-1] <= capacity
-    chosen, at = np.unique(pair[legal], return_index=True)
-
-    cut = np.zeros((2, num_pairs), dtype=np.int64)
-    cut[:, chosen] = first[legal][at], last[legal][at]
-    inside = (first >= cut[0, pair]) & (first < cut[1, pair])
-    moved = cut[1, pair] > 0
-    dealt = bins[2 * pair + inside]
-    homes[shuffled[moved]] = dealt[moved]
-
-
 def _plan(
     order: np.ndarray,
     sizes: np.ndarray,
@@ -292,7 +241,7 @@ def _plan(
         homes = rng.permutation(num_bins).astype(homes.dtype)[homes]
     counts = np.bincount(homes, minlength=num_bins)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    by_bin = _stable_argsort(homes, num_bins)
+    by_bin = stable_argsort(homes, num_bins)
     tokens = np.add.reduceat(sizes[by_bin], offsets[:-1], dtype=np.int64)
     indices = order[by_bin]
     for array in (indices, offsets, tokens):
@@ -302,16 +251,3 @@ def _plan(
 
 def _smallest_integer(largest: int) -> type[np.signedinteger]:
     return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-
-
-def _stable_argsort(keys: np.ndarray, largest: int) -> np.ndarray:
-    """Return the stable sorting order of keys in [0, largest].
-
-    numpy sorts 16-bit keys by radix, several times faster than wider ones: sort by 16 bits at a
-    time, lowest first.
-    """
-    order = np.argsort(keys.astype(np.uint16), kind="stable")
-    for shift in range(16, largest.bit_length(), 16):
-        digit = (keys >> shift).astype(np.uint16)
-        order = order[np.argsort(digit[order], kind="stable")]
-    return order

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trl_packing.arrow_documents import count_after_first
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.token_columns import FlatLists
 
@@ -23,10 +24,13 @@ class Overflow:
 
     `policy` is one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
     or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
+    `drops_as_padded` leaves out what TRL's padded run does: documents without any label, if there
+    is a capacity. A label on the first token alone trains nothing, but takes a place in a step.
     """
 
     policy: str
     capacity: int | None
+    drops_as_padded: bool = False
 
     @property
     def makes_pieces(self) -> bool:
@@ -40,6 +44,17 @@ class Pieces(NamedTuple):
     rows: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
+
+
+def is_kept(labels: FlatLists, overflow: Overflow) -> np.ndarray:
+    """Return which documents are not dropped for having nothing to train, ``(documents,)`` bool."""
+    values, offsets = labels
+    if not overflow.drops_as_padded:
+        return count_after_first(values, offsets, IGNORE_INDEX) > 0
+    if overflow.capacity is None:
+        return np.diff(offsets) > 0
+    running = np.concatenate([[0], np.cumsum(values != IGNORE_INDEX)])
+    return running[offsets[1:]] > running[offsets[:-1]]
 
 
 def prompt_lengths(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -150,7 +150,14 @@ class Preparation:
                 num_proc=args.dataset_num_proc,
                 name=name,
             )
-        return documents.shuffle(seed=args.seed) if args.shuffle_dataset else documents
+        if args.shuffle_dataset and not self._shuffles_what_fits(documents):
+            return documents.shuffle(seed=args.seed)
+        return documents
+
+    def _shuffles_what_fits(self, documents: AnyDataset) -> bool:
+        """Return whether documents are shuffled after those that are dropped, as TRL does."""
+        packed = "seq_lengths" in get_dataset_column_names(documents)
+        return isinstance(documents, Dataset) and not self.packing and not packed
 
     def _document_columns(self, dataset: AnyDataset) -> list[str]:
         columns = get_dataset_column_names(dataset)
@@ -236,6 +243,8 @@ class Preparation:
         fitted, counts = fit_documents(
             documents, overflow, stop_ids=stops, num_proc=num_proc, name=name
         )
+        if args.shuffle_dataset and self._shuffles_what_fits(fitted):
+            fitted = fitted.shuffle(seed=args.seed)
         without_stop = unended(documents, self.tokenizer, stops)
         if without_stop is not None:
             logger.warning(f"{name} dataset: {without_stop.warning(appends)}")

@@ -11,7 +11,9 @@ from typing import Any
 import datasets
 import numpy as np
 
+from trl_packing.labels import WEIGHT_COLUMN, document_weights
 from trl_packing.stream_parts import Document
+from trl_packing.weighting import document_weight
 
 
 class Source:
@@ -56,8 +58,19 @@ class Source:
                 f"document {self.num_read} of the stream has {length} tokens but capacity is "
                 f"{self._capacity}; raise max_length or set overflow='truncate' or 'split'"
             )
+        check_weights(document, f"document {self.num_read} of the stream")
         self.num_read += 1
         return document
+
+
+def check_weights(document: Document, which: str) -> None:
+    """Raise ValueError, naming the document, if it has weights that cannot be: null ones, too."""
+    document_weight(document, which)
+    if WEIGHT_COLUMN in document:
+        try:
+            document_weights(document, len(document["input_ids"]))
+        except ValueError as problem:
+            raise ValueError(f"{which}: {problem}") from None
 
 
 class Window:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUM_SUMS = 6  # entropy, hits, trained tokens, aux_loss × tokens, tokens, micro-batches
+NUM_SUMS = 7  # entropy, hits, trained tokens, aux_loss × tokens, tokens, micro-batches, weights
 
 
 class TokenSums:
@@ -27,8 +27,11 @@ class TokenSums:
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
-    def add(self, scored: Any, num_tokens: int) -> None:
-        """Add a micro-batch of `num_tokens`, padding included: a fused head's output on it."""
+    def add(self, scored: Any, num_tokens: int, total_weight: Tensor) -> None:
+        """Add a micro-batch of `num_tokens`, padding included: a fused head's output on it.
+
+        total_weight: what all of its targets count in the loss.
+        """
         dtype = sums_dtype(scored.entropy.device)
         trained = scored.label_mask.sum().to(dtype)
         aux_loss = getattr(scored, "aux_loss", None)
@@ -41,6 +44,7 @@ class TokenSums:
                 aux * num_tokens,
                 torch.full_like(trained, num_tokens),
                 torch.ones_like(trained),
+                total_weight.to(trained),
             ]
         )
         self._sums = sums if self._sums is None else self._sums + sums
@@ -73,11 +77,11 @@ def write_means(metrics: MutableMapping[str, list[float]], sums: Sequence[float]
     metrics: TRL's `_metrics` of a mode, a list for every name, of which it logs the mean.
 
     >>> metrics = {"entropy": [5.0, 0.0], "mean_token_accuracy": [0.5, 0.0], "aux_loss": [1.0]}
-    >>> write_means(metrics, [20.0, 2.0, 4.0, 18.0, 9.0, 2.0])
+    >>> write_means(metrics, [20.0, 2.0, 4.0, 18.0, 9.0, 2.0, 4.0])
     >>> metrics
     {'entropy': [5.0], 'mean_token_accuracy': [0.5], 'aux_loss': [2.0]}
     """
-    entropy, hits, trained, aux_loss, tokens, micro_batches = sums
+    entropy, hits, trained, aux_loss, tokens, micro_batches, _ = sums
     if not micro_batches:
         return
     for name, total, count in (
@@ -89,3 +93,8 @@ def write_means(metrics: MutableMapping[str, list[float]], sums: Sequence[float]
             metrics[name] = [total / count]
         else:
             metrics.pop(name, None)
+
+
+def counts_for_nothing(sums: Sequence[float]) -> bool:
+    """Whether tokens were trained, and every one of them with a weight of 0."""
+    return sums[2] > 0 and not sums[6]

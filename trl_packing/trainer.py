@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
@@ -38,6 +38,7 @@ from trl_packing.arguments import (
     reason_for_trl_path,
     refuse_options,
 )
+from trl_packing.arrow_documents import check_some_weight
 from trl_packing.attention import AttentionChoice
 from trl_packing.checkpoints import (
     check_optimizer,
@@ -230,6 +231,15 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             for dataset in self._all_datasets()[1:]:
                 if dataset is not None:
                     check_source_column(dataset, self._options.source_column)
+        for dataset in self._all_datasets()[1:]:
+            if isinstance(dataset, Dataset):
+                self._remove_unused_columns(dataset)  # refuses weights that cannot be
+
+    def _check_something_counts(self) -> None:
+        """Raise ValueError for a set whose weights are all 0: it would train or report nothing."""
+        for dataset in [] if self._trl_path else self._all_datasets():
+            if isinstance(dataset, Dataset):
+                check_some_weight(self._remove_unused_columns(dataset))
 
     def _collator(self, own: PackedCollator | None) -> PackedCollator:
         """Return the collator of packed rows, which weighs documents as the config says."""
@@ -355,6 +365,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
         self._heed_what_was_set()
         check_engine_can_train(self)
+        self._check_something_counts()
         wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if wraps and getattr(self.model, "_is_accelerate_prepared", False):
             # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every

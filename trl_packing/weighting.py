@@ -23,6 +23,7 @@ from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLU
 LOSS_WEIGHTINGS = ("token", "document", "sqrt")
 
 _POWER = {"token": 0.0, "document": 1.0, "sqrt": 0.5}
+_MOST = float(np.finfo(np.float32).max)
 _WORDS = {
     "token": "all alike",
     "document": "divided by those of its document: documents count alike",
@@ -57,30 +58,38 @@ def weigh_documents(
     >>> weigh_documents(np.ones(5), labels, [3, 2], [1.0, 2.0], "document").tolist()
     [0.0, 0.5, 0.5, 0.0, 2.0]
     """
+    if not len(weights):
+        return weights.astype(np.float32)
     own = np.where(labels == IGNORE_INDEX, 0.0, weights)
     document = np.repeat(np.arange(len(lengths)), lengths)
     totals = np.bincount(document, own, minlength=len(lengths)) ** _POWER[loss_weighting]
     factors = np.divide(document_weights, totals, out=np.zeros(len(lengths)), where=totals > 0)
-    return (own * factors[document]).astype(np.float32)
+    products = own * factors[document]
+    if products.max() > _MOST:
+        at = int(np.argmax(products))
+        raise ValueError(
+            f"{WEIGHT_COLUMN} {own[at]:.3g} times {DOCUMENT_WEIGHT_COLUMN} "
+            f"{document_weights[document[at]]:.3g} is more than float32 holds; divide all weights "
+            "by one number: only their ratios count"
+        )
+    return products.astype(np.float32)
 
 
-def document_weight(document: Mapping[str, Any]) -> float:
-    """Return the `loss_weight` of a document, 1 without one.
+def document_weight(document: Mapping[str, Any], which: str = "a document") -> float:
+    """Return the `loss_weight` of a document, 1 without one; `which` is its name in a message.
 
-    Raises ValueError if it is no number, negative, infinite or NaN.
+    Raises ValueError if it is no number (None is none), negative, infinite or NaN.
 
     >>> document_weight({"loss_weight": 0.5}), document_weight({})
     (0.5, 1.0)
     """
-    given = document.get(DOCUMENT_WEIGHT_COLUMN)
-    if given is None:
-        return 1.0
+    given = document.get(DOCUMENT_WEIGHT_COLUMN, 1.0)
     try:
         weight = float(given)
     except (TypeError, ValueError):
         weight = np.nan
-    if not 0 <= weight <= float(np.finfo(np.float32).max):  # NaN compares false
-        raise ValueError(f"a document has {wrong_weight(given)}")
+    if not 0 <= weight <= _MOST:  # NaN compares false
+        raise ValueError(f"{which} has {wrong_weight(given)}")
     return weight
 
 

@@ -1,0 +1,180 @@
+"""Other partners for documents, in as many bins: two seeds share no more pairs than chance would.
+
+With few equal lengths best-fit decreasing gives nearly the same bins for every seed. Two moves
+change partners without a new bin, each in rounds over all bins at once:
+
+    tails exchanged between two bins        5 3 | 2 1    →    5 3 | 3        cut where both hold
+    that are cut at the same place          6 2 | 3           6 2 | 2 1      8 tokens
+
+    two bins laid out as one, in random     2 6 [3 1 5 2] 3   →  the stretch is one bin, what is
+    order, and cut where both halves fit                         around it the other
+
+The first finds a partner for most bins where there are many documents, the second where few are.
+"""
+
+import numpy as np
+
+# A set of so many documents is not re-mixed: those of equal length already meet other partners.
+# Smaller sets get the more rounds the smaller they are: 2 at 1M documents, 8 at 200k. The smallest
+# get fewer again: their plan takes a few milliseconds, and windows of a stream are planned often.
+_REMIX_BELOW = 5_000_000
+_MAX_ROUNDS = 40
+_SMALL, _MAX_ROUNDS_OF_SMALL = 1000, 12
+
+# Cuts that are tried for each bin, and how often the bins left over look for a partner.
+_CUTS_PER_BIN = 1.5
+_MATCHINGS = 2
+
+
+def remix(sizes: np.ndarray, homes: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
+    """Move documents between bins, in place, so that two seeds give them different partners.
+
+    sizes, homes: tokens and bin of each document, ``(documents,)``. The number of bins stays, and
+    none exceeds `capacity`. O(documents · log documents) a round.
+    """
+    num_bins = int(homes.max()) + 1
+    if num_bins == 1:
+        return
+    # A cut behind every document, each within a bin's free tokens of as many others as chance has
+    # it: do cuts of most bins meet one?
+    free = capacity - int(sizes.sum(dtype=np.int64)) / num_bins
+    meets = len(sizes) ** 2 * (1 + free) > capacity * num_bins
+    rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
+    most = _MAX_ROUNDS if len(sizes) >= _SMALL else _MAX_ROUNDS_OF_SMALL
+    for _ in range(min(rounds, most)):
+        (_exchange_tails if meets else _cut_pairs_anew)(sizes, homes, num_bins, capacity, rng)
+
+
+# --- tails ----------------------------------------------------------------------------------------
+
+
+def _exchange_tails(
+    sizes: np.ndarray, homes: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
+) -> None:
+    """Cut bins, their documents in random order, and exchange tails where two cuts are close."""
+    order = random_order_within(homes, num_bins, rng)
+    stops = np.cumsum(np.bincount(homes, minlength=num_bins))
+    filled = np.cumsum(sizes[order], dtype=np.int64)
+    before = np.concatenate([[0], filled[stops[:-1] - 1]])  # tokens in the bins before
+    room = capacity - (filled[stops - 1] - before)
+
+    # A cut stands behind a document; heads are the tokens up to it, in ascending order.
+    number = int(max(_CUTS_PER_BIN * num_bins, 2 * (num_bins * capacity) ** 0.5))
+    cuts = rng.integers(0, len(sizes), min(number, len(sizes)))
+    heads = filled[cuts] - before[homes[order[cuts]]]
+    ascending = stable_argsort(heads, capacity)
+    cuts, heads = cuts[ascending], heads[ascending]
+    bins = homes[order[cuts]]
+
+    # The bin with the lower cut receives the tail of the other, which is no longer than its own,
+    # and gives its own to the other, which has room for the difference if the lower one had it.
+    fits = (np.diff(heads) <= room[bins[:-1]]) & (bins[:-1] != bins[1:])
+    lower, upper = _matched(bins, np.flatnonzero(fits), num_bins, rng)
+    partner = np.arange(num_bins, dtype=homes.dtype)
+    partner[bins[lower]], partner[bins[upper]] = bins[upper], bins[lower]
+    tails = stops.copy()  # where each tail starts
+    tails[bins[lower]], tails[bins[upper]] = cuts[lower] + 1, cuts[upper] + 1
+    is_tail = np.arange(len(sizes)) >= np.repeat(tails, np.diff(stops, prepend=0))
+    homes[order[is_tail]] = np.repeat(partner, stops - tails)
+
+
+def _matched(
+    bins: np.ndarray, lower: np.ndarray, num_bins: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return cuts and those next to them, out of `lower`, so that no bin is in two of the pairs."""
+    lower = rng.permutation(lower)
+    is_free = np.ones(num_bins, dtype=bool)
+    last_claim = np.empty(num_bins, dtype=lower.dtype)
+    found = []
+    for _ in range(_MATCHINGS):
+        one, other = bins[lower], bins[lower + 1]
+        both = np.empty(2 * len(lower), dtype=bins.dtype)
+        both[::2], both[1::2] = one, other
+        last_claim[both] = lower.repeat(2)  # of several claims the last one stays
+        won = (last_claim[one] == lower) & (last_claim[other] == lower)
+        found.append(lower[won])
+        is_free[one[won]] = is_free[other[won]] = False
+        lower = lower[is_free[one] & is_free[other]]
+    matched = np.concatenate(found)
+    return matched, matched + 1
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+def _cut_pairs_anew(
+    sizes: np.ndarray, homes: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
+) -> None:
+    """Pair the bins at random and re-partition the pairs that a single cut can re-partition.
+
+    The documents of a pair are laid out in random order. Any stretch of them whose tokens lie in
+    [total − capacity, capacity] can be one bin and the remaining documents the other.
+    """
+    num_pairs = num_bins // 2
+    bins = rng.permutation(num_bins)
+    pair_of_bin = np.empty(num_bins, dtype=np.int64)
+    pair_of_bin[bins] = np.arange(num_bins) // 2  # with an odd number, the last bin has no partner
+    shuffled = rng.permutation(len(sizes))
+    shuffled = shuffled[stable_argsort(pair_of_bin[homes[shuffled]], num_pairs)]
+    pair = pair_of_bin[homes[shuffled]]
+    paired = int(np.searchsorted(pair, num_pairs))
+    shuffled, pair = shuffled[:paired], pair[:paired]
+
+    before = np.concatenate([[0], np.cumsum(sizes[shuffled], dtype=np.int64)])
+    ends = np.cumsum(np.bincount(pair, minlength=num_pairs))
+    starts = np.concatenate([[0], ends[:-1]])
+    least = np.maximum(before[ends] - before[starts] - capacity, 1)
+    # One search finds, for a stretch that starts at each document, the first end that leaves no
+    # more than a bin holds to the others.
+    first = np.arange(paired)
+    last = np.searchsorted(before, before[:-1] + least[pair])
+    legal = (last <= ends[pair]) & (last - first < (ends - starts)[pair])
+    legal &= before[np.minimum(last, paired)] - before[:-1] <= capacity
+    chosen, at = np.unique(pair[legal], return_index=True)
+
+    cut = np.zeros((2, num_pairs), dtype=np.int64)
+    cut[:, chosen] = first[legal][at], last[legal][at]
+    inside = (first >= cut[0, pair]) & (first < cut[1, pair])
+    moved = cut[1, pair] > 0
+    dealt = bins[2 * pair + inside]
+    homes[shuffled[moved]] = dealt[moved]
+
+
+# --- orders ---------------------------------------------------------------------------------------
+
+
+def random_order_within(groups: np.ndarray, largest: int, rng: np.random.Generator) -> np.ndarray:
+    """Return indices ``(documents,)`` int64 in ascending order of `groups`, random in each.
+
+    groups: in [0, largest].
+    """
+    random_bits = min(32, 64 - _bits(len(groups) - 1) - _bits(largest))
+    keys = groups.astype(np.uint64)
+    keys <<= np.uint64(random_bits)
+    keys |= rng.integers(0, 1 << random_bits, len(groups), dtype=np.uint32)
+    return _order_of(keys)
+
+
+def stable_argsort(keys: np.ndarray, largest: int) -> np.ndarray:
+    """Return the stable sorting order of keys in [0, largest]."""
+    if _bits(largest) <= 16:  # by radix
+        return np.argsort(keys.astype(np.uint16), kind="stable")
+    return _order_of(keys.astype(np.uint64))
+
+
+def _order_of(keys: np.ndarray) -> np.ndarray:
+    """Return the stable sorting order of `keys`, which are overwritten.
+
+    Indices are sorted along, as the low bits: numpy sorts numbers with the vector unit, several
+    times faster than it finds their order.
+    """
+    index_bits = _bits(len(keys) - 1)
+    keys <<= np.uint64(index_bits)
+    keys |= np.arange(len(keys), dtype=np.uint64)
+    keys.sort()
+    keys &= np.uint64((1 << index_bits) - 1)
+    return keys.view(np.int64)
+
+
+def _bits(largest: int) -> int:
+    return max(largest.bit_length(), 1)
