@@ -5,8 +5,9 @@
 
 Kill it whenever you like, also while it saves: a half-written checkpoint is recognized, and the one
 before it is taken. The run goes on with the very batches that it would have seen, in any epoch,
-and ends with the same weights (to the last bit on a CPU; a GPU's sums vary). Keep the number of
-processes and the settings; to begin anew, name another `--output_dir`.
+and ends with the same weights (to the last bit on a CPU; a GPU's sums vary). With other settings
+or another number of processes, the epoch goes on with the documents that it had left, and a line
+says so. To begin anew, name another `--output_dir`.
 
 Expected output (a model of 39,072 random weights, 300 rows, saving every 20 steps). The first
 command, killed with SIGKILL while it wrote checkpoint-40, ended in

@@ -23,7 +23,6 @@ from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, archi
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
 from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
 from trl_packing.attention.interface import register_packed_kernel
-from trl_packing.host import HOST_ROW
 from trl_packing.sampler import PackedBatchSampler
 from trl_packing.static_shapes import StaticShapes
 
@@ -61,7 +60,7 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
     assert empty >= 1, "the first one says where the padding begins"
     assert all_lengths == [*lengths, *[0] * empty, *tails]
     assert max(tails, default=0) <= 20
-    row = collated(lengths, shapes, host_row=True)[HOST_ROW]
+    row = collated(lengths, shapes, tensors_only=True).host
     assert row.lengths.tolist() == list(lengths), "without padding: what the trainer counts"
     assert row.boundaries.tolist() == batch["cu_seq_lens_q"].tolist()
     assert (batch["labels"][0, real:] == -100).all()
@@ -84,9 +83,9 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
 def test_more_documents_than_there_is_room_for_take_twice_the_room():
     # With two masked documents behind them, and at least one without tokens.
     for number, boundaries in ((5, 9), (6, 17), (13, 17), (14, 33)):
-        batch = collated([2] * number, host_row=True)
+        batch = collated([2] * number, tensors_only=True)
         assert len(batch["cu_seq_lens_q"]) == boundaries
-        assert batch[HOST_ROW].lengths.tolist() == [2] * number
+        assert batch.host.lengths.tolist() == [2] * number
 
 
 def test_a_row_of_more_tokens_takes_twice_the_tokens():
@@ -537,7 +536,8 @@ def test_a_graph_of_packed_calls_serves_no_other(name, dynamo):
     compiled = torch.compile(model, backend=counting([]))
     packed = collated(LENGTHS)
     del packed["labels"]
-    row = {"input_ids": packed["input_ids"], "use_cache": False}
+    # Other tokens by their place in memory: those of the row are known, and kept apart.
+    row = {"input_ids": packed["input_ids"].clone(), "use_cache": False}
     left_padded = row | {"attention_mask": torch.tensor([[0] * 9 + [1] * 55])}
     calls = [packed, row, packed, left_padded, packed]
     with torch.no_grad():

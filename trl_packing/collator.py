@@ -10,9 +10,8 @@
                                                   have a `source_ids` each (document_columns)
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
-    max_length_q/k       3                        int
-    use_cache            False
-    host_row             boundaries and trained tokens once more, for the host; only if asked for
+    max_length_q/k       3                        int   } for a model that knows nothing of packing:
+    use_cache            False                          } not in a batch of `tensors_only`
 
 With `static_shapes` T, N and max_length are the same in every batch (static_shapes).
 
@@ -33,7 +32,7 @@ from trl_packing.documents import (
     document_ids_from_lengths,
     position_ids_from_lengths,
 )
-from trl_packing.host import HOST_ROW, HostRow
+from trl_packing.host import HostRow, PackedBatch
 from trl_packing.labels import (
     DOCUMENT_WEIGHT_COLUMN,
     IGNORE_INDEX,
@@ -63,8 +62,10 @@ class PackedCollator:
     loss_weighting: "token", "document" or "sqrt", how a document's length enters its weights
         (weighting); the batch has `loss_weights` under the last two, also without documents.
     static_shapes: every batch is of this shape; takes the place of `pad_to_multiple_of`.
-    host_row: the batch also has a `HostRow` (host), which is not for the model: `PackedSFTTrainer`
-        asks for it, and takes it out again.
+    tensors_only: the batch has no `max_length_q/k` and no `use_cache`, which are no tensors, but in
+        `host` what the host knows (`PackedBatch`). For models of `PackedSFTTrainer` and
+        `enable_packing`, which add them.
+    host_row: False where the batch is changed before it is used, so that `host` is None.
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
     left still takes part in the step.
@@ -84,7 +85,8 @@ class PackedCollator:
     pad_to_multiple_of: int | None = None
     loss_weighting: str = "token"
     static_shapes: StaticShapes | None = None
-    host_row: bool = False
+    tensors_only: bool = False
+    host_row: bool = True
 
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
@@ -92,7 +94,7 @@ class PackedCollator:
                 f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1, or None"
             )
 
-    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> PackedBatch:
         """Return the batch described in this module's docstring.
 
         Raises ValueError if labels, masks, weights or `seq_lengths` do not match `input_ids`, or
@@ -138,11 +140,17 @@ class PackedCollator:
             ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
             source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
-        if self.host_row:
-            is_trained = batch["labels"][0].numpy() != IGNORE_INDEX
-            boundaries = np.cumsum([0, *lengths], dtype=np.int64)
-            batch[HOST_ROW] = HostRow(boundaries, is_trained, padding=tail)
-        return batch
+        if not self.tensors_only:
+            return PackedBatch(batch)
+        tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+        # What a class of the user's own changes in a batch, the host would not know of.
+        if not self.host_row or type(self).__call__ is not PackedCollator.__call__:
+            return PackedBatch(tensors)
+        is_trained = tensors["labels"][0].numpy() != IGNORE_INDEX
+        boundaries = np.cumsum([0, *lengths], dtype=np.int64)
+        return PackedBatch(
+            tensors, HostRow(boundaries, is_trained, tail, max_length=batch["max_length_q"])
+        )
 
     def _tails(self, num_tokens: int) -> list[int]:
         """Return the lengths of the masked documents behind so many tokens."""

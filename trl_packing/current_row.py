@@ -18,31 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.weak import WeakIdKeyDictionary
 
 from trl_packing.collator import boundaries_of_row
 from trl_packing.documents import document_ids_from_lengths
-from trl_packing.host import host_boundaries, known
-
-# Keys of a packed batch that say where its documents lie.
-BOUNDARIES = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-    "position_ids",
+from trl_packing.host import (
+    BOUNDARIES,
+    host_boundaries,
+    known,
+    known_max_length,
+    remember_row,
+    rows_alive,
 )
 
 _current: Mapping[str, Any] | None = None
-_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of every row alive: input_ids -> boundaries
 _lets_others_through = False
-
-
-def remember_row(batch: Mapping[str, Any]) -> None:
-    """Know the tokens of a packed batch again, as long as its `input_ids` live."""
-    if torch.is_tensor(batch.get("cu_seq_lens_q")):
-        _rows[batch["input_ids"]] = {k: batch[k] for k in BOUNDARIES if k in batch}
 
 
 def set_current_row(batch: Mapping[str, Any] | None) -> None:
@@ -159,7 +148,7 @@ def _row_in_memory(tokens: Tensor) -> tuple[Any, dict[str, Any]]:
     if tokens.dtype.is_floating_point:
         return None, {}
     memory = tokens.untyped_storage().data_ptr()
-    for ids, row in list(_rows.items()):
+    for ids, row in rows_alive():
         if ids is tokens or (ids.untyped_storage().data_ptr() == memory and memory):
             return ids, row
     return None, {}
@@ -231,7 +220,7 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     if call.get("past_key_values") is None:
         call = call | {"use_cache": False}
     if not isinstance(call.get("max_length_q"), int):
-        longest = int(np.diff(host_boundaries(boundaries)).max())
+        longest = known_max_length(boundaries)
         call = call | {"max_length_q": longest, "max_length_k": longest}
     for name, places in (("labels", boundaries[:-1]), ("shift_labels", boundaries[1:] - 1)):
         labels = call.get(name)

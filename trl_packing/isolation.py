@@ -32,7 +32,7 @@ from trl_packing.attention import own_attention
 from trl_packing.attention.interface import requires
 from trl_packing.collator import PackedCollator
 from trl_packing.engines import largest_if_sharded
-from trl_packing.host import HOST_ROW
+from trl_packing.host import for_kernels
 from trl_packing.labels import IGNORE_INDEX, WEIGHT_COLUMN
 from trl_packing.probes import MIN_TOKENS, SHORT, Probe, probes, random_tokens
 from trl_packing.undisturbed import state_restored, undisturbed, unwrapped
@@ -294,9 +294,8 @@ def _packed_batch(
 ) -> dict[str, Any]:
     with _at(Stage.COLLATOR):
         batch = collate(documents)
-    for name in (WEIGHT_COLUMN, HOST_ROW):  # for the loss and the host, not for the model
-        batch.pop(name, None)
-    return _on(model, batch)
+    batch.pop(WEIGHT_COLUMN, None)  # for the loss, not for the model
+    return _on(model, for_kernels(batch))
 
 
 def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:

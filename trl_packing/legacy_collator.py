@@ -108,6 +108,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch of examples: mappings with `input_ids`, or lists of ids."""
         documents = [self._document(example) for example in examples]
+        batch: dict[str, Any]
         if self.padding_free:
             batch = PackedCollator(self.tokenizer.pad_token_id or 0, self.pad_to_multiple_of)(
                 documents

@@ -28,6 +28,7 @@ from trl import SFTTrainer
 
 from trl_packing.document_columns import Sources
 from trl_packing.evaluation import EvaluationSums
+from trl_packing.host import for_kernels
 from trl_packing.label_smoothing import WeightedLabelSmoother, scaled_weights
 from trl_packing.labels import (
     DOCUMENT_WEIGHT_COLUMN,
@@ -170,6 +171,7 @@ class WeightedMeanTrainer(SFTTrainer):
     _weight_scale: Tensor | None = None  # of the step that is being trained
     _step_tokens: Tensor  # of it too, float32, padding included
     _sources: Sources | None = None  # of the set that is evaluated, where losses are told apart
+    _scored_evaluation = False  # by us: a `compute_loss` of the user's own may not call ours
     _evaluated: EvaluationSums | None = None  # while a set is evaluated
     _trained_sums: TokenSums | None = None  # of the micro-batches trained since they were read
     router_aux_loss_coef: float
@@ -230,6 +232,7 @@ class WeightedMeanTrainer(SFTTrainer):
             inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
         if evaluated is not None and ids is not None and weights is not None:
             seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
+        inputs = for_kernels(inputs)
         with (
             embedding_documents(boundaries=inputs.get("cu_seq_lens_q")),
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),
@@ -238,6 +241,7 @@ class WeightedMeanTrainer(SFTTrainer):
             observed = partial(_observed_call, weighted, self._token_sums(), weights)
             result = super().compute_loss(observed, inputs, return_outputs, num_items_in_batch)
         if evaluated is not None:
+            self._scored_evaluation = True
             loss = result[0] if return_outputs else result
             evaluated.add(
                 loss, sum_of_weights(target_weights(inputs) if weights is None else weights)
@@ -290,6 +294,7 @@ class WeightedMeanTrainer(SFTTrainer):
         if self._trl_path:
             return super().evaluation_loop(*args, **kwargs)
         self._evaluated = evaluated = EvaluationSums(self._sources)
+        self._scored_evaluation = False
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
@@ -302,7 +307,7 @@ class WeightedMeanTrainer(SFTTrainer):
         if f"{prefix}_loss" in output.metrics:
             own = evaluated.metrics(reduced, prefix, is_likelihood=self._loss_is_likelihood())
             loss = {name: own[name] for name in (f"{prefix}_loss",) if name in own}
-            if f"{prefix}_loss" not in own:
+            if f"{prefix}_loss" not in own and self._scored_evaluation:
                 # transformers' is 0.0, the best there could be, of batches that count for nothing.
                 loss[f"{prefix}_loss"] = math.nan
                 logger.warning(

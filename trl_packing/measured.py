@@ -21,7 +21,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from trl_packing.device_peaks import peak_flops
-from trl_packing.host import HOST_ROW, HostRow, keep_row, wait_for
+from trl_packing.host import HostRow, PackedBatch, host_row, wait_for
 from trl_packing.loss import WeightedMeanTrainer
 from trl_packing.model_flops import ModelFlops, NotCountable, model_flops
 from trl_packing.throughput import Counts, Machine, Throughput, in_short, machine_of
@@ -65,9 +65,9 @@ class MeasuredTrainer(WeightedMeanTrainer):
         if self._throughput is not None:
             # From here on: before, readers start up, and a resumed run skips what it has seen.
             self._throughput.watch.start()
-            for batch in batches:
-                if HOST_ROW in batch:
-                    self._throughput.add(self._counts(batch[HOST_ROW]))
+            for row in map(host_row, batches):
+                if row is not None:
+                    self._throughput.add(self._counts(row))
         return batches, num_items
 
     def _counts(self, row: HostRow) -> Counts:
@@ -88,17 +88,14 @@ class MeasuredTrainer(WeightedMeanTrainer):
             return None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Take what the host knows of the row out of the batch; attention and head ask for it."""
-        prepared = super()._prepare_inputs(inputs)
-        if HOST_ROW in inputs:
-            row = prepared.pop(HOST_ROW)
-            keep_row(prepared["labels"], prepared["cu_seq_lens_q"], row)
-        return prepared
+        """Keep what the host knows of the row with the tensors that the model is given."""
+        prepared, row = super()._prepare_inputs(inputs), host_row(inputs)
+        return prepared if row is None else PackedBatch(prepared, row)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tell padding by its place: by its id, transformers leaves out EOS where it is the pad."""
-        if HOST_ROW in inputs and self.args.include_num_input_tokens_seen == "non_padding":
-            row = inputs[HOST_ROW]
+        row = host_row(inputs)
+        if row is not None and self.args.include_num_input_tokens_seen == "non_padding":
             inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
         super()._track_num_input_tokens(inputs)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from trl_packing.collator import boundaries_of_row, lengths_from_numbers
+from trl_packing.host import for_kernels
 from trl_packing.labels import IGNORE_INDEX
 
 VIRTUAL_TOKENS = (
@@ -35,7 +36,7 @@ def packed_batch(model: nn.Module, call: dict[str, Any]) -> dict[str, Any] | Non
                 "a packed batch came with an attention_mask, under which documents see each "
                 "other; leave it out: PackedCollator makes none"
             )
-        return call | {"use_cache": False}
+        return for_kernels(call)
     lengths = _lengths_of_row(model, call)
     if lengths is None:
         return None

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.attention import AttentionChoice, resolve_attention
-from trl_packing.attention.interface import inside_peft, requires
+from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.interface import inside_peft, requires, unbound
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.engines import is_sharded
 from trl_packing.exact_way import install_first, install_first_exact, ways_from
@@ -91,16 +92,17 @@ def enable_packing(
         reach=max([_REACH, *map(len, documents)]),
         class_takes_count=_takes_count(base),
     )
-    before = vars(model).get("_packing")
+    before = _packing_of(model)
     if before is None:
-        packing.below = _unbound(vars(model).pop("forward", None))
-        _put_on_top(model)
+        packing.below = _forward_taken_off(model)
     else:
+        vars(model).pop("forward")
         packing.below, packing.class_takes_count = before.below, before.class_takes_count
-    vars(model)["_packing"] = packing
+    _put_on_top(model, packing)
     # Trainer then counts the targets of a step, whatever the class says: `with_own_loss` divides.
     base.accepts_loss_kwargs = True
     _take_exact_way(model, packing, _kind(model, training=True), documents)
+    restore_implementation(base)  # packed calls set it
     enabled_models.add(model)
     assert packing.way is not None
     return packing.way
@@ -175,37 +177,41 @@ def _check_readable(base: Any, dataset: Any, documents: Sequence[np.ndarray]) ->
 # --- the forward of an enabled model --------------------------------------------------------------
 
 
-def _unbound(forward: Any) -> Callable[..., Any] | None:
-    # Unbound, or a copy of the model would run the weights of this one.
-    if forward is None:
-        return None
-    return getattr(forward, "__func__", lambda _self, *args, **kwargs: forward(*args, **kwargs))
+def _forward_taken_off(model: nn.Module) -> Callable[..., Any] | None:
+    """Take the forward of the instance off and return it as a function of the model."""
+    forward = vars(model).pop("forward", None)
+    return None if forward is None else unbound(forward, model)
 
 
-def _put_on_top(model: nn.Module) -> None:
+def _put_on_top(model: nn.Module, packing: _Packing) -> None:
+    # In a closure, not on the model: pickled, the model shall need nothing of ours.
     @functools.wraps(type(model).forward)  # Trainer and `generate` read the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, *args, **kwargs)
+        return _forward(self, packing, *args, **kwargs)
 
+    forward.packing = packing  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    packing: _Packing = self._packing
+def _packing_of(model: nn.Module) -> _Packing | None:
+    return getattr(vars(model).get("forward"), "packing", None)
+
+
+def _forward(self: Any, packing: _Packing, *args: Any, **kwargs: Any) -> Any:
     names = list(inspect.signature(type(self).forward).parameters)[1:]
     named = dict(zip(names, args, strict=False)) | kwargs
     batch = packed_batch(self, named)
     if batch is not None:
         _check_once(self, packing, batch)
         with embedding_documents(boundaries=batch["cu_seq_lens_q"]):
-            return with_own_loss(_below(self), batch)
+            return with_own_loss(_below(self, packing), batch)
     if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
-        return with_own_loss(_below(self), named)
-    return _below(self)(*args, **kwargs)
+        return with_own_loss(_below(self, packing), named)
+    return _below(self, packing)(*args, **kwargs)
 
 
-def _below(model: Any) -> Callable[..., Any]:
-    return functools.partial(model._packing.below or type(model).forward, model)
+def _below(model: Any, packing: _Packing) -> Callable[..., Any]:
+    return functools.partial(packing.below or type(model).forward, model)
 
 
 # --- what is exact --------------------------------------------------------------------------------
@@ -316,7 +322,7 @@ def _without_ours(model: Any, packing: _Packing) -> Iterator[None]:
     try:
         yield
     finally:
-        packing.below = _unbound(vars(model).pop("forward", None))
+        packing.below = _forward_taken_off(model)
         model.forward = on_top
 
 

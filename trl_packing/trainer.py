@@ -39,14 +39,15 @@ from trl_packing.arguments import (
     refuse_options,
 )
 from trl_packing.arrow_documents import check_some_weight
-from trl_packing.attention import AttentionChoice
+from trl_packing.attention import AttentionChoice, attention_in_use
+from trl_packing.attention.implementation import restore_implementation
 from trl_packing.checkpoints import (
     check_optimizer,
     check_readable,
     checkpoint_to_resume,
     marked_while_written,
 )
-from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
+from trl_packing.collator import PackedCollator
 from trl_packing.config import PackingOptions
 from trl_packing.current_row import set_current_row
 from trl_packing.document_columns import (
@@ -180,6 +181,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         self._planned_dataset, self._told = self.train_dataset, set()
         self._hold_shapes()
         add_trained_positions_head(self._gate.base_model)
+        restore_implementation(self._gate.base_model)
         self.packing_report = self._report()
         self._check_evaluation_sets()
         self.add_callback(_OnTrainBegin(self))
@@ -249,7 +251,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
                 pad_token_id=self._tokenizer.pad_token_id,
                 pad_to_multiple_of=self._pad_to_multiple_of,
                 loss_weighting=weighting,
-                host_row=True,
+                tensors_only=True,
             )
         if own.loss_weighting not in ("token", weighting):
             raise ValueError(
@@ -258,8 +260,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             )
         own = copy.copy(own)
         own.loss_weighting = weighting
-        # What a class of the user's own changes in a batch, the host would not know of.
-        own.host_row = type(own) in (PackedCollator, DataCollatorWithFlattening)
+        own.tensors_only = True
         return own
 
     def _all_datasets(self) -> list[Any]:
@@ -285,6 +286,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     def attention(self) -> AttentionChoice:
         """What keeps the documents of a packed row apart, and why."""
         return self._gate.attention
+
+    def _attention_in_use(self) -> Any:
+        """Give the model its `attn_implementation` back in the end."""
+        if self._trl_path:
+            return nullcontext()
+        return attention_in_use(self.model, self.attention)
 
     def _pass_gate(self, model: Any, dataset: Any, *, training: bool) -> None:
         """Stop, or take a slower way, before anything is computed on documents that leak."""
@@ -385,7 +392,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         self._check_checkpoint(checkpoint)
         try:
-            with pages_kept(on_cpu=self.args.device.type == "cpu"):
+            with self._attention_in_use(), pages_kept(on_cpu=self.args.device.type == "cpu"):
                 return super().train(checkpoint, *args, **kwargs)
         finally:
             set_current_row(None)  # a step that raised leaves its row
@@ -444,7 +451,8 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         before, self._evaluates_padded = self._evaluates_padded, padded
         self._evaluated_streams = []
         try:
-            yield
+            with self._attention_in_use():
+                yield
         finally:
             self._evaluates_padded = before
             set_current_row(None)

@@ -26,6 +26,12 @@ from trl_packing.attention import (
     padded_rows,
     torch_varlen,
 )
+from trl_packing.attention.implementation import (
+    InstalledName,
+    current_implementation,
+    restore_implementation,
+    set_implementation,
+)
 from trl_packing.attention.interface import (
     announce_boundaries,
     implementation_name,
@@ -38,7 +44,13 @@ from trl_packing.attention.kernel_backward import backward_run_once
 from trl_packing.length_constants import rope_thresholds
 from trl_packing.model_config import layer_configs, layer_values, text_config
 
-__all__ = ["AttentionChoice", "install_attention", "own_attention", "resolve_attention"]
+__all__ = [
+    "AttentionChoice",
+    "attention_in_use",
+    "install_attention",
+    "own_attention",
+    "resolve_attention",
+]
 
 # Ways that leave the model its own attention, from the fastest to the one that takes any model.
 PADDED = (padded_rows.NAME, padded_rows.EQUAL_LENGTHS)  # shapes follow the documents there
@@ -150,7 +162,7 @@ def _kernels(model: Any, needs: _Needs) -> dict[str, tuple[str | None, str, str]
 
     The name is the `attn_implementation` to set.
     """
-    current = _current_implementation(model)
+    current = current_implementation(model)
     fallback = "eager" if current is not None and current.endswith("eager") else "sdpa"
     flash = {
         name: (_flash_refusal(model, needs, name), name, "installed")
@@ -182,7 +194,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         backbone = backbone.decoder
     for module in (model, base, backbone):
         unwrap_packed_calls(module)
-    _set_implementation(base, choice.implementation or choice.own or _own_implementation(base))
+    set_implementation(base, choice.implementation or choice.own or _own_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
     elif choice.backend in PADDED:
@@ -196,9 +208,9 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         if whole:
             return
     elif choice.backend in ("documents", "varlen"):
-        mark_packed_calls(backbone)
+        mark_packed_calls(backbone, choice.implementation)
     else:
-        pass_packed_calls(backbone)
+        pass_packed_calls(backbone, choice.implementation)
     if backbone is not base:
         announce_boundaries(base)
 
@@ -217,12 +229,29 @@ def own_attention(model: Any) -> Iterator[None]:
     Some models ask for its name (``if implementation == "sdpa"``) and compute something else with
     ours, packed or not.
     """
-    installed = _current_implementation(model)
-    _set_implementation(model, _own_implementation(model))
+    installed = current_implementation(model)
+    restore_implementation(model)
+    set_implementation(model, _own_implementation(model))
     try:
         yield
     finally:
-        _set_implementation(model, installed)
+        set_implementation(model, installed)
+
+
+@contextmanager
+def attention_in_use(model: Any, choice: AttentionChoice) -> Iterator[None]:
+    """Set the `attn_implementation` of `choice`, and give the model's back in the end.
+
+    Outside, packed calls set it by themselves. Inside another one, it stays.
+    """
+    base = inside_peft(model)
+    is_inside = isinstance(current_implementation(base), InstalledName)
+    set_implementation(base, choice.implementation)
+    try:
+        yield
+    finally:
+        if not is_inside:
+            restore_implementation(base)
 
 
 @contextmanager
@@ -231,7 +260,7 @@ def backward_run_in_check(model: Any, *, training: bool | None) -> Iterator[list
 
     Yields what is wrong with it, empty as long as nothing is.
     """
-    implementation = _current_implementation(inside_peft(model)) or ""
+    implementation = current_implementation(inside_peft(model)) or ""
     is_foreign = flash_attn.is_flash_attention(implementation) or implementation.startswith(
         torch_varlen.NAME
     )
@@ -245,21 +274,12 @@ def backward_run_in_check(model: Any, *, training: bool | None) -> Iterator[list
 
 def _own_implementation(model: Any) -> str | None:
     """Return the `attn_implementation` that the model had before one of ours."""
-    current = _current_implementation(model)
+    current = current_implementation(model)
+    if isinstance(current, InstalledName):
+        return current.came_as
     if current is None or not current.startswith(_OURS):
         return current
-    return "eager" if current.endswith("eager") else "sdpa"
-
-
-def _set_implementation(model: Any, implementation: str | None) -> None:
-    if implementation in (None, _current_implementation(model)):
-        return
-    composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
-    model.set_attn_implementation({"text_config": implementation} if composite else implementation)
-
-
-def _current_implementation(model: Any) -> str | None:
-    return getattr(text_config(model), "_attn_implementation", None)
+    return "eager" if current.endswith("eager") else "sdpa"  # loaded with ours
 
 
 def _indexed(model: Any) -> AttentionChoice | None:
@@ -278,7 +298,7 @@ def _indexed(model: Any) -> AttentionChoice | None:
 
 def _automatic(model: Any, needs: _Needs) -> AttentionChoice:
     """Return the fastest kernel that can be exact on `model`, with those that come after it."""
-    current = _current_implementation(model)
+    current = current_implementation(model)
     installed = flash_attn.installed()
     kernels = [
         AttentionChoice(backend, implementation, reason)

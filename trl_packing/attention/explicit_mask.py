@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.interface import wrap_packed_calls
-from trl_packing.current_row import BOUNDARIES
 from trl_packing.documents import mask_from_document_ids
-from trl_packing.host import host_boundaries, sent
+from trl_packing.host import BOUNDARIES, host_boundaries, sent
 from trl_packing.model_config import layer_values, text_config
 
 NAME = "mask"

@@ -25,7 +25,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.current_row import BOUNDARIES, completed_call
+from trl_packing.attention.implementation import current_implementation, set_implementation
+from trl_packing.current_row import completed_call
+from trl_packing.host import BOUNDARIES
 from trl_packing.neftune import embedding_documents
 
 # (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
@@ -56,27 +58,32 @@ def implementation_name(name: str, fallback: str) -> str:
     return f"{name}_over_eager" if fallback == "eager" else name
 
 
-def mark_packed_calls(backbone: nn.Module) -> None:
-    """Let `backbone.forward` announce packed calls, so that they build no mask."""
+def mark_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:
+    """Let `backbone.forward` announce packed calls, so that they build no mask.
+
+    implementation: the `attn_implementation` that they need.
+    """
 
     def announced(forward: Callable[..., Any], **kwargs: Any) -> Any:
         with _packed_call():
             return forward(**kwargs)
 
-    wrap_packed_calls(backbone, announced)
+    wrap_packed_calls(backbone, announced, implementation)
 
 
-def pass_packed_calls(backbone: nn.Module) -> None:
+def pass_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:
     """Let packed calls of `backbone` run as they are: its own attention knows boundaries."""
-    wrap_packed_calls(backbone, lambda forward, **kwargs: forward(**kwargs))
+    wrap_packed_calls(backbone, lambda forward, **kwargs: forward(**kwargs), implementation)
 
 
-def wrap_packed_calls(module: nn.Module, run: Callable[..., Any]) -> None:
+def wrap_packed_calls(
+    module: nn.Module, run: Callable[..., Any], implementation: str | None = None
+) -> None:
     """Run packed calls of `module` as ``run(forward, **kwargs)``; others are left alone.
 
-    A call on a packed row of ours that does not say so is a packed call too (current_row).
-    Arguments given by position reach `run` by name. Replaces an earlier `run`;
-    `unwrap_packed_calls` takes it away.
+    Packed calls set `implementation`, which is gone after a run, and in a copy. A call on a packed
+    row of ours that does not say so is a packed call too (current_row). Arguments given by position
+    reach `run` by name. Replaces an earlier `run`; `unwrap_packed_calls` takes it away.
     """
     unwrap_packed_calls(module)
     before = vars(module).get("forward")
@@ -90,6 +97,8 @@ def wrap_packed_calls(module: nn.Module, run: Callable[..., Any]) -> None:
         args, kwargs = completed(self, names, args, kwargs)
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
             return below(self, *args, **kwargs)
+        if implementation is not None and current_implementation(self) != implementation:
+            set_implementation(self, implementation)
         named = dict(zip(names, args, strict=False))
         with embedding_documents(boundaries=kwargs["cu_seq_lens_q"]), _inner_calls_as_they_are():
             return run(functools.partial(below, self), **named, **kwargs)

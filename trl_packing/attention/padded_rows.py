@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.interface import requires, wrap_packed_calls
-from trl_packing.current_row import BOUNDARIES
 from trl_packing.engines import largest_if_sharded
-from trl_packing.host import host_boundaries, is_trained, keep, sent
+from trl_packing.host import BOUNDARIES, host_boundaries, is_trained, keep, sent
 from trl_packing.labels import IGNORE_INDEX
 from trl_packing.neftune import embedding_documents
 
