@@ -15,7 +15,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, current_row, other_rows
+from trl_packing import (
+    PackedSFTConfig,
+    PackedSFTTrainer,
+    current_row,
+    enable_packing,
+    other_rows,
+)
 
 DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 
@@ -316,6 +322,65 @@ def test_after_a_step_and_after_an_error_the_model_takes_any_row(tmp_path):
             assert call is fails
         found = trainer.model.eval()(input_ids=ids).logits
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def a_step_by_hand(trainer):
+    trainer.current_gradient_accumulation_steps = 1  # transformers sets it in `train`
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.training_step(trainer.model, batch)
+
+
+RUNS = {
+    "train": lambda trainer: trainer.train(),
+    "evaluate": lambda trainer: trainer.evaluate(),
+    "predict": lambda trainer: trainer.predict(trainer.eval_dataset),
+    "evaluation_loop": lambda trainer: trainer.evaluation_loop(
+        trainer.get_eval_dataloader(), "by hand", prediction_loss_only=True
+    ),
+    "training_step": a_step_by_hand,
+    "prediction_step": lambda trainer: PackedSFTTrainer.prediction_step(
+        trainer, trainer.model, next(iter(trainer.get_eval_dataloader())), True
+    ),
+}
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "works"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=list(RUNS))
+def test_no_row_is_current_after_a_run_that_fails_or_works(run, fails, tmp_path):
+    """The error is held, as a notebook does, with the frames and the batches in them."""
+
+    def call(trainer, model, inputs):
+        if fails:
+            raise KeyError("somebody's mistake")
+        return model(input_ids=inputs["input_ids"]).logits
+
+    ids = torch.randint(6, 90, (1, 17), generator=torch.Generator().manual_seed(1))
+    trainer, _ = trainer_with(call, tmp_path)
+    held = None
+    try:
+        run(trainer)
+    except KeyError as error:
+        held = error
+    assert (held is not None) == fails
+    found = trainer.model.eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, tiny_model("llama")(input_ids=ids).logits)
+    assert enable_packing(tiny_model("llama")) is not None
+
+
+def test_an_evaluation_within_a_step_leaves_the_row_of_the_step(tmp_path):
+    def call(trainer, model, inputs):
+        if trainer.model.training and not trainer.evaluated:
+            trainer.evaluated = True
+            trainer.evaluate()
+            model.train()
+        return a_copy(trainer, model, inputs)
+
+    trainer, kept = trainer_with(call, tmp_path)
+    trainer.evaluated = False
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert trainer.evaluated
+    assert_same_step((loss, kept.gradients), by_hand(tiny_model("llama"), DOCUMENTS))
 
 
 def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):

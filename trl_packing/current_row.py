@@ -43,6 +43,16 @@ def set_current_row(batch: Mapping[str, Any] | None) -> None:
         remember_row(batch)
 
 
+@contextmanager
+def restore_current_row() -> Iterator[None]:
+    """Put back the row that was current before, also when a step inside raises."""
+    before = _current
+    try:
+        yield
+    finally:
+        set_current_row(before)
+
+
 class AnnouncedBatches(list[Any]):
     """Micro-batches of an optimizer step, each of them the current row when it is its turn.
 
@@ -58,7 +68,7 @@ class AnnouncedBatches(list[Any]):
 class AnnouncedLoader:
     """A data loader whose batches are the current row until the next one is read, and else itself.
 
-    For trainers whose `prediction_step` is anybody's.
+    For trainers whose `prediction_step` is anybody's, inside `restore_current_row`.
     """
 
     def __init__(self, dataloader: Any):
@@ -71,12 +81,12 @@ class AnnouncedLoader:
         return len(self._dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        try:
-            for batch in self._dataloader:
-                set_current_row(batch)
-                yield batch
-        finally:
-            set_current_row(None)
+        # Nothing to undo when the generator dies: the garbage collector may close one that an error
+        # left behind at any time, also within a later step.
+        for batch in self._dataloader:
+            set_current_row(batch)
+            yield batch
+        set_current_row(None)
 
 
 @contextmanager

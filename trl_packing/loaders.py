@@ -22,7 +22,12 @@ from trl_packing.arrow_documents import ArrowDocuments, check_loss_weights, chec
 from trl_packing.attention import PADDED
 from trl_packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.config import PackingOptions
-from trl_packing.current_row import AnnouncedBatches, AnnouncedLoader, set_current_row
+from trl_packing.current_row import (
+    AnnouncedBatches,
+    AnnouncedLoader,
+    restore_current_row,
+    set_current_row,
+)
 from trl_packing.document_columns import Sources, weights_of_documents
 from trl_packing.gate import IsolationGate
 from trl_packing.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
@@ -414,7 +419,18 @@ class PackedLoaderTrainer(ResumingTrainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._trl_path:
             dataloader = AnnouncedLoader(dataloader)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+        with restore_current_row():
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forget the row of a step that somebody calls outside of `train`."""
+        with restore_current_row():
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forget the row of a step that somebody calls outside of `evaluate`."""
+        with restore_current_row():
+            return super().prediction_step(*args, **kwargs)
 
     # --- static shapes ------------------------------------------------------------------------
 

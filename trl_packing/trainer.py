@@ -49,7 +49,7 @@ from trl_packing.checkpoints import (
 )
 from trl_packing.collator import PackedCollator
 from trl_packing.config import PackingOptions
-from trl_packing.current_row import set_current_row
+from trl_packing.current_row import restore_current_row, set_current_row
 from trl_packing.document_columns import (
     check_source_column,
 )
@@ -391,11 +391,10 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         self._torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         self._check_checkpoint(checkpoint)
-        try:
-            with self._attention_in_use(), pages_kept(on_cpu=self.args.device.type == "cpu"):
-                return super().train(checkpoint, *args, **kwargs)
-        finally:
-            set_current_row(None)  # a step that raised leaves its row
+        pages = pages_kept(on_cpu=self.args.device.type == "cpu")
+        with self._attention_in_use(), restore_current_row(), pages:
+            set_current_row(None)
+            return super().train(checkpoint, *args, **kwargs)
 
     def _check_checkpoint(self, checkpoint: Any) -> None:
         """Raise ValueError before anything is read, if part of the checkpoint would be missing."""
@@ -451,11 +450,11 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         before, self._evaluates_padded = self._evaluates_padded, padded
         self._evaluated_streams = []
         try:
-            with self._attention_in_use():
+            with self._attention_in_use(), restore_current_row():
+                set_current_row(None)
                 yield
         finally:
             self._evaluates_padded = before
-            set_current_row(None)
         for stream in self._evaluated_streams:
             if words := str(stream.counts_of_all_ranks()):
                 logger.warning_once(f"evaluation stream: {words}")
