@@ -137,7 +137,12 @@ TABLE = {
     "neftune": (set(), {"torch", "transformers"}),
     "architectures": (set(), {"torch", "transformers"}),
     "engines": (set(), {"torch"}),
-    "current_row": ({"collator", "documents", "host", "labels"}, {"numpy", "torch"}),
+    "known_documents": (set(), {"numpy"}),
+    "rows_by_content": ({"host", "known_documents"}, {"numpy", "torch"}),
+    "current_row": (
+        {"collator", "documents", "host", "labels", "rows_by_content"},
+        {"numpy", "torch"},
+    ),
     "attention.implementation": ({"model_config"}, {"torch"}),
     "attention.interface": (
         {"attention.implementation", "current_row", "host", "neftune"},
@@ -197,7 +202,7 @@ TABLE = {
         {"accelerate", "numpy", "transformers"},
     ),
     "probes": ({"length_constants"}, {"numpy", "torch"}),
-    "undisturbed": (set(), {"numpy", "torch"}),
+    "undisturbed": ({"current_row"}, {"numpy", "torch"}),
     "isolation": (
         {
             "attention",
@@ -290,7 +295,7 @@ TABLE = {
         {"datasets", "transformers", "trl"},
     ),
     "packed_dataset": (
-        {"arrow_documents", "labels", "model_limits", "packing"},
+        {"arrow_documents", "known_documents", "labels", "model_limits", "packing"},
         {"datasets", "numpy", "torch", "transformers"},
     ),
     "supervised_dataset": (
@@ -314,6 +319,7 @@ TABLE = {
             "attention.implementation",
             "attention.interface",
             "config",
+            "current_row",
             "engines",
             "exact_way",
             "isolation_messages",

@@ -8,6 +8,9 @@ A call is of a row if its tokens are in the row's memory, the whole row or a par
 with a document; or if it is as long as the current row (its tokens changed, or embedded). Any other
 call while a row is current raises ValueError: of other tokens nobody can tell whether they are the
 row's. `other_rows` lets such calls through, and so does a cache with tokens (`generate`).
+
+A trainer that is not ours does not say which row is current: rows are then told by what is in them
+(rows_by_content).
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,6 +32,7 @@ from trl_packing.host import (
     remember_row,
     rows_alive,
 )
+from trl_packing.rows_by_content import lengths_by_content
 
 _current: Mapping[str, Any] | None = None
 _lets_others_through = False
@@ -143,8 +147,11 @@ def _boundaries_of(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     if ids is None and _current is not None and tokens.shape[:2] == _current["input_ids"].shape:
         ids, row = tokens, {k: _current[k] for k in BOUNDARIES if k in _current}
     if ids is None:
-        if _current is None or call.get("past_key_values") is not None:
+        if call.get("past_key_values") is not None:
             return None
+        if _current is None:
+            lengths = lengths_by_content(model, tokens, call.get("attention_mask"))
+            return None if lengths is None else _boundaries_on(tokens.device, lengths)
         raise ValueError(_message(model, tokens, f"whose row is {_shape(_current['input_ids'])}"))
     if call.get("past_key_values") is not None:
         raise ValueError(_message(model, tokens, "with a cache, which is for one document"))
@@ -174,12 +181,12 @@ def _boundaries_of_part(
     is_slice = len(tokens) == 1 and tokens.dim() == 2 and tokens.stride(1) == 1
     if not is_slice or start not in whole or end > whole[-1] or end == start:
         raise ValueError(_message(model, tokens, f"of a row that is {_shape(ids)}"))
-    cut = np.unique(np.array(whole).clip(start, end))
-    made = boundaries_of_row(torch.from_numpy(np.diff(cut)))
-    return {
-        name: value.to(tokens.device) if torch.is_tensor(value) else value
-        for name, value in made.items()
-    }
+    return _boundaries_on(tokens.device, np.diff(np.unique(np.array(whole).clip(start, end))))
+
+
+def _boundaries_on(device: torch.device, lengths: np.ndarray) -> dict[str, Any]:
+    made = boundaries_of_row(torch.from_numpy(lengths))
+    return {n: value.to(device) if torch.is_tensor(value) else value for n, value in made.items()}
 
 
 def _positions(model: Any, given: Any, boundaries: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from trl_packing.arrow_documents import ArrowDocuments
+from trl_packing.known_documents import know_documents_of
 from trl_packing.labels import (
     DOCUMENT_WEIGHT_COLUMN,
     IGNORE_INDEX,
@@ -95,6 +96,7 @@ class PackedDataset(torch.utils.data.Dataset):
         self.check(ModelLimits())
         self._enabled_where_pickled = False
         self.repack(0)
+        know_documents_of(self)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
@@ -191,6 +193,11 @@ class PackedDataset(torch.utils.data.Dataset):
     def token_ids(self, document: int) -> np.ndarray:
         """Return the `input_ids` ``(T,)`` int64 of a document, without its padding."""
         return self._document(document)[0]
+
+    @property
+    def filler_ids(self) -> np.ndarray:
+        """Return the `input_ids` of a row of no document; empty if there is no such row."""
+        return self._empty()[0] if self.rows_multiple_of > 1 else np.zeros(0, np.int64)
 
     def stat(self) -> None:
         """Print documents and rows, their mean tokens, and how full rows are."""

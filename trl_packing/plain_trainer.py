@@ -28,6 +28,7 @@ from trl_packing.attention import AttentionChoice, resolve_attention
 from trl_packing.attention.implementation import restore_implementation
 from trl_packing.attention.interface import inside_peft, requires, unbound
 from trl_packing.config import ISOLATION_CHECKS
+from trl_packing.current_row import completed_call
 from trl_packing.engines import is_sharded
 from trl_packing.exact_way import install_first, install_first_exact, ways_from
 from trl_packing.isolation_messages import why_not_exact
@@ -201,6 +202,9 @@ def _forward(self: Any, packing: _Packing, *args: Any, **kwargs: Any) -> Any:
     names = list(inspect.signature(type(self).forward).parameters)[1:]
     named = dict(zip(names, args, strict=False)) | kwargs
     batch = packed_batch(self, named)
+    if batch is None:  # maybe a row of ours whose boundaries a loss of the user's left out
+        completed = completed_call(self, named)
+        batch = None if completed is named else packed_batch(self, completed)
     if batch is not None:
         _check_once(self, packing, batch)
         with embedding_documents(boundaries=batch["cu_seq_lens_q"]):

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from trl_packing.current_row import other_rows
+
 
 def unwrapped(model: Any) -> nn.Module:
     """Return the model inside DDP, DeepSpeed, torch.compile and PEFT."""
@@ -37,6 +39,7 @@ def undisturbed(model: nn.Module, training: bool | None) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices))
         # Probes of many lengths would use up a compiled model's recompilations.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(other_rows())  # probes are no rows of a step that is under way
         stack.enter_context(state_restored(model))
         stack.enter_context(_without_autocast(model))
         if training is not None:

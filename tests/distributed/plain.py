@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from test_plain_trainer import packed, trainer_of
+from test_plain_trainer import packed, packing_of, trainer_of
 from tiny import tiny_model
 
 from trl_packing import enable_packing
@@ -39,7 +39,7 @@ def main(folder: str) -> None:
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
             "state": {n: value.clone() for n, value in model.state_dict().items()},
             "eval_loss": trainer.evaluate()["eval_loss"],
-            "checked": sorted(map(str, model._packing.checked)),
+            "checked": sorted(map(str, packing_of(model).checked)),
         }
     torch.save(result, Path(folder) / f"rank{trainer.args.process_index}.pt")
 
