@@ -235,7 +235,8 @@ def test_what_is_compared_with_trl_are_its_settings():
     from trl import SFTConfig
 
     page = (DOCS / "migrating" / "trl.md").read_text()
-    rows = re.findall(r"^\| (`.+?) \|", page, re.M)
+    flags = page.partition("## Flag by flag")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", flags, re.M)
     named = {n for row in rows for n in re.findall(r"`([a-z_]+)", row)}
     assert len(named) > 20
     assert named <= {f.name for f in dataclasses.fields(SFTConfig)}

@@ -146,7 +146,12 @@ def test_every_import_from_inside_a_library_is_in_the_table():
 
 
 def test_every_private_attribute_of_others_is_in_the_table():
-    known = {*ATTRIBUTES, *METHODS, *PLAIN, *(path.rpartition(".")[2] for path in FUNCTIONS)}
+    known = {
+        *ATTRIBUTES,
+        *METHODS,
+        *PLAIN,
+        *(path.rpartition(".")[2] for path in (*FUNCTIONS, *NAMES)),
+    }
     assert foreign_private_attributes() <= known
 
 

@@ -124,6 +124,8 @@ ATTRIBUTES = {
     "_indices": "datasets.Dataset",
     "_supports_sdpa": "transformers.PreTrainedModel",
     "_can_set_attn_implementation": "transformers.PreTrainedModel",
+    "_attn_implementation_internal": "transformers.PreTrainedConfig",
+    "_local_mapping": "transformers.AttentionInterface",
 }
 
 NAMES = (
@@ -143,5 +145,8 @@ NAMES = (
     "transformers.utils.import_utils",
     "transformers.utils.logging",
     "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
+    "trl.trainer.utils",
     "trl.trainer.utils.FusedCausalLMOutput",
+    "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE",
+    "trl.trainer.utils._ChunkedLogProbFunction",
 )
