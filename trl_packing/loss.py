@@ -166,6 +166,8 @@ class WeightedMeanTrainer(SFTTrainer):
     """`SFTTrainer` whose loss is one weighted mean of a step, or of a whole evaluation set."""
 
     _trl_path: str | None
+    _accepts_loss_kwargs: bool  # as TRL has it
+    _num_items: Any = None  # of the step, while a loss of a user's is divided by its micro-batches
     _evaluates_padded = False
     _trains_weighted = False
     _weight_scale: Tensor | None = None  # of the step that is being trained
@@ -207,10 +209,25 @@ class WeightedMeanTrainer(SFTTrainer):
             prepared[WEIGHT_COLUMN] = weights.to(self.args.device, non_blocking=True)
         return prepared
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell NEFTune which documents are trained, also where `compute_loss` is a user's."""
-        with embedding_documents(boundaries=inputs.get("cu_seq_lens_q")):
-            return super().training_step(model, inputs, *args, **kwargs)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Tell NEFTune which documents are trained, also where `compute_loss` is a user's.
+
+        Of a model class that takes no number of items, TRL gives a user's loss None, and divides
+        it by the micro-batches of the step; a loss that is a mean counts on that.
+        """
+        if self._hides_number_of_items():
+            self._num_items, num_items_in_batch = num_items_in_batch, None
+        try:
+            with embedding_documents(boundaries=inputs.get("cu_seq_lens_q")):
+                return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._num_items = None
+
+    def _hides_number_of_items(self) -> bool:
+        """Whether `compute_loss` is a user's, which TRL gives no number of items for this class."""
+        is_ours = getattr(self.compute_loss, "__func__", None) is WeightedMeanTrainer.compute_loss
+        takes_count = self._accepts_loss_kwargs or self.compute_loss_func is not None
+        return not (self._trl_path or is_ours or takes_count)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -218,6 +235,12 @@ class WeightedMeanTrainer(SFTTrainer):
         """Weigh every token; TRL's own counts all alike, and MoE micro-batches too."""
         if self._trl_path:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        divided_by = 1
+        if num_items_in_batch is None and self._num_items is not None and self.model.training:
+            # A subclass calls ours in a `compute_loss` of its own, and is divided (training_step).
+            num_items_in_batch = self._num_items
+            if not getattr(self, "loss_is_scaled_for_ga", None):
+                divided_by = self.current_gradient_accumulation_steps
         if self._evaluates_padded:
             self._mask_repeated_rows(inputs)
         scale = None if num_items_in_batch is None else self._weight_scale
@@ -246,7 +269,9 @@ class WeightedMeanTrainer(SFTTrainer):
             evaluated.add(
                 loss, sum_of_weights(target_weights(inputs) if weights is None else weights)
             )
-        return result
+        if divided_by == 1:
+            return result
+        return (result[0] * divided_by, result[1]) if return_outputs else result * divided_by
 
     def _token_sums(self) -> TokenSums | None:
         """Return what the micro-batch's entropy and accuracy are added to."""

@@ -21,6 +21,7 @@ def main(folder: str) -> None:
     for name, options in {"fp32": {}, "bf16": {"bf16": True}}.items():
         model, dataset = tiny_model("gpt_oss"), packed(rows_multiple_of=2)
         enable_packing(model)
+        packing = packing_of(model)  # before accelerate wraps the forward
         trainer = trainer_of(
             model,
             dataset,
@@ -39,7 +40,7 @@ def main(folder: str) -> None:
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
             "state": {n: value.clone() for n, value in model.state_dict().items()},
             "eval_loss": trainer.evaluate()["eval_loss"],
-            "checked": sorted(map(str, packing_of(model).checked)),
+            "checked": sorted(map(str, packing.checked)),
         }
     torch.save(result, Path(folder) / f"rank{trainer.args.process_index}.pt")
 
