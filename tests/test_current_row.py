@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from by_hand import Keep, assert_same_step, by_hand
 from datasets import Dataset
+from distributed.train import launch
 from peft import LoraConfig
 from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
@@ -406,3 +407,17 @@ def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):
             for a, b in itertools.pairwise(ends)
         ]
     torch.testing.assert_close(trainer.said, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_documents_apart(tmp_path):
+    """The user's loss is a rank's sum by the items of all ranks, and DDP takes the mean of it."""
+    launch("distributed.own_loss", str(tmp_path), ranks=2)
+    loss, gradients = by_hand(tiny_model("llama"), DOCUMENTS)
+    expected = loss / 2, {name: gradient / 2 for name, gradient in gradients.items()}
+    for rank in range(2):
+        results = torch.load(tmp_path / f"rank{rank}.pt")
+        assert len(results) == 6
+        for found in results.values():
+            of_model = {name.removeprefix("module."): g for name, g in found[1].items()}
+            assert_same_step((found[0], of_model), expected)

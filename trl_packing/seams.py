@@ -25,6 +25,7 @@ METHODS = {
     "get_train_dataloader": "self",
     "log": "self, logs, start_time",
     "predict": "self, test_dataset, ignore_keys, metric_key_prefix",
+    "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
     "save_model": "self, output_dir, _internal_call",
     "set_initial_training_values": "self, args, dataloader",
     "train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",
