@@ -225,9 +225,11 @@ class WeightedMeanTrainer(SFTTrainer):
 
     def _hides_number_of_items(self) -> bool:
         """Whether `compute_loss` is a user's, which TRL gives no number of items for this class."""
+        if self._trl_path:
+            return False
         is_ours = getattr(self.compute_loss, "__func__", None) is WeightedMeanTrainer.compute_loss
         takes_count = self._accepts_loss_kwargs or self.compute_loss_func is not None
-        return not (self._trl_path or is_ours or takes_count)
+        return not (is_ours or takes_count)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
