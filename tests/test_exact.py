@@ -18,6 +18,7 @@ from tiny import PACKED_MODELS, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
+from trl_packing.collator import boundaries_of_row
 
 LAYOUTS = [(1, 4), (4, 1), (2, 2)]
 LOSS_TOLERANCE = 1e-5
@@ -140,20 +141,19 @@ def test_first_step_equals_one_document_at_a_time(
     assert_same_gradients(gradients, expected)
 
 
-class AllOnesMask(PackedCollator):
-    """The classic leak: the boundaries are replaced by a mask of ones."""
+class OneDocument(PackedCollator):
+    """The classic leak: the row's boundaries say that it is one document."""
 
     def __call__(self, documents):
         batch = super().__call__(documents)
-        for key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-            del batch[key]
-        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+        whole = boundaries_of_row(torch.tensor([batch["input_ids"].shape[1]]))
+        return {**batch, **{name: value for name, value in whole.items() if name in batch}}
 
 
 @pytest.mark.parametrize("name", PACKED_MODELS)
-def test_an_all_ones_mask_fails_the_same_comparison(name, tmp_path):
+def test_a_row_that_says_it_is_one_document_fails_the_same_comparison(name, tmp_path):
     loss, gradients, chosen = first_step(
-        name, False, True, 2, 2, tmp_path, collator=AllOnesMask(), isolation_check="off"
+        name, False, True, 2, 2, tmp_path, collator=OneDocument(), isolation_check="off"
     )
     expected_loss, expected = one_at_a_time(name, False, chosen)
     assert abs(loss - expected_loss) > 100 * LOSS_TOLERANCE

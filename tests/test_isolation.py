@@ -33,6 +33,7 @@ from trl_packing import (
 )
 from trl_packing.attention import document_sdpa, install_attention
 from trl_packing.attention.interface import _attention_function
+from trl_packing.collator import boundaries_of_row
 from trl_packing.head import add_trained_positions_head
 from trl_packing.length_constants import length_constants
 
@@ -154,7 +155,7 @@ def test_padding_at_the_end_of_the_row_is_not_compared():
     for fused_head in (False, True):
         options = {"collator": collator, "fused_head": fused_head}
         assert check_isolation(model, documents(10, 30, 50), **options)
-        leaking = AllOnesMask(pad_to_multiple_of=16)
+        leaking = OneDocument(pad_to_multiple_of=16)
         report = check_isolation(model, documents(10, 30), **options | {"collator": leaking})
         assert report.verdict == "leaks"
 
@@ -186,14 +187,13 @@ def test_dropout_that_a_model_reads_from_its_config_is_off():
 # --- models that leak ---------------------------------------------------------------------------
 
 
-class AllOnesMask(PackedCollator):
-    """The classic leak: a mask of ones where the boundaries were."""
+class OneDocument(PackedCollator):
+    """The classic leak: the row's boundaries say that it is one document."""
 
     def __call__(self, documents):
         batch = super().__call__(documents)
-        for key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-            del batch[key]
-        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+        whole = boundaries_of_row(torch.tensor([batch["input_ids"].shape[1]]))
+        return {**batch, **{name: value for name, value in whole.items() if name in batch}}
 
 
 class AddRowMean(nn.Module):
@@ -238,8 +238,8 @@ def assert_leaks(model, *arguments, **options):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_mask_of_ones_leaks(training):
-    assert_leaks(packed_model("llama"), collator=AllOnesMask(), training=training)
+def test_a_row_that_says_it_is_one_document_leaks(training):
+    assert_leaks(packed_model("llama"), collator=OneDocument(), training=training)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "packed_documents"])
@@ -247,7 +247,7 @@ def test_a_leak_shows_in_bf16(implementation):
     model = tiny_model("llama", dtype=torch.bfloat16)
     model.set_attn_implementation(implementation)
     for training in (False, True):
-        report = check_isolation(model, collator=AllOnesMask(), training=training)
+        report = check_isolation(model, collator=OneDocument(), training=training)
         assert report.verdict == "leaks", str(report)
 
 
@@ -560,7 +560,7 @@ LEAKING = {
     "in training only": (lambda: with_layer(AddRowMean, only_in_training=True), {}),
     "longrope": (longrope, {"lengths": (10, 12, 80, 100)}),
     "dynamic NTK": (dynamic_ntk, {"lengths": (10, 12, 80, 100)}),
-    "all-ones mask": (lambda: packed_model("llama"), {"collator": AllOnesMask()}),
+    "boundaries lost": (lambda: packed_model("llama"), {"collator": OneDocument()}),
 }
 
 

@@ -212,7 +212,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     else:
         pass_packed_calls(backbone, choice.implementation)
     if backbone is not base:
-        announce_boundaries(base)
+        announce_boundaries(base, choice.implementation)
 
 
 def _whole_model(model: Any, base: Any) -> Any:

@@ -191,8 +191,12 @@ def _inner_calls_as_they_are() -> Iterator[None]:
 _announced_boundaries: dict[str, Any] = {}
 
 
-def announce_boundaries(model: nn.Module) -> None:
-    """Let packed calls of `model` reach its backbone: some forwards (falcon, mamba) drop kwargs."""
+def announce_boundaries(model: nn.Module, implementation: str | None = None) -> None:
+    """Make packed calls of `model` reach its backbone: some forwards (falcon, mamba) drop kwargs.
+
+    implementation: the `attn_implementation` that they need. It is set here too, because some
+    models (opt) call past their backbone.
+    """
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     taken = {p.name for p in parameters} | {"fused_lm_head"}
@@ -206,7 +210,7 @@ def announce_boundaries(model: nn.Module) -> None:
         finally:
             _announced_boundaries = before
 
-    wrap_packed_calls(model, announced)
+    wrap_packed_calls(model, announced, implementation)
 
 
 def unwrap_packed_calls(module: nn.Module) -> None:
