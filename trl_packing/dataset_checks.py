@@ -68,8 +68,8 @@ def check_same_columns(
                 else f"{column!r}, but its first row has none"
             )
             raise ValueError(
-                f"row {rows[wrong[0]]} of the stream has {differs}; give all rows the same columns, "
-                f"and no null values{and_others(wrong)}"
+                f"row {rows[wrong[0]]} of the stream has {differs}; give all rows the same columns"
+                f", and no null values{and_others(wrong)}"
             )
 
 
