@@ -28,6 +28,7 @@ from tiny import tiny_model as small_model
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.architectures import tiny_model
+from trl_packing.current_row import set_current_row
 from trl_packing.evaluation import EvaluationSums
 from trl_packing.label_smoothing import WeightedLabelSmoother
 from trl_packing.labels import IGNORE_INDEX
@@ -296,7 +297,10 @@ def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypa
     monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin)
     batch = trainer.data_collator(documents) | {"other": torch.ones(1)}
     batch["loss_weights"] *= 257 / 256
-    prepared = trainer._prepare_inputs(batch)
+    try:
+        prepared = trainer._prepare_inputs(batch)
+    finally:
+        set_current_row(None)  # as the end of a run would: the row is that of a step to come
     assert prepared["other"].dtype == torch.bfloat16, "the control"
     assert torch.equal(prepared["loss_weights"], batch["loss_weights"])
 

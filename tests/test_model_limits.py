@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 from tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from trl import SFTConfig
 
 from trl_packing import PackedDataset, PackedSFTConfig, PackedSFTTrainer, enable_packing
+from trl_packing.config import check_options
 from trl_packing.model_limits import ModelLimits, limits_of
 
 GOOD = {"input_ids": [7, 8, 9, 10], "labels": [-100, 8, 9, 10]}
@@ -149,7 +151,24 @@ def test_documents_shown_to_enable_packing_are_looked_at():
         enable_packing(tiny_model("gpt2", n_positions=32), [np.full(40, 7)])
 
 
-@pytest.mark.parametrize("value", [0, -8, 2.5, "8"])
+@pytest.mark.parametrize("value", [0, -8, 2.5, "0", "-8"])
 def test_padding_to_a_multiple_that_is_none_is_refused(tmp_path, value):
-    with pytest.raises(ValueError, match=f"pad_to_multiple_of={value!r} must be"):
+    read = int(value) if isinstance(value, str) else value  # TRL reads a number that is a text
+    with pytest.raises(ValueError, match=f"pad_to_multiple_of={read!r} must be"):
         PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False, pad_to_multiple_of=value)
+
+
+@pytest.mark.parametrize(("value", "read"), [("8", 8), ("none", None), ("auto", None), (8, 8)])
+def test_padding_to_a_multiple_is_read_as_trl_reads_it(tmp_path, value, read):
+    """The command line passes a text."""
+    for config in (PackedSFTConfig, SFTConfig):
+        args = config(str(tmp_path), use_cpu=True, bf16=False, pad_to_multiple_of=value)
+        assert args.pad_to_multiple_of == read
+
+
+def test_a_set_multiple_that_is_a_text_is_refused(tmp_path):
+    """Set later, no config of TRL reads it."""
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_length=64)
+    args.pad_to_multiple_of = "8"
+    with pytest.raises(ValueError, match="pad_to_multiple_of='8' must be a whole number, or None"):
+        check_options(args)

@@ -17,6 +17,7 @@ import os
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -1498,10 +1499,27 @@ def test_unpacked_run_with_this_option_equals_trl(tmp_path, changes):
     keys = ["loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen"]
     if "pad_to_multiple_of" not in changes:
         keys.append("num_tokens")
-    if "gradient_accumulation_steps" not in changes:
+    # Of several micro-batches TRL logs the mean of their means; see the test below.
+    if not {"gradient_accumulation_steps", "logging_steps"} & set(changes):
         keys += ["mean_token_accuracy", "entropy"]
     assert_same_run(ours, theirs, keys)
     assert len(ours.get_train_dataloader()) == len(theirs.get_train_dataloader())
+
+
+def test_entropy_of_several_steps_is_trls_weighed_by_their_trained_tokens(tmp_path):
+    ours, theirs = (
+        _run(tmp_path, cls, rows=14, logging_steps=2) for cls in (PackedSFTTrainer, SFTTrainer)
+    )
+    each = _run(tmp_path, SFTTrainer, rows=14, logging_steps=1)
+    targets = [labels[1:] for labels in each.train_dataset["labels"]]
+    by_document = [sum(label != -100 for label in labels) for labels in targets]
+    trained = [sum(by_document[i : i + 4]) for i in range(0, 14, 4)]
+    by_step = logged(each, "entropy")
+    assert len(by_step) == len(trained) == 4
+    expected = [np.average(by_step[i : i + 2], weights=trained[i : i + 2]) for i in (0, 2)]
+    assert logged(ours, "entropy") == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(AssertionError):
+        assert logged(theirs, "entropy") == pytest.approx(expected, rel=1e-4)
 
 
 def test_unpacked_moe_auxiliary_loss_equals_trl_in_one_step(tmp_path):

@@ -69,7 +69,7 @@ def check_same_columns(
             )
             raise ValueError(
                 f"row {rows[wrong[0]]} of the stream has {differs}; give all rows the same columns"
-                f"{and_others(wrong)}"
+                f", and no null values{and_others(wrong)}"
             )
 
 

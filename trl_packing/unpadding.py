@@ -79,7 +79,7 @@ class _CutStream:
             row = rows[next(i for i, mask in enumerate(batch[_MASK]) if mask is None)]
             raise ValueError(
                 f"row {row} of the stream has no {_MASK!r}, but others have; give all rows the "
-                "same columns"
+                "same columns, and no null values"
             )
         table = pa.table({column: pa.array(batch[column]) for column in present})
         documents = ArrowDocuments(datasets.Dataset(table), ("input_ids", _MASK))
