@@ -1,5 +1,6 @@
 """A resumed run goes on with the very batches that the uninterrupted one would have seen."""
 
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.epoch_record import FILE
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3
@@ -105,6 +107,14 @@ def test_a_stream_may_begin_anew(tmp_path):
     assert anew["batches"] == whole["batches"][: len(anew["batches"])]
 
 
+def without_record(checkpoint: str, folder: Path) -> str:
+    """Return a copy of a checkpoint, as an earlier version or TRL would have saved it."""
+    copied = folder / Path(checkpoint).name
+    shutil.copytree(checkpoint, copied)
+    (copied / FILE).unlink()
+    return str(copied)
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     """Uninterrupted runs and runs resumed within the second epoch, with and without the mend."""
@@ -119,6 +129,8 @@ def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
         again = vars(scenario) | {"resume": checkpoint}
         resumed[f"resumed {mode}"] = Scenario(**again)
         if not MODES[mode].get("stream"):
+            again["resume"] = without_record(checkpoint, base / f"recordless {mode}")
+            resumed[f"recordless {mode}"] = Scenario(**again)
             resumed[f"forgetful {mode}"] = Scenario(**(again | {"forgets_epoch_on_resume": True}))
     folders = {f"folder {mode}": scenario.output_dir for mode, scenario in whole.items()}
     return results | folders | run_on_ranks(resumed, base / "resumed")
@@ -129,6 +141,13 @@ def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
 def test_two_ranks_resume_within_a_later_epoch(mode, on_two_ranks):
     for rank in range(2):
         assert_continues(on_two_ranks[f"resumed {mode}"][rank], on_two_ranks[mode][rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["packed", "unpacked"])
+def test_two_ranks_resume_from_a_checkpoint_without_a_record(mode, on_two_ranks):
+    for rank in range(2):
+        assert_continues(on_two_ranks[f"recordless {mode}"][rank], on_two_ranks[mode][rank])
 
 
 @pytest.mark.slow

@@ -28,13 +28,14 @@ STEP_SECONDS = 0.03  # so that there is a moment to be killed in
 
 
 class Paced(TrainerCallback):
-    """Tells the parent when the first step begins, and gives every step its time."""
+    """Leaves a byte at the start of every step for the parent to count, and gives it its time."""
 
     def __init__(self, started: Path):
         self.started = started
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.started.touch()
+        with self.started.open("a") as steps:
+            steps.write(".")
         time.sleep(STEP_SECONDS)
 
 
@@ -92,7 +93,7 @@ def train(folder: Path, ranks: int, started: Path, file_to_die_in: int | None) -
 
 
 def forked(folder: Path, ranks: int, file_to_die_in: int | None = None) -> tuple[list[int], Path]:
-    """Start an attempt on every rank; return the processes and the file that says they train."""
+    """Start an attempt on every rank; return the processes and the file with a byte a step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -173,11 +174,13 @@ def main() -> None:
         file = random.randint(1, 4) if kills - done <= in_saves else None
         processes, started = forked(killed, ranks, file)
         if file is None:
-            while not started.exists():
+            # By steps, not by seconds: a busy machine would be killed in its first epoch for ever.
+            bytes_to_wait_for = random.randint(6, 8) * ranks
+            while not started.exists() or started.stat().st_size < bytes_to_wait_for:
                 ended = os.waitid(os.P_PID, processes[0], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 assert ended is None, (killed / "log.0").read_text()[-3000:]
                 time.sleep(0.005)
-            time.sleep(random.uniform(0.2, 1.1))
+            time.sleep(random.uniform(0, 2 * STEP_SECONDS))
             kill(processes)
         finish(processes)
         if (killed / "weights.pt").exists():
