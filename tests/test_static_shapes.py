@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
 from torch._dynamo.utils import counters
 
-from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, architectures
+from trl_packing import (
+    PackedCollator,
+    PackedSFTConfig,
+    PackedSFTTrainer,
+    architectures,
+    other_rows,
+)
 from trl_packing.attention import AttentionChoice, install_attention, resolve_attention
 from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
 from trl_packing.attention.interface import register_packed_kernel
@@ -536,11 +542,10 @@ def test_a_graph_of_packed_calls_serves_no_other(name, dynamo):
     compiled = torch.compile(model, backend=counting([]))
     packed = collated(LENGTHS)
     del packed["labels"]
-    # Other tokens by their place in memory: those of the row are known, and kept apart.
-    row = {"input_ids": packed["input_ids"].clone(), "use_cache": False}
+    row = {"input_ids": packed["input_ids"], "use_cache": False}
     left_padded = row | {"attention_mask": torch.tensor([[0] * 9 + [1] * 55])}
     calls = [packed, row, packed, left_padded, packed]
-    with torch.no_grad():
+    with torch.no_grad(), other_rows():  # else the row's tokens are known, and kept apart
         expected = [model(**call).logits for call in calls]
         for call, logits in zip(calls, expected, strict=True):
             got = compiled(**call).logits[:, 9:]

@@ -324,6 +324,8 @@ def tiny_model(
     The same seed gives the same weights; the global random state is left as it was. The model is
     in eval mode, as from `from_pretrained`. `overrides` go to the config.
     """
+    if name == "gemma2" and attn_implementation is None:
+        attn_implementation = "eager"  # before transformers 5.21 sdpa, which drops the soft-cap
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kwargs = {"attn_implementation": attn_implementation} if attn_implementation else {}

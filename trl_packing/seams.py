@@ -9,7 +9,7 @@ loss. The same test finds seams in the sources that are missing here.
     ATTRIBUTES   attributes that an object of another library holds, and the class that sets them
     NAMES        classes, constants and modules outside of the libraries' top-level names
 
-Read in TRL 1.16, transformers 5.17 and 5.23, accelerate 1.12 and 1.15, datasets 4.7 and 5.2.
+Read in TRL 1.16, transformers 5.17 and 5.23, accelerate 1.12 and 1.15, datasets 4.8 and 5.2.
 """
 
 METHODS = {
