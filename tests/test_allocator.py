@@ -45,6 +45,7 @@ def page_faults(how: str, **environment: str) -> int:
     return int(run.stdout)
 
 
+@pytest.mark.slow
 def test_pages_are_zeroed_once_and_not_every_step():
     # The first steps find pages, those after them find the same ones.
     assert page_faults("kept") < 0.3 * page_faults("not") + 1000

@@ -385,6 +385,7 @@ def test_the_traceback_can_be_had(monkeypatch):
         main(["verify", "--model", "nowhere/at/all"])
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_the_marks_prints_escapes(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"text": "So."}\n')

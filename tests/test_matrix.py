@@ -89,6 +89,7 @@ def test_the_summary_counts_what_matters():
     assert {v.way for v in verdicts if v.way in PACKED_WAYS} == {"documents"}
 
 
+@pytest.mark.slow
 def test_the_command_judges_architectures_and_writes_the_table(tmp_path, capsys):
     output = tmp_path / "compatibility.md"
     code = main(["verify", "--matrix", "--only", "llama", "bloom", "--output", str(output)])

@@ -112,7 +112,13 @@ def test_an_evaluation_inside_a_run_leaves_the_kernel_to_the_run(tmp_path):
     assert set(names) == {"packed_documents"}
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda model: model, id="full"),
+        pytest.param(lora, id="lora", marks=pytest.mark.slow),
+    ],
+)
 def test_a_trained_model_is_read_where_we_are_not(wrap, tmp_path):
     class Save(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -136,6 +142,7 @@ def test_a_trained_model_is_read_where_we_are_not(wrap, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_model_of_plain_trainer_is_read_where_we_are_not(tmp_path):
     model = tiny_model("llama")
     enable_packing(model)
