@@ -91,6 +91,21 @@ def by_hand(model, documents, loss="nll", weighting="token"):
     return value.item(), gradients
 
 
+#: Settings of a trainer that takes one optimizer step, changes nothing, and logs its loss.
+ONE_STEP = {
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
 class Keep(TrainerCallback):
     gradients: dict
 
@@ -105,19 +120,10 @@ def trainer_for(model, train, folder, *, evaluated=None, callbacks=(), arguments
         copy.deepcopy(model),
         PackedSFTConfig(
             **{
+                **ONE_STEP,
                 "output_dir": str(folder),
                 "max_length": 80,
                 "per_device_train_batch_size": 8,
-                "max_steps": 1,
-                "learning_rate": 0.0,
-                "max_grad_norm": 0.0,
-                "logging_steps": 1,
-                "gradient_checkpointing": False,
-                "bf16": False,
-                "use_cpu": True,
-                "save_strategy": "no",
-                "report_to": "none",
-                "disable_tqdm": True,
                 **options,
             }
         ),

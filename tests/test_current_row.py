@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import Keep, assert_same_step, by_hand
+from by_hand import ONE_STEP, Keep, assert_same_step, by_hand
 from datasets import Dataset
 from distributed.train import launch
 from peft import LoraConfig
@@ -133,20 +133,11 @@ def trainer_with(call, folder, *, in_training_step=False, model=None, peft=None,
 
     kept = Keep()
     settings = {
+        **ONE_STEP,
         "output_dir": str(folder),
         "max_length": 96,
         "per_device_train_batch_size": 6,
         "per_device_eval_batch_size": 6,
-        "max_steps": 1,
-        "learning_rate": 0.0,
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         "prediction_loss_only": True,  # packed rows in evaluation too
     }
     trainer = (Stepping if in_training_step else Subclass)(

@@ -5,7 +5,7 @@ not (gemma3, Qwen-VL), the loss gets None for it and is divided by the micro-bat
 """
 
 import pytest
-from by_hand import Keep, assert_same_step, by_hand
+from by_hand import ONE_STEP, Keep, assert_same_step, by_hand
 from datasets import Dataset
 from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from trl import SFTConfig, SFTTrainer
@@ -53,20 +53,11 @@ def step_of(parent, config, loss, accepts, folder, scaled=None, **options):
     model.__class__ = Model
     kept = Keep()
     settings = {
+        **ONE_STEP,
         "output_dir": str(folder),
         "max_length": 96,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
-        "max_steps": 1,
-        "learning_rate": 0.0,
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
     }
     trainer = Subclass(
         model,
