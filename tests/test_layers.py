@@ -138,7 +138,9 @@ TABLE = {
     "architectures": (set(), {"torch", "transformers"}),
     "engines": (set(), {"torch"}),
     "known_documents": (set(), {"numpy"}),
-    "rows_by_content": ({"host", "known_documents"}, {"numpy", "torch"}),
+    "packed_call": ({"collator", "host", "labels"}, {"numpy", "torch", "transformers"}),
+    "row_in_flight": ({"host", "packed_call"}, {"numpy", "torch", "transformers"}),
+    "rows_by_content": ({"host", "known_documents", "row_in_flight"}, {"numpy", "torch"}),
     "current_row": (
         {"collator", "documents", "host", "labels", "rows_by_content"},
         {"numpy", "torch"},
@@ -312,7 +314,6 @@ TABLE = {
         },
         {"datasets"},
     ),
-    "packed_call": ({"collator", "host", "labels"}, {"numpy", "torch", "transformers"}),
     "plain_trainer": (
         {
             "attention",

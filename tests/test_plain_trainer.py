@@ -356,14 +356,18 @@ def test_virtual_tokens_are_refused_also_if_they_come_later(kind, tmp_path):
         first_step(tuned(model), packed(), tmp_path)
 
 
-def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(monkeypatch):
+@pytest.mark.parametrize("is_embedded", [False, True], ids=["ids", "embedded"])
+def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(is_embedded, monkeypatch):
     monkeypatch.setattr("trl_packing.plain_trainer._REACH", 30)
     model = tiny_model("mistral", sliding_window=40)
     enable_packing(model)
     assert packing_of(model).reach == 30
     model.train()(**PackedCollator()(documents_of_lengths([35, 9])))
     assert packing_of(model).reach == 30
-    model(**PackedCollator()(documents_of_lengths([60, 9])))
+    batch = dict(PackedCollator()(documents_of_lengths([60, 9])))
+    if is_embedded:
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    model(**batch)
     assert packing_of(model).reach == 60
 
 

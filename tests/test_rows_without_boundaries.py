@@ -13,9 +13,16 @@ from by_hand import Keep, assert_same_step, by_hand
 from datasets import Dataset
 from test_plain_trainer import COLLATORS, DOCUMENTS, documents_of_rows, packed
 from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DynamicCache,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers import DataCollatorWithFlattening as TheirFlattening
 
-from trl_packing import PackedCollator, enable_packing, other_rows, plain_trainer
+from trl_packing import PackedCollator, enable_packing, other_rows, plain_trainer, rows_by_content
 from trl_packing.known_documents import documents_in
 
 
@@ -45,6 +52,16 @@ def without_the_last_token(model, inputs):
     return F.pad(model(input_ids=inputs["input_ids"][:, :-1]).logits, (0, 0, 0, 1))
 
 
+def embedded(model, inputs):
+    return model(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"])).logits
+
+
+def embedded_and_ones(model, inputs):
+    ids = inputs["input_ids"]
+    embeddings = model.get_input_embeddings()(ids)
+    return model(inputs_embeds=embeddings, attention_mask=torch.ones_like(ids)).logits
+
+
 def with_labels(model, inputs):
     output = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
     return output.logits
@@ -57,6 +74,8 @@ CALLS = [
     counted_positions,
     backbone,
     without_the_last_token,
+    embedded,
+    embedded_and_ones,
     with_labels,
 ]
 COLLATED = {
@@ -65,6 +84,12 @@ COLLATED = {
     "PackedDataset, workers": {"dataloader_num_workers": 1},
     "PackedDataset and PackedCollator": {"collator": PackedCollator()},
     "PackedCollator": {"collator": PackedCollator(), "rows": DOCUMENTS},
+    "flattened by transformers": {"collator": TheirFlattening(), "rows": DOCUMENTS},
+    "flattened by transformers, workers": {
+        "collator": TheirFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
+        "rows": DOCUMENTS,
+        "dataloader_num_workers": 1,
+    },
 }
 
 
@@ -141,21 +166,209 @@ def test_the_comparison_sees_documents_that_see_each_other(name, tmp_path, monke
         assert_same_step(found, by_hand(tiny_model("llama"), documents))
 
 
+@pytest.mark.parametrize("call", [embedded, embedded_and_ones], ids=lambda call: call.__name__)
+def test_embedded_rows_are_told_by_the_row_in_flight(call, tmp_path, monkeypatch):
+    """The negative control: without it, an evaluation mixes documents in silence."""
+    expected = by_hand(tiny_model("llama"), DOCUMENTS)[0]
+    trainer, _ = step_of(call, tmp_path)
+    monkeypatch.setattr(rows_by_content, "row_in_flight", lambda model: None)
+    assert trainer.evaluate()["eval_loss"] != pytest.approx(expected, rel=1e-3)
+
+
+def changed(ids):
+    return torch.where(ids % 5 == 0, 7, ids)
+
+
+def changed_tokens(model, inputs):
+    ids = changed(inputs["input_ids"])
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+def changed_tokens_alone(model, inputs):
+    return model(input_ids=changed(inputs["input_ids"])).logits
+
+
+@pytest.mark.parametrize("options", COLLATED.values(), ids=list(COLLATED))
+@pytest.mark.parametrize("call", [changed_tokens, changed_tokens_alone])
+def test_rows_with_changed_tokens_are_still_cut_as_they_were(call, options, tmp_path):
+    def changed_documents(documents):
+        ids = [changed(torch.tensor(d["input_ids"])).tolist() for d in documents]
+        return [d | {"input_ids": c} for d, c in zip(documents, ids, strict=True)]
+
+    trainer, found = step_of(call, tmp_path, **options)
+    is_packed = "rows" not in options
+    documents = documents_of_rows(trainer.train_dataset, range(4)) if is_packed else DOCUMENTS[:4]
+    assert_same_step(found, by_hand(tiny_model("llama"), changed_documents(documents)))
+    expected = by_hand(tiny_model("llama"), changed_documents(DOCUMENTS))[0]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def embed(model, ids):
+    return model.get_input_embeddings()(ids)
+
+
 REFUSED = {
-    "embedded": lambda model, ids: {"inputs_embeds": model.get_input_embeddings()(ids)},
-    "changed tokens": lambda model, ids: {"input_ids": ids.clone().fill_(7)},
     "without the first token": lambda model, ids: {"input_ids": ids[:, 1:].clone()},
+    "changed, without the first token": lambda model, ids: {"input_ids": changed(ids)[:, 1:]},
+    "changed, without the last one": lambda model, ids: {"input_ids": changed(ids)[:, :-1]},
+    "changed, behind another": lambda model, ids: {"input_ids": F.pad(changed(ids), (1, 0))},
+    "its end": lambda model, ids: {"input_ids": ids[:, 2:]},
+    "behind others": lambda model, ids: {"input_ids": F.pad(ids, (3, 0), value=7)},
     "two copies": lambda model, ids: {"input_ids": ids.repeat(2, 1)},
+    "embedded, without the first token": lambda model, ids: {
+        "inputs_embeds": embed(model, ids[:, 1:])
+    },
+    "embedded, behind others": lambda model, ids: {
+        "inputs_embeds": F.pad(embed(model, ids), (0, 0, 4, 0))
+    },
+    "embedded twice": lambda model, ids: {"inputs_embeds": embed(model, ids).repeat(2, 1, 1)},
+    "with a cache": lambda model, ids: {
+        "input_ids": ids.clone(),
+        "past_key_values": DynamicCache(),
+    },
 }
+ROWS = {name: COLLATED[name] for name in ("PackedDataset", "flattened by transformers")}
 
 
+@pytest.mark.parametrize("is_masked", [True, False], ids=["a mask of ones", "no mask"])
+@pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
 @pytest.mark.parametrize("change", REFUSED.values(), ids=list(REFUSED))
-def test_rows_that_nobody_can_tell_are_refused_in_training(change, tmp_path):
+def test_rows_that_nobody_can_tell_are_refused(change, options, is_masked, tmp_path):
     def call(model, inputs):
-        return model(**change(model, inputs["input_ids"])).logits
+        arguments = change(model, inputs["input_ids"])
+        tokens = next(iter(arguments.values()))
+        if is_masked:
+            arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64)
+        return model(**arguments).logits
 
     with pytest.raises(ValueError, match="other_rows"):
-        step_of(call, tmp_path)
+        step_of(call, tmp_path, **options)
+    trainer, _ = step_of(ids_only, tmp_path, **options)
+    trainer.compute_loss = lambda model, inputs: call(model, inputs).sum()
+    with pytest.raises(ValueError, match="other_rows"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("is_masked", [True, False], ids=["a mask of ones", "no mask"])
+@pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
+def test_tokens_that_are_all_others_are_refused_in_training(options, is_masked, tmp_path):
+    def call(model, inputs):
+        ids = 96 - inputs["input_ids"]
+        mask = {"attention_mask": torch.ones_like(ids)} if is_masked else {}
+        return model(input_ids=ids, **mask).logits
+
+    with pytest.raises(ValueError, match="other_rows"):
+        step_of(call, tmp_path, **options)
+
+
+# --- ordinary calls -------------------------------------------------------------------------------
+
+
+def ordinary_calls():
+    """Calls that anybody makes beside a packed row, and in training with a mask."""
+    collate = DataCollatorForSeq2Seq(tiny_tokenizer())
+    alone = torch.tensor([DOCUMENTS[1]["input_ids"]])
+    foreign = prompt()
+    longer = torch.cat([alone, foreign.repeat(1, 20)], 1)
+    padded = dict(collate([dict(d) for d in DOCUMENTS[:4]]))
+    left = {"input_ids": F.pad(alone, (9, 0)), "attention_mask": F.pad(alone, (9, 0)) > 0}
+    yield padded
+    yield {"input_ids": padded["input_ids"]}
+    yield left
+    for ids in (alone, alone[:, :-2], foreign, longer, foreign[:, :1], foreign[:, :2]):
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def prompt(length=23):
+    return torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(5))
+
+
+def assert_calls_are_as_they_were(model, plain):
+    for call in (*ordinary_calls(), {"input_ids": prompt()}):
+        logits = [m(**call).logits for m in (model, plain)]
+        torch.testing.assert_close(*logits)
+    begun = [m(input_ids=prompt(), use_cache=True).past_key_values for m in (model, plain)]
+    logits = [
+        m(input_ids=prompt()[:, :4], past_key_values=cache).logits
+        for m, cache in zip((model, plain), begun, strict=True)
+    ]
+    torch.testing.assert_close(*logits)
+
+
+def assert_writes_the_same(model, plain):
+    alone = torch.tensor([DOCUMENTS[1]["input_ids"]])
+    foreign = prompt()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    for ids, uses_cache in itertools.product((alone, foreign), (True, False)):
+        written = [m.generate(ids, use_cache=uses_cache, **options) for m in (model, plain)]
+        assert torch.equal(*written)
+    begun = [m.generate(inputs_embeds=embed(m, foreign), **options) for m in (model, plain)]
+    assert torch.equal(*begun)
+
+
+@pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
+def test_other_calls_in_a_step_are_as_they_were(options, tmp_path):
+    """In `compute_loss` and `prediction_step`, beside the call on the packed row."""
+    plain, modes = tiny_model("llama"), []
+
+    def call(model, inputs):
+        modes.append(model.training)
+        plain.train(model.training)
+        if model.training:
+            for ordinary in ordinary_calls():
+                torch.testing.assert_close(model(**ordinary).logits, plain(**ordinary).logits)
+        else:
+            assert_calls_are_as_they_were(model, plain)
+            assert_writes_the_same(model, plain)
+        return model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+
+    trainer, _ = step_of(call, tmp_path, **options)
+    trainer.evaluate()
+    assert set(modes) == {True, False}
+
+
+class Probe(TrainerCallback):
+    """Calls the model between steps, on tokens of the row too: there it is no row in flight."""
+
+    def __init__(self, model, plain):
+        self.models, self.seen = (model, plain), set()
+
+    def probe(self, event):
+        self.seen.add(event)
+        modes = [m.training for m in self.models]
+        model, plain = (m.eval() for m in self.models)
+        with torch.no_grad():
+            embeddings = embed(plain, prompt(40))
+            logits = [m(inputs_embeds=embeddings).logits for m in (model, plain)]
+            torch.testing.assert_close(*logits)
+            assert_calls_are_as_they_were(model, plain)
+            assert_writes_the_same(model, plain)
+        for m, mode in zip(self.models, modes, strict=True):
+            m.train(mode)
+
+    def on_step_begin(self, *args, **kwargs):
+        self.probe("step begin")
+
+    def on_step_end(self, *args, **kwargs):
+        self.probe("step end")
+
+    def on_prediction_step(self, *args, **kwargs):
+        self.probe("prediction step")
+
+    def on_evaluate(self, *args, **kwargs):
+        self.probe("evaluate")
+
+
+@pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
+def test_a_probe_between_two_steps_is_as_it_was(options, tmp_path):
+    model = tiny_model("llama")
+    probe = Probe(model, tiny_model("llama"))
+    enable_packing(model)
+    trainer, _ = trainer_with(ids_only, tmp_path, model, eval_strategy="steps", **options)
+    trainer.add_callback(probe)
+    trainer.train()
+    probe.probe("afterwards")
+    assert probe.seen == {"step begin", "step end", "prediction step", "evaluate", "afterwards"}
 
 
 def test_other_calls_of_an_enabled_model_are_as_they_were(tmp_path):
@@ -164,7 +377,7 @@ def test_other_calls_of_an_enabled_model_are_as_they_were(tmp_path):
     enable_packing(model)
     collate = DataCollatorForSeq2Seq(tiny_tokenizer())
     alone = torch.tensor([DOCUMENTS[1]["input_ids"]])
-    foreign = torch.randint(6, 90, (1, 23), generator=torch.Generator().manual_seed(5))
+    foreign = prompt()
     longer = torch.cat([alone, foreign], 1)
     padded = collate([dict(d) for d in DOCUMENTS[:3]])
     for mode in (True, False):

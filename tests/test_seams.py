@@ -15,7 +15,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.seams import ATTRIBUTES, FUNCTIONS, METHODS, NAMES
+from trl_packing.seams import ATTRIBUTES, FUNCTIONS, METHODS, NAMES, VARIABLES
 
 PACKAGE = Path(__file__).parent.parent / "trl_packing"
 LIBRARIES = {"accelerate", "datasets", "peft", "transformers", "trl"}
@@ -78,6 +78,12 @@ def test_a_called_function_has_the_parameters_that_were_read(path):
 def test_an_attribute_that_is_read_is_still_set(name):
     owner = look_up(ATTRIBUTES[name])
     assert sets(owner, name), f"{ATTRIBUTES[name]} no longer has {name}"
+
+
+@pytest.mark.parametrize("path", VARIABLES)
+def test_a_variable_that_is_read_is_still_one(path):
+    code = look_up(path).__code__
+    assert VARIABLES[path] in code.co_varnames + code.co_cellvars, f"{path} has none of this name"
 
 
 @pytest.mark.parametrize("path", NAMES)

@@ -9,8 +9,8 @@ with a document; or if it is as long as the current row (its tokens changed, or 
 call while a row is current raises ValueError: of other tokens nobody can tell whether they are the
 row's. `other_rows` lets such calls through, and so does a cache with tokens (`generate`).
 
-A trainer that is not ours does not say which row is current: rows are then told by what is in them
-(rows_by_content).
+A trainer that is not ours does not say which row is current: the row is then looked for in its loop
+(row_in_flight), and told by what is in it (rows_by_content).
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ from trl_packing.host import (
     remember_row,
     rows_alive,
 )
-from trl_packing.rows_by_content import lengths_by_content
+from trl_packing.rows_by_content import in_step_message, is_of_row_in_flight, lengths_by_content
 
 _current: Mapping[str, Any] | None = None
 _lets_others_through = False
@@ -147,14 +147,19 @@ def _boundaries_of(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     if ids is None and _current is not None and tokens.shape[:2] == _current["input_ids"].shape:
         ids, row = tokens, {k: _current[k] for k in BOUNDARIES if k in _current}
     if ids is None:
+        mask, is_embedded = call.get("attention_mask"), tokens.dtype.is_floating_point
         if call.get("past_key_values") is not None:
+            if not is_embedded and _current is None and is_of_row_in_flight(model, tokens, mask):
+                raise ValueError(in_step_message(model, tokens, _CACHE))
             return None
         if _current is None:
-            lengths = lengths_by_content(model, tokens, call.get("attention_mask"))
+            lengths = lengths_by_content(model, tokens, mask)
             return None if lengths is None else _boundaries_on(tokens.device, lengths)
-        raise ValueError(_message(model, tokens, f"whose row is {_shape(_current['input_ids'])}"))
+        raise ValueError(
+            in_step_message(model, tokens, f"whose row is {_shape(_current['input_ids'])}")
+        )
     if call.get("past_key_values") is not None:
-        raise ValueError(_message(model, tokens, "with a cache, which is for one document"))
+        raise ValueError(in_step_message(model, tokens, _CACHE))
     if tokens.shape[:2] == ids.shape[:2]:
         return row
     return _boundaries_of_part(model, tokens, ids, row)
@@ -180,7 +185,7 @@ def _boundaries_of_part(
     whole = host_boundaries(row["cu_seq_lens_q"])
     is_slice = len(tokens) == 1 and tokens.dim() == 2 and tokens.stride(1) == 1
     if not is_slice or start not in whole or end > whole[-1] or end == start:
-        raise ValueError(_message(model, tokens, f"of a row that is {_shape(ids)}"))
+        raise ValueError(in_step_message(model, tokens, f"of a row that is {_shape(ids)}"))
     return _boundaries_on(tokens.device, np.diff(np.unique(np.array(whole).clip(start, end))))
 
 
@@ -196,27 +201,23 @@ def _positions(model: Any, given: Any, boundaries: dict[str, Any]) -> Any:
         return restarting if given is None else given
     if given.shape != restarting.shape:
         raise ValueError(
-            _message(model, given, f"with position_ids of {_shape(restarting)} tokens")
+            in_step_message(model, given, f"with position_ids of {_shape(restarting)} tokens")
         )
     counted = torch.arange(given.shape[1], device=given.device, dtype=given.dtype)
     if torch.equal(given[0], counted):  # of rows that are one document each
         return restarting
     if bool((given[restarting.to(given.device) == 0] == 0).all()):
         return given
-    raise ValueError(_message(model, given, "with position_ids that do not begin anew in each"))
+    raise ValueError(
+        in_step_message(model, given, "with position_ids that do not begin anew in each")
+    )
+
+
+_CACHE = "with a cache, which is for one document"
 
 
 def _shape(tokens: Tensor) -> str:
     return str(tuple(tokens.shape[:2]))
-
-
-def _message(model: Any, tokens: Tensor, why: str) -> str:
-    return (
-        f"{type(model).__name__} was called on tokens of shape {_shape(tokens)} in a step on "
-        f"packed documents, {why}, so documents could see each other: call model(**inputs), or "
-        "with inputs['input_ids'] whole, cut at the end, or a document of it; rows that are not "
-        "the batch's go inside `with trl_packing.other_rows():`"
-    )
 
 
 # --- the call of a packed row ---------------------------------------------------------------------

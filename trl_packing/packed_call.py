@@ -37,7 +37,7 @@ def packed_batch(model: nn.Module, call: dict[str, Any]) -> dict[str, Any] | Non
                 "other; leave it out: PackedCollator makes none"
             )
         return for_kernels(call)
-    lengths = _lengths_of_row(model, call)
+    lengths = lengths_of_row(model, call)
     if lengths is None:
         return None
     if ids is None or call.get("past_key_values") is not None or _has_other_length(mask, ids):
@@ -58,7 +58,7 @@ def packed_batch(model: nn.Module, call: dict[str, Any]) -> dict[str, Any] | Non
     }
 
 
-def _lengths_of_row(model: nn.Module, call: dict[str, Any]) -> np.ndarray | None:
+def lengths_of_row(model: nn.Module, call: dict[str, Any]) -> np.ndarray | None:
     """Return the lengths of several documents in the call's row, None if it is no packed one."""
     mask, position_ids = call.get("attention_mask"), call.get("position_ids")
     generates = call.get("past_key_values") is not None and not model.training

@@ -28,7 +28,7 @@ from trl_packing.attention import AttentionChoice, resolve_attention
 from trl_packing.attention.implementation import restore_implementation
 from trl_packing.attention.interface import inside_peft, requires, unbound
 from trl_packing.config import ISOLATION_CHECKS
-from trl_packing.current_row import completed_call
+from trl_packing.current_row import completed_call, other_rows
 from trl_packing.engines import is_sharded
 from trl_packing.exact_way import install_first, install_first_exact, ways_from
 from trl_packing.isolation_messages import why_not_exact
@@ -209,9 +209,10 @@ def _forward(self: Any, packing: _Packing, *args: Any, **kwargs: Any) -> Any:
         _check_once(self, packing, batch)
         with embedding_documents(boundaries=batch["cu_seq_lens_q"]):
             return with_own_loss(_below(self, packing), batch)
-    if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
-        return with_own_loss(_below(self, packing), named)
-    return _below(self, packing)(*args, **kwargs)
+    with other_rows():  # its own calls, of parts of it or of its embeddings, are no packed ones
+        if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
+            return with_own_loss(_below(self, packing), named)
+        return _below(self, packing)(*args, **kwargs)
 
 
 def _below(model: Any, packing: _Packing) -> Callable[..., Any]:
@@ -262,15 +263,18 @@ def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
         return
     documents = packing.documents
     if crossed:
-        both = sorted([*documents, *_documents_of(batch)], key=len)
+        both = sorted([*documents, *_documents_of(model, batch)], key=len)
         documents = [both[0], both[-1]]
     _take_exact_way(model, packing, kind, documents)
     if crossed:  # another kind, or another way, is checked on them again
         packing.reach, packing.documents = longest, documents
 
 
-def _documents_of(batch: dict[str, Any]) -> list[np.ndarray]:
+def _documents_of(model: Any, batch: dict[str, Any]) -> list[np.ndarray]:
     boundaries = batch["cu_seq_lens_q"].cpu().numpy()
+    if batch.get("input_ids") is None:  # embedded: the check is about their lengths
+        draw = random_tokens(inside_peft(model), np.random.default_rng(0))
+        return [draw(int(length)) for length in np.diff(boundaries)]
     return np.split(batch["input_ids"][0].cpu().numpy(), boundaries[1:-1])
 
 

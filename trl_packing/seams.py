@@ -7,6 +7,7 @@ loss. The same test finds seams in the sources that are missing here.
     METHODS      methods of `SFTTrainer` that `PackedSFTTrainer` overrides, with their parameters
     FUNCTIONS    functions and methods that are called, with their parameters
     ATTRIBUTES   attributes that an object of another library holds, and the class that sets them
+    VARIABLES    local variables of functions that are read while they run
     NAMES        classes, constants and modules outside of the libraries' top-level names
 
 Read in TRL 1.16, transformers 5.17 and 5.23, accelerate 1.12 and 1.15, datasets 4.8 and 5.2.
@@ -129,6 +130,11 @@ ATTRIBUTES = {
     "_local_mapping": "transformers.AttentionInterface",
 }
 
+VARIABLES = {
+    "transformers.Trainer._run_epoch": "inputs",
+    "transformers.Trainer.evaluation_loop": "inputs",
+}
+
 NAMES = (
     "accelerate.data_loader.DataLoaderShard",
     "accelerate.logging.get_logger",
@@ -138,6 +144,8 @@ NAMES = (
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "transformers.trainer.TRAINER_STATE_NAME",
+    "transformers.trainer_callback.CallbackHandler.call_event",
+    "transformers.trainer_callback.CallbackHandler",
     "transformers.trainer_pt_utils.BatchRebalanceSampler",
     "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.EvalLoopOutput",
