@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from by_hand import Keep, assert_same_step, by_hand
 from datasets import Dataset
 from test_plain_trainer import COLLATORS, DOCUMENTS, documents_of_rows, packed
-from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from tiny import documents_of_lengths, tiny_model, tiny_tokenizer, tiny_vlm
 from transformers import (
     DataCollatorForSeq2Seq,
     DynamicCache,
@@ -105,7 +105,7 @@ def trainer_with(call, folder, model=None, collator=None, rows=None, **options):
 
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
             with torch.no_grad():
-                return self.compute_loss(model, inputs).detach(), None, None
+                return self.compute_loss(model, inputs).detach(), torch.zeros(1), torch.zeros(1)
 
     kept = Keep()
     dataset = packed() if rows is None else Dataset.from_list(rows)
@@ -288,6 +288,8 @@ def assert_calls_are_as_they_were(model, plain):
         logits = [m(**call).logits for m in (model, plain)]
         torch.testing.assert_close(*logits)
     begun = [m(input_ids=prompt(), use_cache=True).past_key_values for m in (model, plain)]
+    two = [m(inputs_embeds=embed(m, prompt().repeat(2, 1))).logits for m in (model, plain)]
+    torch.testing.assert_close(*two)
     logits = [
         m(input_ids=prompt()[:, :4], past_key_values=cache).logits
         for m, cache in zip((model, plain), begun, strict=True)
@@ -306,10 +308,21 @@ def assert_writes_the_same(model, plain):
     assert torch.equal(*begun)
 
 
+def tiny_llama():
+    return tiny_model("llama")
+
+
+def language_model_in_llava():
+    """A model whose layers are a model of their own, which it calls on embedded tokens."""
+    return tiny_vlm("llava")[0]
+
+
 @pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
-def test_other_calls_in_a_step_are_as_they_were(options, tmp_path):
+@pytest.mark.parametrize("make", [tiny_llama, language_model_in_llava])
+def test_other_calls_in_a_step_are_as_they_were(make, options, tmp_path):
     """In `compute_loss` and `prediction_step`, beside the call on the packed row."""
-    plain, modes = tiny_model("llama"), []
+    model, plain, modes = make(), make(), []
+    enable_packing(model)
 
     def call(model, inputs):
         modes.append(model.training)
@@ -322,13 +335,14 @@ def test_other_calls_in_a_step_are_as_they_were(options, tmp_path):
             assert_writes_the_same(model, plain)
         return model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
 
-    trainer, _ = step_of(call, tmp_path, **options)
+    trainer, _ = trainer_with(call, tmp_path, model, **options)
+    trainer.train()
     trainer.evaluate()
     assert set(modes) == {True, False}
 
 
 class Probe(TrainerCallback):
-    """Calls the model between steps, on tokens of the row too: there it is no row in flight."""
+    """Calls the model between steps, where no row is in flight."""
 
     def __init__(self, model, plain):
         self.models, self.seen = (model, plain), set()
@@ -346,11 +360,18 @@ class Probe(TrainerCallback):
         for m, mode in zip(self.models, modes, strict=True):
             m.train(mode)
 
+    def compute_metrics(self, predictions):
+        self.probe("metrics")
+        return {}
+
     def on_step_begin(self, *args, **kwargs):
         self.probe("step begin")
 
     def on_step_end(self, *args, **kwargs):
-        self.probe("step end")
+        self.training_step("step end")
+
+    def training_step(self, event):  # a name of Trainer's
+        self.probe(event)
 
     def on_prediction_step(self, *args, **kwargs):
         self.probe("prediction step")
@@ -366,9 +387,17 @@ def test_a_probe_between_two_steps_is_as_it_was(options, tmp_path):
     enable_packing(model)
     trainer, _ = trainer_with(ids_only, tmp_path, model, eval_strategy="steps", **options)
     trainer.add_callback(probe)
+    trainer.compute_metrics = probe.compute_metrics
     trainer.train()
     probe.probe("afterwards")
-    assert probe.seen == {"step begin", "step end", "prediction step", "evaluate", "afterwards"}
+    assert probe.seen == {
+        "step begin",
+        "step end",
+        "prediction step",
+        "metrics",
+        "evaluate",
+        "afterwards",
+    }
 
 
 def test_other_calls_of_an_enabled_model_are_as_they_were(tmp_path):
