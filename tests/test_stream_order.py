@@ -50,7 +50,11 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+# Workers are new processes.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if "workers" in n else n for n in SAME],
+)
 def test_every_step_of_a_stream_holds_the_documents_of_the_padded_run(tmp_path, name):
     assert_same_steps(*both(tmp_path, **({"rows": ROWS} | SAME[name])))
 
