@@ -1,8 +1,4 @@
-"""`packing=False` trains, step by step, on the documents of TRL's padded run.
-
-Losses are compared in float32: the two sum the same numbers in another order, some roundings of
-6e-8 a step on losses of about 6; runs of twenty steps stay below 1e-5.
-"""
+"""`packing=False` trains, step by step, on the documents of TRL's padded run."""
 
 from itertools import pairwise
 
@@ -10,14 +6,22 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from distributed.same_steps import TRAINERS, Run, on_ranks, trained
+from distributed import same_steps
+from distributed.same_steps import (
+    TOLERANCE,
+    TRAINERS,
+    Run,
+    assert_same_steps,
+    joined,
+    on_ranks,
+    trained,
+)
 from tiny import documents_of_lengths
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from trl_packing import PackedBatchSampler
 from trl_packing.document_order import document_order
 
-TOLERANCE = 1e-5
 LENGTHS = [3 + (i * 7) % 27 for i in range(41)]
 ROWS = documents_of_lengths(LENGTHS)
 TWO_EPOCHS = {"num_train_epochs": 2}
@@ -46,20 +50,8 @@ SAME = {
 
 
 def both(folder, ours=None, **arguments) -> list[dict]:
-    """Train the same run by TRL's trainer and by ours; `ours` are settings of ours alone."""
     settings = TWO_EPOCHS | arguments.pop("settings", {})
-    arguments = {"rows": ROWS} | arguments
-    return [
-        trained(Run(str(folder / trainer), trainer, settings=settings | own, **arguments))
-        for trainer, own in zip(TRAINERS, ({}, ours or {}), strict=True)
-    ]
-
-
-def assert_same_steps(theirs: dict, ours: dict) -> None:
-    assert [*theirs["documents"]] == [*ours["documents"]]
-    for step, documents in theirs["documents"].items():
-        assert sorted(documents) == sorted(ours["documents"][step]), f"step {step}"
-    torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=0, atol=TOLERANCE)
+    return same_steps.both(folder, ours, settings=settings, **({"rows": ROWS} | arguments))
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -227,16 +219,6 @@ def runs_of_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
                 str(folder / trainer / "saved"), trainer, ROWS[:40], TWO_EPOCHS | save, resume=step
             )
     return on_ranks(runs, folder / "results", RANKS)
-
-
-def joined(ranks: list[dict]) -> dict:
-    """Return the documents that all ranks trained in each step, and the losses, the same on all."""
-    assert ranks[0]["losses"] == ranks[1]["losses"]
-    steps = ranks[0]["documents"]
-    return {
-        "documents": {s: [d for rank in ranks for d in rank["documents"][s]] for s in steps},
-        "losses": ranks[0]["losses"],
-    }
 
 
 @pytest.mark.slow

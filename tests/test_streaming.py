@@ -285,6 +285,17 @@ def test_a_rank_prepares_only_the_documents_of_its_shards(num_shards, expected):
     assert counts == expected
 
 
+@pytest.mark.parametrize("num_shards", [4, 17])
+def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run(num_shards):
+    """accelerate calls `shard` for them; packed, shards come from all over the stream."""
+    source = sharded(range(1, 61), num_shards)
+    packed, unpacked = (division_of(source, 2, 0, packs=packs) for packs in (True, False))
+    for rank in range(2):
+        theirs = names(source.shard(2, rank))
+        assert names(unpacked.part(source, 2, rank, 0)) == theirs
+        assert names(packed.part(source, 2, rank, 0)) != theirs
+
+
 WHOLE_ONLY = {
     "take": lambda source: source.take(20),
     "skip": lambda source: source.skip(3),

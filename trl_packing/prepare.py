@@ -172,7 +172,17 @@ class Preparation:
     def _shuffles_what_fits(self, documents: AnyDataset) -> bool:
         """Return whether documents are shuffled after those that are dropped, as TRL does."""
         packed = "seq_lengths" in get_dataset_column_names(documents)
-        return isinstance(documents, Dataset) and not self.packing and not packed
+        # Without a capacity TRL drops nothing, so the function that fits a stream has no like
+        # there; and `datasets` shuffles what a function returns in another order than tables.
+        if isinstance(documents, IterableDataset) and self.args.max_length is None:
+            return False
+        return not self.packing and not packed
+
+    def _shuffled(self, fitted: AnyDataset) -> AnyDataset:
+        """Return what fits, shuffled if the config asks for it and that is when TRL does it."""
+        if not self.args.shuffle_dataset or not self._shuffles_what_fits(fitted):
+            return fitted
+        return fitted.shuffle(seed=self.args.seed)
 
     def _document_columns(self, dataset: AnyDataset) -> list[str]:
         columns = get_dataset_column_names(dataset)
@@ -254,7 +264,8 @@ class Preparation:
         if isinstance(documents, IterableDataset):
             before = eos_appender(self.tokenizer, stops) if appends else None
             note = partial(_note_of_ends, tokenizer=self.tokenizer, stops=stops, appends=appends)
-            return fit_stream(documents, overflow, before=before, stop_ids=stops, note=note), None
+            fitted = fit_stream(documents, overflow, before=before, stop_ids=stops, note=note)
+            return self._shuffled(fitted), None
         if self.packing:
             tokens = token_columns_of(documents.column_names)
             documents = documents.select_columns([*tokens, *self._document_columns(documents)])
@@ -264,8 +275,7 @@ class Preparation:
         fitted, counts = fit_documents(
             documents, overflow, stop_ids=stops, num_proc=num_proc, name=name
         )
-        if args.shuffle_dataset and self._shuffles_what_fits(fitted):
-            fitted = fitted.shuffle(seed=args.seed)
+        fitted = self._shuffled(fitted)
         without_stop = unended(documents, self.tokenizer, stops)
         if without_stop is not None:
             logger.warning(f"{name} dataset: {without_stop.warning(appends)}")

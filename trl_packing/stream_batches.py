@@ -14,7 +14,7 @@ does not know where a stream ends; transformers 5.23).
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,9 @@ class StreamBatches(IterableDataset):
         self._global_step = global_step
         self._agree = agree or largest_of_ranks
         self._loading = loading or {}
-        self._division = division_of(documents, settings.num_ranks, num_workers)
+        self._division = division_of(
+            documents, settings.num_ranks, num_workers, packs=settings.capacity is not None
+        )
         self._positions: dict[int, dict[str, Any]] = {}
         self._resumed: dict[str, Any] | None = None
 
@@ -198,10 +200,7 @@ class StreamBatches(IterableDataset):
                     "or set ignore_data_skip=True to begin the stream anew"
                 )
         # As many readers as then, whatever the number of processes now: the order depends on it.
-        division = self._division
-        self._division = type(division)(
-            division.num_shards, division.by_rank, len(position["readers"])
-        )
+        self._division = replace(self._division, num_readers=len(position["readers"]))
         return position
 
     def _identity(self) -> dict[str, Any]:

@@ -42,11 +42,13 @@ class Division:
     num_shards: of the stream, 1 if it cannot be divided.
     by_rank: whether ranks read shards of their own.
     num_readers: of each rank, every one with shards of its own.
+    contiguous: whether the shards of a rank are neighbors, as accelerate divides a stream.
     """
 
     num_shards: int
     by_rank: bool
     num_readers: int
+    contiguous: bool = False
 
     def part(self, documents: Iterable[Document], num_ranks: int, rank: int, reader: int) -> Any:
         """Return what a reader reads; loading a state into it leaves `documents` as they are."""
@@ -56,23 +58,31 @@ class Division:
             whole = object.__new__(type(documents))  # `copy.copy` would share all attributes
             vars(whole).update(vars(documents))
             return whole
-        # Not contiguous: files are often sorted, by source or by length.
-        part = documents.shard(num_ranks, rank, contiguous=False) if self.by_rank else documents
+        part = documents
+        if self.by_rank:
+            part = documents.shard(num_ranks, rank, contiguous=self.contiguous)
         part = part.shard(self.num_readers, reader, contiguous=False)
         part.set_epoch(documents.epoch)  # `shard` forgets it (datasets 5.2)
         return part
 
 
-def division_of(documents: Iterable[Document], num_ranks: int, num_workers: int) -> Division:
+def division_of(
+    documents: Iterable[Document], num_ranks: int, num_workers: int, *, packs: bool = True
+) -> Division:
     """Return how `num_ranks` with up to `num_workers` readers each divide the stream.
 
+    packs: whether documents are packed. Otherwise ranks read the shards that they read in a padded
+        run; packed, every rank reads shards from all over the stream, since files are often sorted
+        by source or by length.
+
     >>> division_of([], num_ranks=2, num_workers=4)
-    Division(num_shards=1, by_rank=False, num_readers=1)
+    Division(num_shards=1, by_rank=False, num_readers=1, contiguous=False)
     """
     shards = documents.num_shards if is_divisible(documents) else 1  # type: ignore[attr-defined]
     by_rank = num_ranks > 1 and (shards % num_ranks == 0 or shards >= _MANY * num_ranks)
     of_a_rank = shards // num_ranks if by_rank else shards
-    return Division(shards, by_rank, max(1, min(num_workers, of_a_rank)))
+    num_readers = max(1, min(num_workers, of_a_rank))
+    return Division(shards, by_rank, num_readers, contiguous=not packs)
 
 
 def is_divisible(documents: Iterable[Document]) -> bool:

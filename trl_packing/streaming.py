@@ -106,7 +106,9 @@ class PackedStream(IterableDataset):
         self.settings = settings
         self.rank = rank
         self.reader = reader
-        self.division = division or division_of(documents, settings.num_ranks, 1)
+        self.division = division or division_of(
+            documents, settings.num_ranks, 1, packs=settings.capacity is not None
+        )
         self.epoch = epoch
         self.place = place or Place()
         self.limits = limits
