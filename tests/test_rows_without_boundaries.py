@@ -3,6 +3,7 @@
 `enable_packing` is told of no row: it must find them by what is in the call, or refuse the call.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch.nn.functional as F
 from by_hand import Keep, assert_same_step, by_hand
 from datasets import Dataset
 from test_plain_trainer import COLLATORS, DOCUMENTS, documents_of_rows, packed
-from tiny import documents_of_lengths, tiny_model, tiny_tokenizer, tiny_vlm
+from tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers import (
     DataCollatorForSeq2Seq,
     DynamicCache,
+    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -312,15 +314,26 @@ def tiny_llama():
     return tiny_model("llama")
 
 
-def language_model_in_llava():
-    """A model whose layers are a model of their own, which it calls on embedded tokens."""
-    return tiny_vlm("llava")[0]
+def llama_that_embeds():
+    class Embedding(LlamaForCausalLM):
+        @functools.wraps(LlamaForCausalLM.forward)
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            if inputs_embeds is None:
+                inputs_embeds = embed(self, input_ids)
+            return super().forward(inputs_embeds=inputs_embeds, **kwargs)
+
+    model = tiny_llama()
+    model.__class__ = Embedding
+    return model
 
 
 @pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
-@pytest.mark.parametrize("make", [tiny_llama, language_model_in_llava])
+@pytest.mark.parametrize("make", [tiny_llama, llama_that_embeds])
 def test_other_calls_in_a_step_are_as_they_were(make, options, tmp_path):
-    """In `compute_loss` and `prediction_step`, beside the call on the packed row."""
+    """In `compute_loss` and `prediction_step`, beside the call on the packed row.
+
+    An ordinary call of a model that embeds tokens before it calls its backbone is ordinary there.
+    """
     model, plain, modes = make(), make(), []
     enable_packing(model)
 
