@@ -22,9 +22,9 @@ import time
 import numpy as np
 from machine import provenance, publish, table
 
-from trl_packing.packing import PackingPlan, pack
-from trl_packing.sampler import PackedBatchSampler
-from trl_packing.steps import packed_steps
+from trl_packing.packing.bins import PackingPlan, pack
+from trl_packing.packing.epoch import packed_steps
+from trl_packing.packing.sampler import PackedBatchSampler
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
 RANKS = (8, 64, 512)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trl_packing.packing import STRATEGIES, PackingPlan, pack
+from trl_packing.packing.bins import STRATEGIES, PackingPlan, pack
 
 CAPACITY = 4096
 MEAN, SIGMA = 300, 0.9

@@ -10,7 +10,7 @@ longer). A step is what lies between `on_step_begin` and `on_step_end`; a turn i
 steps after a warm-up, the ratio the median over pairs of turns. The losses of both must agree first
 (on Llama, TRL's packed rows are exact too).
 
-`--keep-pages` gives TRL, too, an allocator that keeps its pages (see trl_packing/allocator.py).
+`--keep-pages` gives TRL, too, an allocator that keeps its pages (trl_packing/training/malloc.py).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.matrix import tiny_tokenizer
+from trl_packing.tools.compatibility import tiny_tokenizer
 
 # (tokens a row, vocabulary, dtype, ratio that the project promises)
 CASES = [

@@ -58,7 +58,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.exit_messages import exits_in_one_line
+from trl_packing.tools.exit_messages import exits_in_one_line
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 

@@ -5,7 +5,7 @@
 The example of axolotl's page on multipack: a context of 4,096 tokens, four documents a batch, a
 character for 256 tokens (the page counts the padding in the end to L). Without FlashAttention the
 documents of the row are attended to one by one, which is why no mask of 16,384 × 16,384 is drawn.
-It prints (tests/test_render.py compares):
+It prints (tests/tools/test_show.py compares):
 
     Padded to the longest of each batch, three steps:
 

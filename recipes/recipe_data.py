@@ -22,8 +22,8 @@ from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builde
 from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.inspection import LOADERS
-from trl_packing.prompt_templates import PromptTemplate
+from trl_packing.data.dataset import LOADERS
+from trl_packing.formatting.prompt_template import PromptTemplate
 
 KEPT_COLUMNS = ("tools", "chat_template_kwargs")  # TRL reads these beside a conversation
 

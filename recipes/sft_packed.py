@@ -41,8 +41,8 @@ from trl.data_utils import get_dataset_column_names
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.exit_messages import exits_in_one_line
-from trl_packing.printable import escape_text
+from trl_packing.formatting.printable import escape_text
+from trl_packing.tools.exit_messages import exits_in_one_line
 
 # TRL 1.16 sets options that transformers 5.23 renames; there is nothing that a user could do.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -33,8 +33,8 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.exit_messages import exits_in_one_line
-from trl_packing.stream_parts import division_of
+from trl_packing.streaming.shards import division_of
+from trl_packing.tools.exit_messages import exits_in_one_line
 
 
 @dataclass

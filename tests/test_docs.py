@@ -174,7 +174,11 @@ def test_all_messages_are_found_with_their_module(tmp_path):
         ("warning", "… is not what it was"),
     ]
     modules = {m.module for m in messages.messages()}
-    assert {"trl_packing.config", "trl_packing.packing", "trl_packing.attention"} <= modules
+    assert {
+        "trl_packing.config",
+        "trl_packing.packing.bins",
+        "trl_packing.attention.backends",
+    } <= modules
 
 
 def test_the_table_of_settings_is_that_of_the_config():
@@ -468,8 +472,8 @@ def test_every_public_name_is_on_the_api_page():
     assert set(trl_packing.__all__) - set(shown) == set()
     for name, home in shown.items():
         assert hasattr(importlib.import_module(home), name), f"{home}.{name}"
-    without = page.replace("::: trl_packing.packing.pack\n", "")
-    assert "::: trl_packing.packing.pack\n" in public_names.completed(without)
+    without = page.replace("::: trl_packing.packing.bins.pack\n", "")
+    assert "::: trl_packing.packing.bins.pack\n" in public_names.completed(without)
 
 
 def test_pictures_are_what_their_script_draws(tmp_path):

@@ -13,11 +13,11 @@ from typing import Any
 import nbformat
 import pytest
 import torch
+from helpers.tiny import save_tiny_model
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
-from tiny import save_tiny_model
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))

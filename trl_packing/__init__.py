@@ -4,30 +4,32 @@ Importing this package is cheap: names are loaded on first use, so `pack` needs 
 TRL. `tests/test_layers.py` holds the table of which module may import which.
 """
 
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trl_packing.attention import resolve_attention
-    from trl_packing.collator import DataCollatorWithFlattening, PackedCollator
+    from trl_packing.attention.backends import resolve_attention
     from trl_packing.config import PackedSFTConfig
-    from trl_packing.current_row import other_rows
-    from trl_packing.documents import (
+    from trl_packing.data.dataset import load_rows
+    from trl_packing.documents.boundaries import (
         block_diagonal_mask,
         cu_seqlens_from_lengths,
         document_ids_from_lengths,
         lengths_from_eos,
         position_ids_from_lengths,
     )
-    from trl_packing.inspection import load_rows
-    from trl_packing.isolation import check_isolation
-    from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
-    from trl_packing.packed_dataset import PackedDataset, RepackEveryEpoch
-    from trl_packing.packing import PackingPlan, pack
-    from trl_packing.plain_trainer import enable_packing
-    from trl_packing.render import show_document, show_rows
-    from trl_packing.sampler import PackedBatchSampler
-    from trl_packing.supervised_dataset import make_supervised_dset
+    from trl_packing.isolation.check import check_isolation
+    from trl_packing.packing.bins import PackingPlan, pack
+    from trl_packing.packing.collator import DataCollatorWithFlattening, PackedCollator
+    from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
+    from trl_packing.packing.sampler import PackedBatchSampler
+    from trl_packing.plain_trainer.dataset import PackedDataset, RepackEveryEpoch
+    from trl_packing.plain_trainer.enable import enable_packing
+    from trl_packing.plain_trainer.supervised import make_supervised_dset
+    from trl_packing.recognition.current_row import other_rows
+    from trl_packing.tools.show import show_document, show_rows
     from trl_packing.trainer import PackedSFTTrainer
 
 __version__ = "0.1.0"
@@ -35,27 +37,27 @@ __version__ = "0.1.0"
 _HOME = {
     "PackedSFTTrainer": "trainer",
     "PackedSFTConfig": "config",
-    "PackedCollator": "collator",
-    "DataCollatorWithFlattening": "collator",
-    "DataCollatorForCompletionOnlyLM": "legacy_collator",
-    "PackedBatchSampler": "sampler",
-    "pack": "packing",
-    "PackingPlan": "packing",
-    "cu_seqlens_from_lengths": "documents",
-    "position_ids_from_lengths": "documents",
-    "document_ids_from_lengths": "documents",
-    "lengths_from_eos": "documents",
-    "block_diagonal_mask": "documents",
-    "resolve_attention": "attention",
-    "check_isolation": "isolation",
-    "load_rows": "inspection",
-    "show_document": "render",
-    "show_rows": "render",
-    "PackedDataset": "packed_dataset",
-    "RepackEveryEpoch": "packed_dataset",
-    "make_supervised_dset": "supervised_dataset",
-    "enable_packing": "plain_trainer",
-    "other_rows": "current_row",
+    "PackedCollator": "packing.collator",
+    "DataCollatorWithFlattening": "packing.collator",
+    "DataCollatorForCompletionOnlyLM": "packing.completion_only_collator",
+    "PackedBatchSampler": "packing.sampler",
+    "pack": "packing.bins",
+    "PackingPlan": "packing.bins",
+    "cu_seqlens_from_lengths": "documents.boundaries",
+    "position_ids_from_lengths": "documents.boundaries",
+    "document_ids_from_lengths": "documents.boundaries",
+    "lengths_from_eos": "documents.boundaries",
+    "block_diagonal_mask": "documents.boundaries",
+    "resolve_attention": "attention.backends",
+    "check_isolation": "isolation.check",
+    "load_rows": "data.dataset",
+    "show_document": "tools.show",
+    "show_rows": "tools.show",
+    "PackedDataset": "plain_trainer.dataset",
+    "RepackEveryEpoch": "plain_trainer.dataset",
+    "make_supervised_dset": "plain_trainer.supervised",
+    "enable_packing": "plain_trainer.enable",
+    "other_rows": "recognition.current_row",
 }
 
 __all__ = [
@@ -85,12 +87,25 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of `package`, which imports a name's module on first use.
+
+    Args:
+        package: `__name__` of the package.
+        homes: public name -> module of the package that defines it.
+    """
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load
+
+
+__getattr__ = lazy_names(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from trl_packing.attention import CHOICES, AttentionChoice, resolve_attention
-from trl_packing.exact_way import Found, Refusal, judge_way, ways_from
-from trl_packing.exit_messages import message_of
+from trl_packing.attention.backends import CHOICES, AttentionChoice, resolve_attention
+from trl_packing.isolation.fallback import Found, Refusal, judge_way, ways_from
+from trl_packing.tools.exit_messages import message_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    from trl_packing.inspection import PreviewedRun, losses_of, show_rows_of
+    from trl_packing.tools.preview import PreviewedRun, losses_of, show_rows_of
 
     rows, processing_class = _loaded(arguments, settings)
     run = PreviewedRun.of(rows, processing_class, settings, arguments.model)
@@ -106,7 +106,7 @@ def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    from trl_packing.inspection import hidden_size_of, plan
+    from trl_packing.tools.preview import hidden_size_of, plan
 
     rows, processing_class = _loaded(arguments, settings)
     report = plan(
@@ -125,7 +125,8 @@ def _loaded(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any
     """Return the rows, and the tokenizer or processor that the trainer would load."""
     import datasets
 
-    from trl_packing.inspection import load_processing_class, load_rows
+    from trl_packing.data.dataset import load_rows
+    from trl_packing.tools.preview import load_processing_class
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it then raises
@@ -166,7 +167,7 @@ def _verify_model(arguments: argparse.Namespace) -> int:
 
 def _check_probe(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what a model cannot be loaded with, before it is loaded."""
-    from trl_packing.inspection import check_path_exists
+    from trl_packing.tools.preview import check_path_exists
 
     check_path_exists("--model", arguments.model)
     dtype = arguments.dtype
@@ -197,8 +198,8 @@ def _line(way: AttentionChoice, found: Found) -> str:
 
 
 def _verify_all(arguments: argparse.Namespace) -> int:
-    from trl_packing.architectures import names, vision_names
-    from trl_packing.matrix import judge_all, summary, table
+    from trl_packing.tools.compatibility import judge_all, summary, table
+    from trl_packing.tools.tiny_models import names, vision_names
 
     known = [*names(), *vision_names()]
     chosen = arguments.only or known

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import SFTConfig
 
-from trl_packing.weighting import LOSS_WEIGHTINGS
+from trl_packing.documents.weights import LOSS_WEIGHTINGS
 
 STRATEGIES = ("bfd", "bfd_split", "next_fit", "greedy", "wrapped")
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")

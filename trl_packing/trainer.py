@@ -28,8 +28,29 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
 from trl.trainer.utils import global_then_local_main_first
 
-from trl_packing.allocator import pages_kept
-from trl_packing.arguments import (
+from trl_packing.attention.backends import AttentionChoice, attention_in_use
+from trl_packing.attention.implementation import restore_implementation
+from trl_packing.config import PackingOptions
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.preparation import Preparation
+from trl_packing.data.stream import columns_kept
+from trl_packing.documents.weight_columns import check_some_weight
+from trl_packing.documents.weights import in_words
+from trl_packing.isolation.guard import IsolationGate
+from trl_packing.loss.evaluation import check_source_column
+from trl_packing.loss.lm_head import add_trained_positions_head
+from trl_packing.loss.step_loss import check_weights_can_be_used
+from trl_packing.models.neftune import scale_noise_by_document
+from trl_packing.models.sharding import (
+    check_engine_can_train,
+    keep_outputs_precise,
+    whole_model_saved,
+)
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.recognition.current_row import restore_current_row, set_current_row
+from trl_packing.training.arguments import (
     check_arguments,
     check_loss_options,
     generation_config_of,
@@ -38,42 +59,24 @@ from trl_packing.arguments import (
     reason_for_trl_path,
     refuse_options,
 )
-from trl_packing.arrow_documents import check_some_weight
-from trl_packing.attention import AttentionChoice, attention_in_use
-from trl_packing.attention.implementation import restore_implementation
-from trl_packing.checkpoints import (
+from trl_packing.training.checkpoints import (
     check_optimizer,
     check_readable,
     checkpoint_to_resume,
     marked_while_written,
 )
-from trl_packing.collator import PackedCollator
-from trl_packing.config import PackingOptions
-from trl_packing.current_row import restore_current_row, set_current_row
-from trl_packing.document_columns import (
-    check_source_column,
-)
-from trl_packing.engines import check_engine_can_train, keep_outputs_precise, whole_model_saved
-from trl_packing.gate import IsolationGate
-from trl_packing.head import add_trained_positions_head
-from trl_packing.legacy_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loaders import WEIGHT_COLUMNS, PackedLoaderTrainer, columns_of
-from trl_packing.loss import check_weights_can_be_used
-from trl_packing.measured import ThroughputOnBar
-from trl_packing.neftune import scale_noise_by_document
-from trl_packing.plan import (
+from trl_packing.training.epoch_report import (
+    PackingReport,
     micro_batch_of_stream,
     plan_report,
     report_of_any_sampler,
     settings_in_steps,
     without_plan,
 )
-from trl_packing.prepare import Preparation
-from trl_packing.report import PackingReport, PreparationCounts
-from trl_packing.sampler import PackedBatchSampler
-from trl_packing.stream_overflow import columns_kept
+from trl_packing.training.loaders import WEIGHT_COLUMNS, PackedLoaderTrainer, columns_of
+from trl_packing.training.malloc import pages_kept
+from trl_packing.training.metrics import ThroughputOnBar
 from trl_packing.versions import warn_of_untested_versions
-from trl_packing.weighting import in_words
 
 logger = get_logger(__name__)
 
@@ -338,7 +341,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             completion_only=self.completion_only_loss,
             generation_config=self._generation_config,
             by_trl=partial(self._tokenized_by_trl, processing_class, args),
-            completion_only_lm=self._completion_only,
+            labeler=self._completion_only and self._completion_only.labeler,
         )
         with global_then_local_main_first():  # one rank writes the cache, the others read it
             documents, counts = preparation.documents(dataset, formatting_func, dataset_name)

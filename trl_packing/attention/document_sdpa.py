@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trl_packing.attention.interface import register_packed_kernel
-from trl_packing.host import host_boundaries
+from trl_packing.documents.host_row import host_boundaries
 
 NAME = "packed_documents"
 

@@ -14,9 +14,9 @@ tokens, without a message (transformers 5.23).
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention.implementation import current_implementation, set_implementation
-from trl_packing.current_row import completed_call
-from trl_packing.host import BOUNDARIES
-from trl_packing.neftune import embedding_documents
+from trl_packing.documents.host_row import BOUNDARIES
+from trl_packing.models.forward import unbound
+from trl_packing.models.neftune import embedding_documents
+from trl_packing.recognition.calls import _inner_calls_as_they_are, completed
 
 # (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
 PackedKernel = Callable[..., Tensor]
@@ -105,86 +106,6 @@ def wrap_packed_calls(
 
     forward.before_packed_calls = before  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
-
-
-def unbound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Return `forward` of `module` as a function of the module too.
-
-    Bound, it would run the weights of this very module in a copy of it.
-    """
-    function = getattr(forward, "__func__", None)
-    if function is not None and getattr(forward, "__self__", None) is module:
-        return _following(function, module)
-    if isinstance(forward, functools.partial) and forward.args[:1] == (module,):  # accelerate's
-        first, given = forward.args[1:], forward.keywords
-        return lambda self, *args, **kwargs: forward.func(self, *first, *args, **given, **kwargs)
-    return lambda _self, *args, **kwargs: forward(*args, **kwargs)
-
-
-def _following(function: Any, module: nn.Module) -> Callable[..., Any]:
-    """Return `function` of a module whose closure holds a bound method of `module` (TRL's head).
-
-    Called on a copy of `module`, it finds that method bound to the copy.
-    """
-    cells = function.__closure__ or () if isinstance(function, FunctionType) else ()
-    held = [cell.cell_contents for cell in cells]
-    if not any(isinstance(x, MethodType) and x.__self__ is module for x in held):
-        return function
-
-    def follow(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is module:
-            return function(self, *args, **kwargs)
-        of_copy = tuple(
-            CellType(MethodType(unbound(x, module), self))
-            if isinstance(x, MethodType) and x.__self__ is module
-            else cell
-            for x, cell in zip(held, cells, strict=True)
-        )
-        made = FunctionType(
-            function.__code__, function.__globals__, closure=of_copy, argdefs=function.__defaults__
-        )
-        made.__kwdefaults__ = function.__kwdefaults__
-        return made(self, *args, **kwargs)
-
-    return follow
-
-
-def completed(
-    module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of `module`; those of a packed row say so (current_row).
-
-    `names` are those of its parameters, for arguments given by position.
-    """
-    if _in_a_packed_call or (torch.compiler.is_compiling() and _says_all(kwargs)):
-        return args, kwargs
-    named = dict(zip(names, args, strict=False)) | kwargs
-    call = completed_call(module, named)
-    return (args, kwargs) if call is named else ((), call)
-
-
-def _says_all(kwargs: dict[str, Any]) -> bool:
-    """Whether a call names its boundaries as kernels take them, with no mask and no cache."""
-    return (
-        kwargs.get("cu_seq_lens_q") is not None
-        and kwargs.get("attention_mask") is None
-        and isinstance(kwargs.get("max_length_q"), int)
-        and kwargs.get("use_cache") is False
-    )
-
-
-# Whether a module is called by one that has been told of the row, on whatever it has made of it.
-_in_a_packed_call = False
-
-
-@contextmanager
-def _inner_calls_as_they_are() -> Iterator[None]:
-    global _in_a_packed_call
-    before, _in_a_packed_call = _in_a_packed_call, True
-    try:
-        yield
-    finally:
-        _in_a_packed_call = before
 
 
 # What a packed call of a whole model says of its row, for the backbone inside it.
@@ -334,14 +255,3 @@ def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     else:
         dtype = value.dtype  # norms kept in fp32 (peft) leave q and k wider than v
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def inside_peft(model: Any) -> Any:
-    """Return the transformers model that PEFT wraps, or `model`."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def requires(model: nn.Module, argument: str) -> bool:
-    """Whether `model.forward` cannot be called without `argument`."""
-    parameter = inspect.signature(model.forward).parameters.get(argument)
-    return parameter is not None and parameter.default is parameter.empty

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from trl_packing.attention.interface import requires, wrap_packed_calls
-from trl_packing.engines import largest_if_sharded
-from trl_packing.host import BOUNDARIES, host_boundaries, is_trained, keep, sent
-from trl_packing.labels import IGNORE_INDEX
-from trl_packing.neftune import embedding_documents
+from trl_packing.attention.interface import wrap_packed_calls
+from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, is_trained, keep, sent
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.models.introspection import requires
+from trl_packing.models.neftune import embedding_documents
+from trl_packing.models.sharding import largest_if_sharded
 
 NAME = "padded"
 EQUAL_LENGTHS = "equal_lengths"  # the same without padding

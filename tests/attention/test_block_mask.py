@@ -1,0 +1,96 @@
+"""The explicit mask of a packed row: documents apart, windows and chunks within each of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_packing.attention.block_mask import packed_mask
+
+LENGTHS = [7, 1, 5, 12]
+WINDOW, CHUNK = 3, 4
+
+
+def expected(lengths: list[int], *, window: int | None = None, chunk: int | None = None):
+    """Who sees whom, said token by token: (document, position in it) against the same."""
+    tokens = [(d, at) for d, length in enumerate(lengths) for at in range(length)]
+    return [
+        [
+            document == other
+            and seen <= at
+            and (window is None or at - seen < window)
+            and (chunk is None or at // chunk == seen // chunk)
+            for other, seen in tokens
+        ]
+        for document, at in tokens
+    ]
+
+
+FULL = expected(LENGTHS)
+SLIDING = expected(LENGTHS, window=WINDOW)
+CHUNKED = expected(LENGTHS, chunk=CHUNK)
+
+
+def mask(dtype=torch.float32, **config):
+    return packed_mask(torch.tensor(LENGTHS), SimpleNamespace(**config), dtype)
+
+
+def seen(additive: torch.Tensor) -> list[list[bool]]:
+    """Read an additive mask: 0 where attention is allowed, the lowest number elsewhere."""
+    num_tokens = sum(LENGTHS)
+    assert additive.shape == (1, 1, num_tokens, num_tokens)
+    allowed = additive == 0
+    assert (additive[~allowed] == torch.finfo(additive.dtype).min).all()
+    return allowed[0, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, FULL),
+        ({"layer_types": None, "sliding_window": None}, FULL),
+        ({"sliding_window": WINDOW}, SLIDING),  # mistral: all layers, without saying so
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": WINDOW}, FULL),
+        ({"layer_types": ["sliding_attention"], "sliding_window": WINDOW}, SLIDING),
+        ({"layer_types": ["sliding_attention"], "sliding_window": None}, FULL),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": CHUNK}, CHUNKED),
+        # Kinds of layers that no mask reaches: what reaches the others is one mask.
+        ({"layer_types": ["linear_attention", "full_attention"]}, FULL),
+    ],
+    ids=str,
+)
+def test_one_kind_of_layer_gets_one_mask(config, wanted):
+    assert seen(mask(**config)) == wanted
+
+
+def test_several_kinds_of_layers_get_a_mask_each():
+    masks = mask(
+        layer_types=["sliding_attention", "full_attention", "chunked_attention", "full_attention"],
+        sliding_window=WINDOW,
+        attention_chunk_size=CHUNK,
+    )
+    assert {kind: seen(one) for kind, one in masks.items()} == {
+        "full_attention": FULL,
+        "sliding_attention": SLIDING,
+        "chunked_attention": CHUNKED,
+    }
+
+
+def test_the_three_masks_differ():
+    assert FULL != SLIDING != CHUNKED != FULL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_mask_is_of_the_type_of_the_scores(dtype):
+    made = mask(dtype, sliding_window=WINDOW)
+    assert made.dtype == dtype
+    assert seen(made) == SLIDING
+
+
+@pytest.mark.parametrize("longest", [3, 4, 5, 8, 9])
+def test_a_chunk_ends_with_its_document(longest):
+    """A short last chunk, none at all, and a document that is one chunk."""
+    lengths = [longest, 2]
+    config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=CHUNK)
+    made = packed_mask(torch.tensor(lengths), config, torch.float32)
+    assert (made == 0)[0, 0].tolist() == expected(lengths, chunk=CHUNK)

@@ -1,0 +1,188 @@
+"""Every architecture as transformers publishes its defaults: full size, on the meta device.
+
+A trainer asks a model for its head sizes, windows, thresholds and operations before it trains.
+Layers may differ in each of them, and reading one number of such a model is an error. The tiny
+models of the matrix must be built like the full ones, or the matrix measures something else.
+"""
+
+import re
+from collections import defaultdict
+from contextlib import suppress
+
+import pytest
+import torch
+
+from trl_packing.attention import flash_attn
+from trl_packing.attention.backends import PADDED, resolve_attention
+from trl_packing.models.flops import NotCountable, model_flops
+from trl_packing.models.introspection import (
+    layer_values,
+    length_constants,
+    rope_thresholds,
+    text_config,
+)
+from trl_packing.packing.static_shapes import StaticShapes
+from trl_packing.tools.tiny_models import (
+    VARIANTS,
+    NotBuilt,
+    full_size_model,
+    names,
+    tiny_config,
+    tiny_model,
+    vision_names,
+)
+
+# Of each, the attention on a GPU in bf16 and the lengths at which it changes, by its model card.
+BY_HAND = {
+    "cohere2": ("varlen", [4096]),
+    "deepseek_v3": ("documents", []),  # keys of 192, values of 128
+    "deepseek_v32": ("equal_lengths", []),  # an index
+    "dots3_note_text": ("equal_lengths", [512]),  # 128 heads, 64 with a window
+    "gemma2": ("documents", [4096]),  # soft-cap
+    "gemma3_text": ("varlen", [4096]),
+    "gemma4_text": ("documents", [512]),  # heads of 256, of 512 without a window
+    "gemma4_unified_text": ("documents", [1024]),
+    "gpt_neo": ("model", [256]),
+    "gpt_oss": ("varlen", [128, 4096]),
+    "inkling2_text": ("varlen", [1024, 128_000]),
+    "llama": ("varlen", []),
+    "llama4_text": ("model", [8192]),
+    "mimo_v2_flash": ("documents", [129]),  # keys of 192, values of 128; sinks
+    "mistral": ("varlen", [4096]),
+    "recurrent_gemma": ("varlen", [2048]),
+}
+
+
+def pretend_cuda(monkeypatch):
+    """A GPU of sm90 without flash-attn, as `resolve_attention` sees it."""
+    monkeypatch.setattr(flash_attn, "installed", tuple)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "Testla H100")
+
+
+def built(name):
+    try:
+        return full_size_model(name)
+    except NotBuilt as reason:
+        pytest.skip(str(reason)[:150])
+
+
+@pytest.fixture(scope="module", params=[name for name in names() if name not in VARIANTS])
+def full(request):
+    return request.param, built(request.param)
+
+
+@pytest.fixture(scope="module", params=vision_names())
+def full_vision(request):
+    return request.param, built(request.param)
+
+
+def test_a_full_size_model_answers(full, monkeypatch):
+    ask(*full, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_full_size_vision_model_answers(full_vision, monkeypatch):
+    ask(*full_vision, monkeypatch)
+
+
+def ask(name, model, monkeypatch):
+    on_cpu = resolve_attention(model, device="cpu", dtype=torch.float32)
+    pretend_cuda(monkeypatch)
+    half = resolve_attention(model, device="cuda", dtype=torch.bfloat16)
+    single = resolve_attention(model, device="cuda", dtype=torch.float32)
+    assert on_cpu.backend == single.backend  # neither device has a kernel for float32 of its own
+    assert half.backend in (on_cpu.backend, "varlen")
+    assert on_cpu.backend in ("documents", "model", *PADDED)
+    lengths = length_constants(model)
+    assert lengths == sorted(set(lengths))
+    assert all(length > 0 for length in lengths)
+    assert set(rope_thresholds(model)) <= set(lengths)
+    windows = layer_values(text_config(model), "sliding_window")
+    assert {window for window in windows if window} <= set(lengths)
+    shapes = StaticShapes.of(model, capacity=1024, bins=2)
+    assert 0 < shapes.longest_tail <= 1024
+    with suppress(NotCountable):
+        flops = model_flops(model)
+        assert min(flops.per_token, flops.per_target, *flops.per_pair.values()) > 0
+    if name in BY_HAND:
+        assert (half.backend, lengths) == BY_HAND[name]
+
+
+def test_the_architectures_known_by_hand_are_built():
+    for name in BY_HAND.keys() & set(names()):
+        full_size_model(name)
+
+
+def test_operations_of_gemma_4_are_those_of_its_layers():
+    counted = model_flops(full_size_model("gemma4_text"))
+    # 8 heads; 25 layers with a window of 512 and heads of 256, 5 without and with heads of 512.
+    assert counted.per_pair == {512: 25 * 3 * 2 * 8 * 512, None: 5 * 3 * 2 * 8 * 1024}
+
+
+# --- tiny models are built like the full ones ---------------------------------------------------
+
+# Not a size of heads in attention: of a recurrence.
+RECURRENT = ("xlstm", "zamba2")
+
+
+def test_a_tiny_model_has_the_structure_of_the_full_one(full):
+    check_structure(*full)
+
+
+@pytest.mark.slow
+def test_a_tiny_vision_model_has_the_structure_of_the_full_one(full_vision):
+    check_structure(*full_vision)
+
+
+def check_structure(name, model):
+    try:
+        tiny = tiny_model(name, device="meta")
+    except NotBuilt as reason:
+        pytest.skip(str(reason)[:150])
+    shapes, tiny_shapes = shapes_by_role(model), shapes_by_role(tiny)
+    assert not shapes.keys() - tiny_shapes.keys()
+    alike = {
+        role: (shapes[role], tiny_shapes[role])
+        for role in shapes
+        if len(shapes[role]) > len(tiny_shapes[role])
+    }
+    assert not alike, "layers differ in the full model only"
+    if name not in RECURRENT:
+        assert wide_keys(tiny) or not wide_keys(model)
+
+
+def shapes_by_role(model):
+    """Return the shapes of each weight of the text part over all layers, by name."""
+    found = defaultdict(set)
+    for name, parameter in model.named_parameters():
+        if not re.search("vision|visual|audio|image|vqmodel|projector|aligner", name):
+            found[re.sub(r"\d+", "#", name)].add(tuple(parameter.shape))
+    return found
+
+
+def wide_keys(model):
+    """Whether keys and values of a layer differ in size."""
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "v_head_dim")]
+    sizes = [(getattr(m, "qk_head_dim", None) or m.head_dim, m.v_head_dim) for m in layers]
+    return any(key != value for key, value in sizes)
+
+
+def test_layers_that_differ_are_seen_to_differ():
+    """The negative control: heads made alike, as the matrix had them, are fewer shapes."""
+    heads = "model.layers.#.self_attn.q_proj.weight"
+    assert len(shapes_by_role(full_size_model("gemma4_text"))[heads]) == 2
+    assert len(shapes_by_role(tiny_model("gemma4_text", device="meta"))[heads]) == 2
+    assert len(shapes_by_role(full_size_model("qwen3"))[heads]) == 1
+    assert wide_keys(full_size_model("deepseek_v3"))
+    assert not wide_keys(full_size_model("llama"))
+
+
+def test_gemma_4_shares_keys_and_values_as_published():
+    config = tiny_config("gemma4_text")
+    assert config.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
+    assert {layer.head_dim for layer in config.per_layer_config} == {32, 64}
+    experts = tiny_config("gemma4_text+experts")
+    assert [layer.num_key_value_heads for layer in experts.per_layer_config] == [2, 1]
+    assert experts.attention_k_eq_v

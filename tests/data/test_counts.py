@@ -1,0 +1,168 @@
+"""The report says in numbers, and in words to read, what a run keeps, loses and is made of."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from trl_packing.data.counts import Amount, PreparationCounts, Step
+from trl_packing.training.epoch_report import PackingReport
+
+KEPT_ALL = PreparationCounts(Amount(3, 9, 6, 3), Amount(3, 9, 6, 3))
+CUT = PreparationCounts(
+    before=Amount(1_200, 600_000, 400_000, 1_200),
+    after=Amount(1_150, 560_000, 380_000, 1_170),
+    steps=(
+        Step(
+            30,
+            "longer than max_length=1024: cut at the end",
+            Amount(0, 38_000, 20_000, 30),
+            lost_a_stop=30,
+            way_out="raise max_length or set overflow='split'",
+        ),
+        Step(50, "without a trained token: dropped", Amount(50, 2_000), empty=2),
+    ),
+    notes=("3 of 1,150 documents (0.3%) end in no stop token",),
+)
+REPORT = PackingReport(
+    documents=1_150,
+    tokens=560_000,
+    trained_tokens=380_000,
+    capacity=1024,
+    bins=548,
+    micro_batches_per_epoch=138,
+    steps_per_epoch=18,
+    documents_per_step=1_150 / 18,
+    ranks=2,
+    accumulation=4,
+    micro_batch="4 bins",
+    attention="documents: torch SDPA, a call for each document (no CUDA device)",
+    preparation=CUT,
+)
+
+
+def test_the_report_in_words():
+    lines = str(REPORT).splitlines()
+    width = max(map(len, lines))
+    assert lines[0] == f"{' trl_packing ':─^{width}}"
+    assert lines[-1] == "─" * width
+    assert lines[1:-1] == [
+        "documents    1,150 · 560,000 tokens · 380,000 trained (68%)",
+        "packed into  548 bins of 1,024 tokens · 99.79% filled",
+        "an epoch     138 micro-batches · 18 optimizer steps · 63.9 documents, 21,111 trained "
+        "tokens a step (2 ranks × 4 accumulated × 4 bins)",
+        "             warning: 18 optimizer steps an epoch; lower max_length, "
+        "per_device_train_batch_size or gradient_accumulation_steps, or set documents_per_step, if "
+        "the run has few epochs",
+        "attention    documents: torch SDPA, a call for each document (no CUDA device)",
+        "             30 documents longer than max_length=1024: cut at the end; lost 38,000 "
+        "tokens, 20,000 trained, 30 stop tokens",
+        "             50 documents without a trained token: dropped (2 of them empty); lost 2,000 "
+        "tokens",
+        "             lost in all: 40,000 tokens, 20,000 trained, 30 stop tokens",
+        "             warning: 5.0% of the trained tokens are lost and 2.5% of the documents lost "
+        "a stop token; raise max_length or set overflow='split'",
+        "             3 of 1,150 documents (0.3%) end in no stop token",
+    ]
+
+
+def test_the_report_as_json_holds_every_number():
+    read = json.loads(REPORT.to_json())
+    assert "\n" not in REPORT.to_json()
+    assert read["bins"] == 548
+    assert read.pop("utilization") == pytest.approx(0.99795, abs=1e-5)
+    preparation = read.pop("preparation")
+    assert Amount(**preparation["before"]) == CUT.before
+    assert Amount(**preparation["after"]) == CUT.after
+    steps = [Step(**step | {"lost": Amount(**step["lost"])}) for step in preparation["steps"]]
+    assert tuple(steps) == CUT.steps
+    assert tuple(preparation["notes"]) == CUT.notes
+    assert PackingReport(**read, preparation=CUT) == REPORT
+
+
+def test_nothing_is_said_where_nothing_was_lost():
+    assert str(KEPT_ALL) == ""
+    assert str(PreparationCounts()) == ""
+
+
+def test_a_step_says_what_it_lost():
+    assert str(Step(1, "dropped", Amount(1, 1, 0, 1))) == (
+        "1 document dropped; lost 1 token, 1 stop token"
+    )
+    assert str(Step(2, "cut in two", Amount(-2, 0, 5), unit="piece")) == (
+        "2 pieces cut in two; lost 0 tokens, 5 trained"
+    )
+    assert str(Step(2, "split into pieces", Amount(-2))) == "2 documents split into pieces"
+
+
+def test_the_sum_is_said_where_several_steps_lost_something():
+    lossy = Step(1, "cut", Amount(0, 3))
+    assert str(PreparationCounts(steps=(lossy,))) == "1 document cut; lost 3 tokens"
+    both = PreparationCounts(Amount(2, 10), Amount(1, 4), (lossy, Step(1, "gone", Amount(1, 3))))
+    assert str(both).splitlines()[-1] == "lost in all: 6 tokens"
+    assert both.adds_up()
+
+
+def test_steps_add_up_or_not():
+    assert CUT.adds_up()
+    assert not replace(CUT, steps=CUT.steps[1:]).adds_up()
+
+
+def test_counts_of_two_parts_add_up_step_by_step():
+    more = PreparationCounts(
+        Amount(5, 50, 20, 2),
+        Amount(3, 44, 19, 1),
+        (
+            Step(1, CUT.steps[0].why, Amount(0, 4, 1, 1), lost_a_stop=1),
+            Step(2, "another", Amount(2, 2, 0, 0), empty=1),
+        ),
+        ("a note",),
+    )
+    both = CUT + more
+    assert both.adds_up()
+    assert [step.concerned for step in both.steps] == [CUT.steps[0].concerned + 1, 50, 2]
+    assert both.steps[0].lost == CUT.steps[0].lost + more.steps[0].lost
+    assert both.notes == CUT.notes, "of the first part that has any"
+    assert (PreparationCounts() + more).notes == more.notes
+    assert CUT + PreparationCounts() == CUT
+
+
+@pytest.mark.parametrize(("lost", "warns"), [(10, False), (11, True)])
+def test_the_warning_begins_above_one_percent(lost, warns):
+    cut = Step(lost, "cut", Amount(0, lost, lost), way_out="raise max_length")
+    counts = PreparationCounts(Amount(10, 1_000, 1_000), Amount(10, 989, 1_000 - lost), (cut,))
+    sentence = "warning: 1.1% of the trained tokens are lost; raise max_length"
+    assert (sentence in str(counts)) == warns == ("warning" in str(counts))
+
+
+@pytest.mark.parametrize(("documents", "warns"), [(10, False), (11, True)])
+def test_stop_tokens_lost_in_one_percent_of_the_documents_are_warned_about(documents, warns):
+    cut = Step(documents, "cut", Amount(0, 11, 11, 11), documents, way_out="raise max_length")
+    before = Amount(1_000, 90_000, 90_000, 1_000)
+    counts = PreparationCounts(before, before - cut.lost, (cut,))
+    sentence = "warning: 1.1% of the documents lost a stop token; raise max_length"
+    assert (sentence in str(counts)) == warns == ("warning" in str(counts))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_way_out_is_that_of_the_step_that_lost_most(order):
+    small = Step(1, "cut", Amount(0, 9, 9), way_out="raise max_length")
+    big = Step(1, "without the template", Amount(0, 0, 90), way_out="check the template")
+    counts = PreparationCounts(Amount(9, 999, 999), Amount(9, 990, 900), (big, small)[::order])
+    assert str(counts).endswith("lost; check the template")
+
+
+def test_a_stream_is_reported_without_numbers():
+    report = PackingReport(
+        capacity=64, ranks=1, accumulation=1, micro_batch="2 bins", attention="model"
+    )
+    assert str(report).splitlines()[1:-1] == [
+        "documents    a stream: counted as it is read",
+        "micro-batch  2 bins",
+        "attention    model",
+    ]
+    read = replace(report, preparation=CUT)
+    assert str(read).splitlines()[1] == (
+        "documents    a stream: read so far 1,200 documents · 600,000 tokens, 400,000 trained, "
+        "1,200 stop tokens"
+    )

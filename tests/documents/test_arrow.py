@@ -1,0 +1,250 @@
+"""Documents are read out of Arrow as they are; lengths are known without reading any."""
+
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.weight_columns import check_loss_weights
+from trl_packing.packing.collator import PackedCollator
+
+ROWS = [
+    {"input_ids": [11, 12, 13], "labels": [11, -100, 13]},
+    {"input_ids": [], "labels": []},
+    {"input_ids": [21], "labels": [21]},
+    {"input_ids": [31, 32, 33, 34], "labels": [-100, -100, -100, 34]},
+]
+COLUMNS = ["input_ids", "labels"]
+
+# Two workers are tested on machines with one core too.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def lists(documents) -> list[dict]:
+    return [{name: values.tolist() for name, values in d.items()} for d in documents]
+
+
+def test_a_document_is_a_view_of_the_arrow_memory():
+    dataset = Dataset.from_list(ROWS)
+    documents = ArrowDocuments(dataset, COLUMNS)
+    assert lists(documents) == ROWS
+    values = dataset.data.column("input_ids").chunk(0).values.to_numpy()
+    assert np.shares_memory(documents[0]["input_ids"], values)
+
+
+def test_lengths_and_trained_tokens_count_every_token_but_the_first_of_a_document():
+    documents = ArrowDocuments(Dataset.from_list(ROWS), COLUMNS)
+    assert documents.lengths().tolist() == [3, 0, 1, 4]
+    assert documents.lengths("labels").tolist() == [3, 0, 1, 4]
+    assert documents.num_trained().tolist() == [1, 0, 0, 1]
+
+
+def test_without_labels_every_token_but_the_first_is_trained():
+    documents = ArrowDocuments(Dataset.from_list(ROWS), ["input_ids"])
+    assert documents.num_trained().tolist() == [2, 0, 0, 3]
+
+
+def test_sums_are_by_document():
+    documents = ArrowDocuments(Dataset.from_list(ROWS).select([3, 1, 0]), COLUMNS)
+    assert documents.sums("input_ids").tolist() == [130, 0, 36]
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_rows_with_such_a_value_are_found_in_the_order_of_the_data_set(column):
+    chosen = [3, 1, 0, 2, 3]
+    documents = ArrowDocuments(Dataset.from_list(ROWS).select(chosen), [column])
+    for limit in (-100, 0, 11, 20, 33, 99):
+        expected = [i for i, row in enumerate(chosen) if any(v > limit for v in ROWS[row][column])]
+        found = documents.rows_where(column, lambda values, limit=limit: values > limit)
+        assert found.tolist() == expected
+
+
+def test_an_index_counts_from_the_end_too_and_stops_at_it():
+    documents = ArrowDocuments(Dataset.from_list(ROWS), COLUMNS)
+    assert lists([documents[-1]]) == ROWS[-1:]
+    with pytest.raises(IndexError):
+        documents[4]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    chunks=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4),
+    seed=st.one_of(st.none(), st.integers(0, 100)),
+)
+def test_any_chunks_and_mapping_read_as_the_data_set_does(chunks, seed):
+    """The reference is `datasets` itself, one Python list a row."""
+    rng = np.random.default_rng(0)
+    features = Features(input_ids=List(Value("int32")), labels=List(Value("int64")))
+
+    def row(length: int) -> dict:
+        return {
+            "input_ids": rng.integers(1, 99, length).tolist(),
+            "labels": rng.choice([-100, 7], length).tolist(),
+        }
+
+    dataset = concatenate_datasets(
+        [Dataset.from_list([row(n) for n in lengths], features=features) for lengths in chunks]
+    )
+    if seed is not None:
+        dataset = dataset.shuffle(seed=seed).select(range(max(1, len(dataset) - 2)))
+    documents, expected = ArrowDocuments(dataset, COLUMNS), list(dataset)
+    assert lists(documents) == expected
+    assert documents.lengths().tolist() == [len(r["input_ids"]) for r in expected]
+    assert documents.num_trained().tolist() == [
+        sum(label != -100 for label in r["labels"][1:]) for r in expected
+    ]
+
+
+@pytest.mark.parametrize("list_type", [List, LargeList])
+@pytest.mark.parametrize("integers", ["int32", "int64", "uint16", "int8", "bool"])
+def test_integers_and_booleans_of_any_width_are_read(list_type, integers):
+    rows = [{"input_ids": [1, 0, 1]}, {"input_ids": [1]}]
+    dataset = Dataset.from_list(rows, features=Features(input_ids=list_type(Value(integers))))
+    assert lists(ArrowDocuments(dataset, ["input_ids"])) == rows
+
+
+def test_lists_of_fixed_size_are_read():
+    features = Features(input_ids=List(Value("int32"), length=2))
+    dataset = Dataset.from_list([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], features=features)
+    documents = ArrowDocuments(dataset, ["input_ids"])
+    assert lists(documents) == [{"input_ids": [1, 2]}, {"input_ids": [3, 4]}]
+    assert documents.lengths().tolist() == [2, 2]
+
+
+def test_a_sliced_table_is_read_at_its_offset():
+    dataset = Dataset(pa.Table.from_pylist(ROWS).slice(2))
+    documents = ArrowDocuments(dataset, COLUMNS)
+    assert lists(documents) == ROWS[2:]
+    assert documents.num_trained().tolist() == [0, 1]
+
+
+def test_the_format_of_the_data_set_is_ignored():
+    dataset = Dataset.from_list(ROWS).with_format("torch", columns=["labels"])
+    assert lists(ArrowDocuments(dataset, COLUMNS)) == ROWS
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_dataloader_workers_read_the_same_documents(num_workers):
+    dataset = Dataset.from_list(ROWS).select([3, 0, 2])
+    loader = DataLoader(
+        ArrowDocuments(dataset, COLUMNS),
+        batch_sampler=[[0, 1], [2, 0]],
+        num_workers=num_workers,
+        collate_fn=PackedCollator(),
+    )
+    assert [batch["input_ids"].tolist() for batch in loader] == [
+        [[31, 32, 33, 34, 11, 12, 13]],
+        [[21, 31, 32, 33, 34]],
+    ]
+
+
+def test_a_pickled_reader_carries_no_copy_of_what_it_has_read():
+    documents = ArrowDocuments(Dataset.from_list(ROWS * 500).select([3, 0, *range(900)]), COLUMNS)
+    before = len(pickle.dumps(documents))
+    documents.lengths()
+    assert len(pickle.dumps(documents)) < before + 100
+    assert lists(pickle.loads(pickle.dumps(documents)))[:2] == [ROWS[3], ROWS[0]]
+
+
+def test_a_collated_batch_may_be_written_to_without_changing_the_data_set():
+    dataset = Dataset.from_list(ROWS)
+    batch = PackedCollator()(ArrowDocuments(dataset, COLUMNS).__getitems__([0, 3]))
+    batch["input_ids"].fill_(0)
+    assert isinstance(batch["labels"], torch.Tensor)
+    assert list(dataset) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([[1.5]], "column 'input_ids' holds list<item: double>, but tokens are lists of integers"),
+        ([["a"]], "column 'input_ids' holds list<item: string>"),
+        ([[[1]]], "column 'input_ids' holds list<item: list<item: int64>>"),
+        ([7], "column 'input_ids' holds int64"),
+        ([[1], None], "column 'input_ids' has a missing (null) row; remove such rows"),
+        ([[1, None]], "column 'input_ids' has a missing (null) token; remove such rows"),
+    ],
+)
+def test_what_is_no_list_of_integers_is_refused_by_name(values, sentence):
+    documents = ArrowDocuments(Dataset(pa.table({"input_ids": values})), ["input_ids"])
+    with pytest.raises(ValueError) as error:
+        documents.lengths()
+    assert sentence in str(error.value)
+
+
+# --- loss weights ---------------------------------------------------------------------------------
+
+WEIGHTED = [
+    {"input_ids": [11, 12, 13], "loss_weights": [0, 1, 2]},
+    {"input_ids": [], "loss_weights": []},
+    {"input_ids": [21, 22], "loss_weights": [3, 4]},
+    {"input_ids": [31], "loss_weights": [5]},
+]
+WITH_WEIGHTS = ["input_ids", "loss_weights"]
+
+
+def with_weights(rows, numbers="float32"):
+    features = Features(input_ids=List(Value("int64")), loss_weights=List(Value(numbers)))
+    return Dataset.from_list(rows, features=features)
+
+
+@pytest.mark.parametrize("numbers", ["float16", "float32", "float64", "int64", "uint8"])
+def test_weights_of_any_numbers_are_given_as_float32(numbers):
+    documents = ArrowDocuments(with_weights(WEIGHTED, numbers), WITH_WEIGHTS)
+    assert lists(documents) == WEIGHTED
+    assert {d["loss_weights"].dtype for d in documents} == {np.dtype(np.float32)}
+    check_loss_weights(documents)
+
+
+def test_float32_weights_are_views_of_the_arrow_memory():
+    dataset = with_weights(WEIGHTED)
+    values = dataset.data.column("loss_weights").chunk(0).values.to_numpy()
+    documents = ArrowDocuments(dataset, WITH_WEIGHTS)
+    assert np.shares_memory(documents[0]["loss_weights"], values)
+
+
+def test_weights_are_read_through_the_mapping_of_the_data_set():
+    dataset = with_weights(WEIGHTED).select([3, 0, 2])
+    dataset = dataset.filter(lambda row: row["input_ids"][0] > 20).shuffle(seed=1)
+    documents = ArrowDocuments(dataset, WITH_WEIGHTS)
+    assert lists(documents) == list(dataset)
+    assert {len(d["input_ids"]) for d in documents} == {1, 2}
+
+
+@pytest.mark.parametrize("wrong", [-0.5, float("nan"), float("inf"), 1e39])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_the_first_document_of_impossible_weights_is_named(wrong):
+    rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1.0, wrong]}]
+    dataset = with_weights(rows, "float64")
+    with pytest.raises(ValueError, match=r"document 1: loss_weights has .* at token 1; give"):
+        check_loss_weights(ArrowDocuments(dataset.select([2, 4, 4, 0]), WITH_WEIGHTS))
+    check_loss_weights(ArrowDocuments(dataset.select([2, 0]), WITH_WEIGHTS))
+
+
+def test_the_first_document_without_a_weight_for_every_token_is_named():
+    rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1]}]
+    with pytest.raises(ValueError, match="document 4: loss_weights has 1 entries but input_ids"):
+        check_loss_weights(ArrowDocuments(with_weights(rows), WITH_WEIGHTS))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([["a"]], "column 'loss_weights' holds list<item: string>, but weights are lists of"),
+        ([0.5], "column 'loss_weights' holds double, but weights are lists of numbers"),
+        ([[1.0, None]], "column 'loss_weights' has a missing (null) token"),
+        ([None, [1.0]], "column 'loss_weights' has a missing (null) row"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_refused_by_name(values, sentence):
+    documents = ArrowDocuments(Dataset(pa.table({"loss_weights": values})), ["loss_weights"])
+    with pytest.raises(ValueError) as error:
+        documents.lengths("loss_weights")
+    assert sentence in str(error.value)

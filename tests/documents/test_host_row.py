@@ -1,0 +1,131 @@
+"""Batches hold tensors only; the numbers that the host knows go along with them."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.by_hand import trainer_for
+from helpers.tiny import documents_of_lengths, tiny_model
+from torch.utils.data import DataLoader
+
+from trl_packing import PackedCollator
+from trl_packing.documents.host_row import for_kernels, host_row, known, rows_alive
+
+DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
+KEYS = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+
+
+def weighted(documents):
+    return [d | {"loss_weights": [0.5] * len(d["input_ids"])} for d in documents]
+
+
+def loaders(trainer):
+    yield trainer.get_train_dataloader()
+    yield trainer.get_eval_dataloader()
+    yield trainer.get_test_dataloader(trainer.eval_dataset)
+
+
+@pytest.mark.parametrize(
+    ("documents", "options"),
+    [
+        (DOCUMENTS, {}),
+        (DOCUMENTS, {"packing": False}),
+        (DOCUMENTS, {"pad_to_multiple_of": 8, "dataloader_num_workers": 1}),
+        (DOCUMENTS, {"static_shapes": True}),
+        (weighted(DOCUMENTS), {}),
+    ],
+    ids=["packed", "padding-free", "workers", "static", "weighted"],
+)
+def test_batches_of_every_loader_hold_tensors_only(documents, options, tmp_path):
+    evaluated = Dataset.from_list(documents)
+    trainer = trainer_for(tiny_model("llama"), documents, tmp_path, evaluated=evaluated, **options)
+    trainer.model.eval()
+    for loader in loaders(trainer):
+        for batch in loader:
+            moved = {name: value.to("cpu") for name, value in batch.items()}
+            assert set(moved) - {"loss_weights"} == KEYS
+            lengths = batch["cu_seq_lens_q"].diff()
+            longest = 80 if "static_shapes" in options else int(lengths.max())
+            assert batch.host.max_length == longest
+            weights = moved.pop("loss_weights", None)
+            assert (weights is not None) == ("loss_weights" in documents[0])
+            labels = moved.pop("labels")
+            logits = trainer.model(**moved).logits
+            expected = alone(batch)
+            torch.testing.assert_close(
+                logits[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5
+            )
+            assert labels.shape == logits.shape[:2]
+
+
+def alone(batch):
+    """Return the logits of the row's documents, one at a time, without what fills it up."""
+    model = tiny_model("llama").eval()
+    sizes = [*batch.host.lengths.tolist(), batch.host.padding]
+    rows = batch["input_ids"].split(sizes, 1)[:-1]
+    return torch.cat([model(input_ids=row.clone(), use_cache=False).logits for row in rows], 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_numbers_come_along_with_the_tensors(num_workers):
+    collator = PackedCollator(pad_to_multiple_of=8, tensors_only=True)
+    loader = DataLoader(DOCUMENTS, batch_size=3, collate_fn=collator, num_workers=num_workers)
+    for batch in (b.to("cpu") for b in loader):
+        assert known(batch["labels"]) is not None
+        assert known(batch["cu_seq_lens_q"]).tolist() == batch["cu_seq_lens_q"].tolist()
+        assert any(ids is batch["input_ids"] for ids, _ in rows_alive())
+        again = pickle.loads(pickle.dumps(batch))
+        assert host_row(again).boundaries.tolist() == host_row(batch).boundaries.tolist()
+        assert known(again["labels"]) is not None
+
+
+def test_without_a_row_the_longest_document_is_read_from_the_boundaries():
+    batch = PackedCollator(tensors_only=True)(DOCUMENTS)
+    plain = {name: value.clone() for name, value in batch.items()}
+    for given in (batch, plain, dict(batch)):
+        made = for_kernels(given)
+        assert made["max_length_q"] == made["max_length_k"] == 30
+        assert made["use_cache"] is False
+
+
+def test_a_batch_that_is_gone_is_not_remembered():
+    before = len(rows_alive())
+    batch = PackedCollator(tensors_only=True)(DOCUMENTS)
+    assert len(rows_alive()) == before + 1
+    del batch
+    assert len(rows_alive()) == before
+
+
+@torch.no_grad()
+def test_a_batch_for_a_plain_model_says_all_that_it_needs():
+    """transformers' own model keeps documents apart by position_ids, if nothing is cached."""
+    batch = PackedCollator()(DOCUMENTS)
+    labels = batch.pop("labels")
+    assert labels.shape == (1, 85)
+    model = tiny_model("llama").eval()
+    ends = batch["cu_seq_lens_q"].tolist()
+    rows = batch["input_ids"].split([b - a for a, b in itertools.pairwise(ends)], 1)
+    expected = torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
+    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    leaks = model(**{name: v for name, v in batch.items() if name != "use_cache"}).logits
+    assert float((leaks - expected).abs().max()) > 0.01
+
+
+def test_a_loop_of_the_users_own_trains_documents_apart(tmp_path):
+    trainer = trainer_for(tiny_model("llama"), DOCUMENTS, tmp_path)
+    for batch in trainer.get_train_dataloader():
+        batch = {name: value.to("cpu") for name, value in batch.items()}
+        for call in (
+            {"input_ids": batch["input_ids"]},
+            {"input_ids": batch["input_ids"], "labels": batch["labels"]},
+            batch,
+        ):
+            logits = trainer.model.eval()(**call).logits
+            ends = batch["cu_seq_lens_q"].tolist()
+            sizes = [b - a for a, b in itertools.pairwise(ends)]
+            reference = tiny_model("llama").eval()
+            rows = [row.clone() for row in batch["input_ids"].split(sizes, 1)]
+            expected = torch.cat([reference(input_ids=row).logits for row in rows], 1)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,121 @@
+"""`packing` of `PackedSFTConfig`: True by default, where a bin can have a capacity."""
+
+import dataclasses
+import json
+
+import pytest
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer, tiny_vlm
+from transformers import HfArgumentParser
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+OPTIONS = {"output_dir": "o", "use_cpu": True, "bf16": False, "report_to": "none"}
+NO_CAPACITY = "`max_length` can't be `None`"
+
+
+def config(**options) -> PackedSFTConfig:
+    return PackedSFTConfig(**(OPTIONS | options))
+
+
+def trainer_of(args, **arguments) -> PackedSFTTrainer:
+    rows = documents_of_lengths([5, 9, 4, 12, 7, 6, 3, 8])
+    defaults = {
+        "model": tiny_model(),
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tiny_tokenizer(),
+    }
+    return PackedSFTTrainer(args=args, **(defaults | arguments))
+
+
+def test_documents_are_packed_by_default():
+    assert config().packing is True
+    assert config(max_length=64).packing is True
+    assert config(packing=False).packing is False
+
+
+def test_without_max_length_the_default_is_that_of_trl():
+    assert config(max_length=None).packing is False
+
+
+def test_asked_for_packing_without_max_length_is_refused():
+    with pytest.raises(ValueError, match=NO_CAPACITY):
+        config(max_length=None, packing=True)
+    with pytest.raises(ValueError, match=NO_CAPACITY):
+        config(max_length=None, eval_packing=True)
+
+
+def test_the_command_line_tells_the_default_from_what_was_asked():
+    parser = HfArgumentParser(PackedSFTConfig)
+    fixed = ["--output_dir", "o", "--use_cpu", "true", "--bf16", "false"]
+    given = {(): True, ("--packing",): True, ("--packing", "false"): False}
+    for arguments, packing in given.items():
+        (args,) = parser.parse_args_into_dataclasses([*fixed, *arguments])
+        assert args.packing is packing
+
+
+@pytest.mark.parametrize(("asked", "packing"), [("", False), ("packing: false\n", False)])
+def test_a_yaml_file_may_leave_max_length_out(tmp_path, asked, packing):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"output_dir: o\nuse_cpu: true\nbf16: false\nmax_length: null\n{asked}")
+    (args,) = TrlParser(PackedSFTConfig).parse_args_and_config(["--config", str(path)])
+    assert args.packing is packing
+
+
+def test_a_yaml_file_that_asks_for_packing_needs_max_length(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("output_dir: o\nuse_cpu: true\nbf16: false\nmax_length: null\npacking: true\n")
+    with pytest.raises(ValueError, match=NO_CAPACITY):
+        TrlParser(PackedSFTConfig).parse_args_and_config(["--config", str(path)])
+
+
+def test_a_copy_is_packed_as_the_original():
+    """`replace` gives every setting a value, so that the copy has no default any more."""
+    assert dataclasses.replace(config(), seed=3).packing is True
+    assert dataclasses.replace(config(max_length=None), seed=3).packing is False
+    assert dataclasses.replace(config(), max_length=None, packing=False).packing is False
+    with pytest.raises(ValueError, match=NO_CAPACITY):
+        dataclasses.replace(config(), max_length=None)
+
+
+@pytest.mark.parametrize("max_length", [64, None])
+def test_a_dictionary_of_the_settings_is_read_again_as_it_was(max_length):
+    written = json.loads(config(max_length=max_length).to_json_string())
+    assert written["packing"] is (max_length is not None)
+    again = PackedSFTConfig(**OPTIONS, packing=written["packing"], max_length=written["max_length"])
+    assert again.packing is written["packing"]
+
+
+@pytest.mark.parametrize("when", ["constructed", "set afterwards"])
+def test_without_max_length_documents_are_trained_as_without_packing(tmp_path, when):
+    args = config(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        **({"max_length": None} if when == "constructed" else {}),
+    )
+    args.max_length = None
+    trainer = trainer_of(args)
+    assert args.packing is False
+    assert trainer.packing_report.bins is None
+    assert trainer.packing_report.documents_per_step == 4
+    trainer.train()
+
+
+def test_a_data_set_with_images_needs_no_max_length(tmp_path):
+    pytest.importorskip("PIL")
+    model, processor = tiny_vlm()
+    args = config(
+        output_dir=str(tmp_path),
+        max_length=None,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+    )
+    trainer = trainer_of(
+        args, model=model, processing_class=processor, train_dataset=tiny_dataset("images")
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1

@@ -1,0 +1,235 @@
+"""The code of the articles that this project grew from, with nothing but imports and paths changed.
+
+000  packing by hand: EOS, position ids and masks of a batch, without a loop
+001  multipack: tests/tools/test_show.py draws its page
+002  DART-Math: tests/plain_trainer/test_enable.py runs its four lines
+003  Packing Analysis: recipes/compare_packing.py
+004  padding-free training: both samples, and what they promise
+"""
+
+import json
+
+import pytest
+import torch
+from helpers.tiny import QUESTIONS_AND_ANSWERS, save_tiny_model, tiny_model, tiny_tokenizer
+
+from trl_packing import (
+    block_diagonal_mask,
+    cu_seqlens_from_lengths,
+    document_ids_from_lengths,
+    lengths_from_eos,
+    position_ids_from_lengths,
+)
+
+# --- 000: packing by hand -------------------------------------------------------------------------
+
+
+def test_the_article_on_packing_by_hand():
+    """Its numbers: documents that end at 2, 6 and 9 in a row of 10 tokens."""
+    row = torch.tensor([5, 6, 2, 7, 8, 9, 2, 5, 7, 2])
+    assert lengths_from_eos(row, 2).tolist() == [3, 4, 3]
+    positions = position_ids_from_lengths(lengths_from_eos(row, 2))
+    assert positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_its_batch_runs_as_each_sentence_alone(name):
+    """Two rows of two sentences, padded with EOS; masks and positions of all of it in one go."""
+    tokenizer, model = tiny_tokenizer(), tiny_model(name)
+    rows = [
+        ["Rome wasn't built in a day", "My hovercraft is full of eels"],
+        ["The cat sat on the mat", "My aunt is a teacher"],
+    ]
+    tokens = [
+        torch.tensor([t for s in row for t in [*tokenizer(s)["input_ids"], tokenizer.eos_token_id]])
+        for row in rows
+    ]
+    batch = torch.nn.utils.rnn.pad_sequence(
+        tokens, batch_first=True, padding_value=tokenizer.eos_token_id
+    )
+
+    lengths = lengths_from_eos(batch, tokenizer.eos_token_id)
+    mask = block_diagonal_mask(lengths, dtype=torch.float32)
+    positions = position_ids_from_lengths(lengths)
+
+    def logits(**inputs):
+        return model(input_ids=batch, use_cache=False, **inputs).logits
+
+    packed = logits(attention_mask=mask, position_ids=positions)
+    leaking = logits(position_ids=positions, attention_mask=torch.ones_like(batch))
+    for row, sentences in enumerate(rows):
+        ends = cu_seqlens_from_lengths(lengths)[row].tolist()
+        for number, sentence in enumerate(sentences):
+            ids = torch.tensor([[*tokenizer(sentence)["input_ids"], tokenizer.eos_token_id]])
+            here = slice(ends[number], ends[number + 1])
+            assert (document_ids_from_lengths(lengths)[row, here] == number).all()
+            alone = model(input_ids=ids).logits[0]
+            # Float32, two layers, another length of the row's sums.
+            torch.testing.assert_close(packed[row, here], alone, rtol=0, atol=1e-5)
+            if number:
+                assert (leaking[row, here] - alone).abs().max() > 0.1
+
+
+# --- 004: padding-free ----------------------------------------------------------------------------
+
+FLATTENING = """
+import torch
+
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(
+    "instructlab/merlinite-7b-lab",
+    torch_dtype=torch.bfloat16,
+    attn_implementation="flash_attention_2"
+)
+
+from datasets import load_dataset
+train_dataset = load_dataset("json", data_files="path/to/my/dataset")["train"]
+
+from transformers import DataCollatorWithFlattening
+data_collator = DataCollatorWithFlattening()
+
+from transformers import TrainingArguments, Trainer
+train_args = TrainingArguments(output_dir="/save/path")
+trainer = Trainer(
+    args=train_args,
+    model=model,
+    train_dataset=train_dataset,
+    data_collator=data_collator
+)
+trainer.train()
+"""
+
+COMPLETION_ONLY = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer, DataCollatorForCompletionOnlyLM
+
+dataset = load_dataset("lucasmccabe-lmi/CodeAlpaca-20k", split="train")
+model = AutoModelForCausalLM.from_pretrained(
+    "instructlab/merlinite-7b-lab",
+    torch_dtype=torch.bfloat16,
+    attn_implementation="flash_attention_2")
+tokenizer = AutoTokenizer.from_pretrained("instructlab/merlinite-7b-lab")
+tokenizer.pad_token = tokenizer.eos_token
+
+def formatting_prompts_func(example):
+    output_texts = []
+    for i in range(len(example['instruction'])):
+        text = f"### Question: {example['instruction'][i]}\\n ### Answer: {example['output'][i]}"
+        output_texts.append(text)
+    return output_texts
+
+response_template = " ### Answer:"
+response_template_ids = tokenizer.encode(response_template, add_special_tokens=False)[2:]
+collator = DataCollatorForCompletionOnlyLM(
+    response_template_ids, tokenizer=tokenizer, padding_free=True)
+
+trainer = SFTTrainer(
+    model,
+    train_dataset=dataset,
+    args=SFTConfig(
+        output_dir="./tmp",
+        gradient_checkpointing=True,
+        per_device_train_batch_size=8
+    ),
+    formatting_func=formatting_prompts_func,
+    data_collator=collator,
+)
+
+trainer.train()
+"""
+
+NUM_ROWS = 20  # steps of 8, 8 and 4 documents, three epochs
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """What a user changes besides imports: where the model and the data are, and no CUDA here."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"instruction": q, "output": a}
+        for q, a in (QUESTIONS_AND_ANSWERS[i % 12] for i in range(NUM_ROWS))
+    ]
+    tokenizer = tiny_tokenizer()
+    texts = [f"### Question: {r['instruction']}\n ### Answer: {r['output']}<eos>" for r in rows]
+    tokens = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    for name, written in (("rows", rows), ("tokens", tokens)):
+        lines = "".join(json.dumps(row) + "\n" for row in written)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    return {
+        "instructlab/merlinite-7b-lab": save_tiny_model(tmp_path, "llama", chat=False),
+        "path/to/my/dataset": str(tmp_path / "tokens.jsonl"),
+        '"lucasmccabe-lmi/CodeAlpaca-20k"': f'"json", data_files="{tmp_path / "rows.jsonl"}"',
+        "/save/path": str(tmp_path / "saved"),
+        "flash_attention_2": "sdpa",
+        "torch.bfloat16": "torch.float32",
+        "output_dir=": 'use_cpu=True, bf16=False, report_to="none", logging_steps=1, output_dir=',
+    }
+
+
+def run(sample: str, *changes: dict[str, str]):
+    """Execute `sample`, each of `changes` made in it; return its trainer."""
+    for old, new in (item for change in changes for item in change.items()):
+        if old in sample:
+            sample = sample.replace(old, new)
+    names: dict = {"__name__": "sample"}
+    exec(compile(sample, "sample", "exec"), names)
+    return names["trainer"]
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+OUR_FLATTENING = {
+    "from transformers import DataCollatorWithFlattening": (
+        "from trl_packing import DataCollatorWithFlattening"
+    )
+}
+OUR_TRAINER = {
+    "from trl import SFTConfig, SFTTrainer, DataCollatorForCompletionOnlyLM": (
+        "from trl import SFTConfig\n"
+        "from trl_packing import PackedSFTTrainer as SFTTrainer, DataCollatorForCompletionOnlyLM"
+    )
+}
+
+
+# The padded run that the post compares with: rows padded to the longest, every token trained.
+PADDED = {
+    "from transformers import DataCollatorWithFlattening": "from helpers.padded import Padded",
+    "DataCollatorWithFlattening()": "Padded()",
+}
+ENABLED = {
+    "data_collator = ": "import trl_packing; trl_packing.enable_packing(model)\ndata_collator = "
+}
+
+
+def assert_same_losses(found, expected):
+    # Nine float32 steps of AdamW, which divides by the size of small gradients.
+    torch.testing.assert_close(losses(found), losses(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_the_flattening_sample_makes_the_steps_and_losses_of_the_padded_run(places):
+    flattened, padded = run(FLATTENING, OUR_FLATTENING, places), run(FLATTENING, PADDED, places)
+    assert flattened.state.global_step == padded.state.global_step == 3 * 3
+    assert_same_losses(flattened, padded)
+
+
+def test_a_model_that_needs_it_takes_one_line_more(places, tmp_path):
+    """gpt_oss ignores position_ids where it masks: the control of the test above."""
+    folder = save_tiny_model(tmp_path, "gpt_oss", chat=False)
+    places |= {"instructlab/merlinite-7b-lab": folder, "flash_attention_2": "eager"}
+    padded = run(FLATTENING, PADDED, places)
+    assert_same_losses(run(FLATTENING, OUR_FLATTENING, ENABLED, places), padded)
+    with pytest.raises(AssertionError):
+        assert_same_losses(run(FLATTENING, OUR_FLATTENING, places), padded)
+
+
+def test_the_completion_only_sample_makes_the_steps_of_the_padded_run(places):
+    trainer = run(COMPLETION_ONLY, OUR_TRAINER, places)
+    assert trainer.state.global_step == 3 * 3
+    assert all(loss > 0 for loss in losses(trainer))
+    for row in trainer.train_dataset:
+        trained = [label for label in row["labels"] if label != -100]
+        assert tiny_tokenizer().decode(trained).strip() == f"{row['output']}<eos>"

@@ -1,0 +1,232 @@
+"""A model that was trained here goes anywhere: pickled, copied, and read without this package."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.by_hand import trainer_for
+from helpers.tiny import documents_of_lengths, tiny_model
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from trl_packing import PackedCollator, enable_packing
+
+DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
+IDS = torch.tensor([DOCUMENTS[2]["input_ids"]])
+
+ELSEWHERE = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False).eval()
+ids = torch.load(sys.argv[2])
+before = torch.get_rng_state()
+found = model(input_ids=ids, use_cache=False).logits
+config = model.config
+built = type(model.get_base_model() if hasattr(model, "get_base_model") else model)(config)
+assert not [name for name in sys.modules if name.startswith("trl_packing")], "it needs us"
+torch.save((found.detach(), config._attn_implementation), sys.argv[3])
+"""
+
+
+def lora(model):
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+def packed(documents):
+    return PackedCollator()(documents)
+
+
+def alone(model, documents):
+    rows = [torch.tensor([d["input_ids"]]) for d in documents]
+    return torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
+
+
+def read_elsewhere(model, folder):
+    """Return logits of `IDS` by the saved model, and its attention, in a process without us."""
+    torch.save(model, folder / "model.pt")
+    torch.save(IDS, folder / "ids.pt")
+    arguments = [str(folder / name) for name in ("model.pt", "ids.pt", "found.pt")]
+    subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, cwd=folder)
+    return torch.load(folder / "found.pt")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_training_and_evaluation_leave_the_attention_as_it_came(implementation, tmp_path):
+    model = tiny_model("llama")
+    model.set_attn_implementation(implementation)
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(str(model.config._attn_implementation))
+
+    run = trainer_for(
+        model, DOCUMENTS, tmp_path, evaluated=Dataset.from_list(DOCUMENTS), callbacks=[Look()]
+    )
+    found = [run.model.config._attn_implementation]
+    for act in (run.train, run.evaluate, lambda: run.predict(Dataset.from_list(DOCUMENTS))):
+        act()
+        found.append(run.model.config._attn_implementation)
+    assert found == [implementation] * 4
+    assert not any(type(name) is not str for name in found)
+    assert seen[0].startswith("packed_documents"), "the kernel that trained it"
+
+
+def test_an_error_leaves_the_attention_as_it_came(tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyError("somebody's mistake")
+
+    run = trainer_for(tiny_model("llama"), DOCUMENTS, tmp_path, callbacks=[Fails()])
+    with pytest.raises(KeyError):
+        run.train()
+    assert run.model.config._attn_implementation == "sdpa"
+
+
+def test_an_evaluation_inside_a_run_leaves_the_kernel_to_the_run(tmp_path):
+    names = []
+
+    class Look(TrainerCallback):
+        def on_evaluate(self, args, state, control, model=None, **kwargs):
+            names.append(str(model.config._attn_implementation))
+
+        on_step_begin = on_step_end = on_evaluate
+
+    run = trainer_for(
+        tiny_model("llama"),
+        DOCUMENTS,
+        tmp_path,
+        evaluated=Dataset.from_list(DOCUMENTS),
+        callbacks=[Look()],
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_train_batch_size=1,
+    )
+    run.train()
+    assert len(names) == 6
+    assert set(names) == {"packed_documents"}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda model: model, id="full"),
+        pytest.param(lora, id="lora", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trained_model_is_read_where_we_are_not(wrap, tmp_path):
+    class Save(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            self.saved = pickle.dumps(model)
+
+    saves = Save()
+    run = trainer_for(
+        wrap(tiny_model("llama")), DOCUMENTS, tmp_path, callbacks=[saves], learning_rate=0.01
+    )
+    run.train()
+    expected = run.model.eval()(input_ids=IDS, use_cache=False).logits
+    found, implementation = read_elsewhere(run.model, tmp_path)
+    assert implementation == "sdpa"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # In between, while ours is in use.
+    assert b"trl_packing" not in saves.saved
+    assert b"packed_documents" not in saves.saved
+    loaded = pickle.loads(saves.saved).eval()
+    torch.testing.assert_close(
+        loaded(input_ids=IDS, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_a_model_of_plain_trainer_is_read_where_we_are_not(tmp_path):
+    model = tiny_model("llama")
+    enable_packing(model)
+    assert model.config._attn_implementation == "sdpa"
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        per_device_train_batch_size=6,
+        save_strategy="no",
+    )
+    Trainer(model, arguments, train_dataset=DOCUMENTS, data_collator=PackedCollator()).train()
+    expected = model.eval()(input_ids=IDS, use_cache=False).logits
+    found, implementation = read_elsewhere(model, tmp_path)
+    assert implementation == "sdpa"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def enabled(model, folder):
+    enable_packing(model)
+    return model
+
+
+def of_trainer(model, folder):
+    return trainer_for(model, DOCUMENTS, folder).model
+
+
+def of_trained(model, folder):
+    run = trainer_for(model, DOCUMENTS, folder)
+    run.train()
+    return run.model
+
+
+@pytest.mark.parametrize("make", [enabled, of_trainer, of_trained], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["full", "lora"])
+def test_a_copy_computes_with_its_own_weights(make, wrap, tmp_path):
+    """In ordinary calls, in packed ones and in those of the fused head, which TRL's is under."""
+    model = make(wrap(tiny_model("llama")), tmp_path).eval().requires_grad_(False)
+    reference = wrap(tiny_model("llama")).eval().requires_grad_(False)
+    copies = [copied(model)]
+    for each in (reference, *copies):
+        for parameter in each.parameters():
+            parameter.mul_(1.1)
+    expected = alone(reference, DOCUMENTS)
+    batch = packed(DOCUMENTS)
+    labels = batch.pop("labels")
+    for each in copies:
+        torch.testing.assert_close(alone(each, DOCUMENTS), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(each(**batch).logits, expected, rtol=1e-4, atol=1e-4)
+        if make is enabled:
+            continue
+        fused = each(**batch, labels=labels, fused_lm_head=True)
+        log_probs = expected[0, :-1].log_softmax(-1).gather(-1, labels[0, 1:, None].clamp(min=0))
+        torch.testing.assert_close(
+            fused.log_probs[fused.label_mask],
+            log_probs[:, 0][labels[0, 1:] != -100],
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    # The control: the model that was copied says something else.
+    assert float((alone(model, DOCUMENTS) - expected).abs().max()) > 0.01
+
+
+@torch.no_grad()
+def test_a_model_from_a_pickle_is_an_ordinary_one(tmp_path):
+    model = of_trainer(tiny_model("llama"), tmp_path).eval()
+    loaded = pickled(model)
+    for parameter in loaded.parameters():
+        parameter.mul_(1.1)
+    reference = tiny_model("llama").eval()
+    for parameter in reference.parameters():
+        parameter.mul_(1.1)
+    torch.testing.assert_close(
+        alone(loaded, DOCUMENTS), alone(reference, DOCUMENTS), rtol=1e-4, atol=1e-4
+    )
+    assert "forward" not in vars(loaded) or loaded.forward.__func__ is type(loaded).forward

@@ -1,0 +1,127 @@
+"""Prompts of fields: the named templates, files and texts, and what is wrong with a row by name."""
+
+import pytest
+
+from trl_packing.formatting.prompt_template import NAMED, PromptTemplate, field_of
+
+# tatsu-lab/stanford_alpaca's train.py, word by word
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+ALPACA = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+
+
+def prompt_of(given: str, row: dict, query_field: str = "query") -> str:
+    return PromptTemplate.of(given, query_field).prompt(row)
+
+
+def test_alpaca_is_stanfords_with_a_line_break_at_the_end():
+    row = {"instruction": "Add.", "input": "2, 3"}
+    prompt = prompt_of("alpaca", row, "instruction")
+    assert prompt == ALPACA_WITH_INPUT.format(**row) + "\n"
+
+
+@pytest.mark.parametrize("no_input", [{}, {"input": ""}, {"input": None}])
+def test_alpaca_without_an_input_says_nothing_of_one(no_input):
+    prompt = prompt_of("alpaca", {"instruction": "Add.", **no_input}, "instruction")
+    assert prompt == ALPACA.format(instruction="Add.") + "\n"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_template_asks_for_the_query_alone(name):
+    template = PromptTemplate.of(name, "question")
+    assert template.fields == ["question"]
+    assert "2 + 3?" in template.prompt({"question": "2 + 3?"})
+
+
+def test_query_is_the_column_of_query_field_in_a_template_of_ones_own():
+    row = {"query": "no", "question": "Why?"}
+    assert prompt_of("Q: {query}", row, "question") == "Q: Why?"
+    assert prompt_of("Q: {query}", row) == "Q: no"
+    assert prompt_of("Q: {question} {query}", {"q": "a", "question": "b"}, "q") == "Q: b a"
+
+
+def test_a_file_is_read_as_it_is(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Ünter {topic}:\\n\n", encoding="utf-8")
+    assert prompt_of(str(path), {"topic": "Recht"}) == "Ünter Recht:\\n\n"
+
+
+def test_the_two_characters_of_a_line_break_become_one():
+    assert prompt_of(r"Q: {q}\nA: ", {"q": r"a\nb"}) == "Q: a\\nb\nA: "
+
+
+def test_doubled_braces_are_braces():
+    template = PromptTemplate.of('{{"task": "{task}"}}')
+    assert template.fields == ["task"]
+    assert template.prompt({"task": "{x}"}) == '{"task": "{x}"}'
+
+
+def test_values_are_never_read_as_templates():
+    assert prompt_of("{a}{b}", {"a": "{b}", "b": "{0}"}) == "{b}{0}"
+
+
+def test_columns_that_are_no_text_are_written_as_text():
+    assert prompt_of("{n} {x:.1f} {ok}", {"n": 3, "x": 0.25, "ok": False}) == "3 0.2 False"
+
+
+def test_columns_may_have_spaces_and_points():
+    row = {"the question": "a", "q.text": "b", "q[0]": "c"}
+    assert prompt_of("{the question} {q.text} {q[0]}", row) == "a b c"
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"b": 1, "a": 2}, r"no value in the column 'q' \(it has \['a', 'b'\]\)"),
+        ({"q": None}, r"no value in the column 'q' \(it is null\)"),
+    ],
+)
+def test_a_missing_column_is_named(row, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        prompt_of("Q: {q}", row)
+    with pytest.raises(ValueError, match=complaint):
+        prompt_of("alpaca", row, "q")
+    with pytest.raises(ValueError, match=complaint):
+        field_of(row, "q")
+
+
+def test_an_empty_or_zero_value_is_a_value():
+    assert field_of({"q": ""}, "q") == ""
+    assert field_of({"q": 0}, "q") == "0"
+
+
+@pytest.mark.parametrize("given", ["alpacca", "missing.txt", "", "Answer:", "long " * 999])
+def test_what_is_no_name_no_file_and_has_no_field_is_refused(given):
+    with pytest.raises(ValueError, match=r"prompt_template=.* is no file, names no template \(alp"):
+        PromptTemplate.of(given)
+
+
+def test_a_file_without_a_field_is_refused(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Answer: {{}}")
+    with pytest.raises(ValueError, match="has no field in braces"):
+        PromptTemplate.of(str(path))
+
+
+def test_text_with_only_literal_braces_is_refused():
+    with pytest.raises(ValueError, match="has no field in braces"):
+        PromptTemplate.of("Answer: {{}}")
+
+
+@pytest.mark.parametrize("given", ["{", "Q: {q", "Q: q}{q}", "{q} }"])
+def test_braces_that_do_not_close_are_refused(given):
+    with pytest.raises(ValueError, match="prompt_template cannot be read"):
+        PromptTemplate.of(given)
+
+
+@pytest.mark.parametrize("given", ["{}", "{} {q}"])
+def test_a_field_without_a_name_of_a_column_is_refused(given):
+    with pytest.raises(ValueError, match="no name of a column"):
+        PromptTemplate.of(given)

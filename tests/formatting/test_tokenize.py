@@ -1,0 +1,370 @@
+"""Tokens of a rendered text: prompts end where TRL ends them, spans cover whole characters.
+
+Six kinds of tokenizers, each trained here on a few sentences, so that tokens cross every border.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from helpers.merging import merging_tokenizer, sentence_tokenizer
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from trl.data_utils import common_prefix_length
+
+from trl_packing.formatting.tokenize import Rendered, tokenize
+
+SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]
+SENTENCES = [
+    "Question: Why?\n\n\nAnswer: Because.\n\n",
+    "Answer:   Beatrice  doesn't, and we'll  see.  ",
+    "Is naïve spelled with two dots? Yes: naïve — 東京 🦙 🦙.",
+    "the answer is the answer, in the end 12345",
+] * 3
+
+
+def trained(model, trainer, pre_tokenizer, **parts) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizer
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    backend.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+# How Llama 3 and Qwen part words before bytes are merged.
+_LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level(llama: bool) -> PreTrainedTokenizerFast:
+    trainer = trainers.BpeTrainer(
+        vocab_size=360,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bos = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    trim = processors.ByteLevel(trim_offsets=llama)
+    return trained(
+        models.BPE(),
+        trainer,
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_LLAMA), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        if llama
+        else pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoder=decoders.ByteLevel(),
+        post_processor=processors.Sequence([trim, bos]) if llama else trim,
+    )
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    return trained(
+        models.Unigram(),
+        trainer,
+        pre_tokenizers.Metaspace(),
+        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("  ", " ")]),
+        decoder=decoders.Metaspace(),
+    )
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
+    around = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 3)]
+    )
+    return trained(
+        models.WordPiece(unk_token="<unk>"),
+        trainer,
+        pre_tokenizers.BertPreTokenizer(),
+        normalizer=normalizers.BertNormalizer(lowercase=True),
+        decoder=decoders.WordPiece(),
+        post_processor=around,
+    )
+
+
+MAKERS = {
+    "bytes": lambda: byte_level(llama=False),
+    "bytes as Llama 3": lambda: byte_level(llama=True),
+    "bytes across words": merging_tokenizer,
+    "sentencepiece bpe": sentence_tokenizer,
+    "unigram": unigram,
+    "wordpiece": word_piece,
+}
+
+
+@cache
+def made(kind: str) -> PreTrainedTokenizerFast:
+    return MAKERS[kind]()
+
+
+every_kind = pytest.mark.parametrize("kind", MAKERS)
+pieces = st.sampled_from(
+    [
+        *(" ", "  ", "\n", "\n\n", "\t", "\u3000", "Answer:", " Be", "cause", "'", "'ll", "we"),
+        *("the", "12", ".", "é", "e\u0301", "ï", "ﬁ", "東", "京", "🦙", "<eos>", "<", "eos>"),
+    ]
+)
+texts = st.lists(st.one_of(pieces, st.text(max_size=3)), max_size=6).map("".join)
+
+
+def ids_of(tokenizer, text: str, special: bool = True) -> list[int]:
+    return tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def first_trained(tokenizer, prompt: str, completion: str, special: bool = True) -> int:
+    [document] = tokenize(
+        tokenizer, [Rendered(prompt + completion, prompt=prompt, adds_special_tokens=special)]
+    )
+    assert document.input_ids == ids_of(tokenizer, prompt + completion, special)
+    trained = np.flatnonzero(document.weights)
+    return int(trained[0]) if len(trained) else len(document.input_ids)
+
+
+# --- where a prompt ends --------------------------------------------------------------------------
+
+
+@every_kind
+@settings(max_examples=300, deadline=None)
+@given(prompt=texts, completion=texts, special=st.booleans())
+def test_a_prompt_ends_where_trl_ends_it(kind, prompt, completion, special):
+    # A tokenizer that ends every text with <eos> ends the prompt so: TRL takes it for the answer's.
+    assume(not completion.startswith("<eos>"))
+    tokenizer = made(kind)
+    alone = ids_of(tokenizer, prompt, special)
+    both = ids_of(tokenizer, prompt + completion, special)
+    expected = common_prefix_length(alone, both)
+    assert first_trained(tokenizer, prompt, completion, special) == expected
+
+
+def test_spaces_that_a_word_takes_from_the_prompt_move_its_end():
+    tokenizer = made("bytes")
+    prompt = "Answer:\n\n"
+    assert tokenizer.tokenize(prompt)[-1] == "ĊĊ"
+    assert tokenizer.tokenize(prompt + "x")[-3:] == ["Ċ", "Ċ", "x"]  # yet a token starts at "x"
+    assert first_trained(tokenizer, prompt, "x") == len(tokenizer.tokenize(prompt)) - 1
+
+
+@every_kind
+def test_what_a_prompt_loses_is_reported(kind):
+    tokenizer = made(kind)
+    text, lost = "Answer: Because the answer", []
+    for cut in range(1, len(text)):
+        [document] = tokenize(tokenizer, [Rendered(text, prompt=text[:cut])])
+        alone, both = ids_of(tokenizer, text[:cut]), ids_of(tokenizer, text)
+        expected = alone[common_prefix_length(alone, both) :]
+        ended = expected == [tokenizer.eos_token_id]  # which the tokenizer adds to every text
+        assert document.lost_prompt == expected or (ended and not document.lost_prompt)
+        lost += document.lost_prompt
+    assert lost
+
+
+def test_every_document_of_a_batch_gets_its_own_prompt():
+    tokenizer = made("bytes")
+    rows = [("a\n\n", "b"), ("Answer:", " b"), ("Be", "cause"), ("", "c"), ("x  ", "y")]
+    batch = tokenize(tokenizer, [Rendered(p + c, prompt=p) for p, c in rows])
+    for document, (prompt, completion) in zip(batch, rows, strict=True):
+        assert (document.weights == 0).sum() == first_trained(tokenizer, prompt, completion)
+
+
+def test_a_prompt_that_the_text_does_not_start_with_ends_where_the_two_part():
+    """As where a chat template renders the prompt alone otherwise."""
+    tokenizer = made("bytes")
+    [document] = tokenize(tokenizer, [Rendered("the end", prompt="the answer")])
+    assert document.weights.tolist() == [0, *[1] * (len(document.input_ids) - 1)]
+
+
+# --- spans ----------------------------------------------------------------------------------------
+
+
+def bytes_of_tokens(tokenizer, ids: list[int]) -> list[tuple[int, int]]:
+    """The bytes of the text that each token of a byte-level tokenizer holds: its letters."""
+    sizes = [
+        0 if token == "<bos>" else len(token) for token in tokenizer.convert_ids_to_tokens(ids)
+    ]
+    ends = np.cumsum(sizes)
+    return list(zip(ends - sizes, ends, strict=True))
+
+
+def characters_of_tokens(tokenizer, text: str) -> list[tuple[int, int]]:
+    """The characters that each token holds any of, found without offsets where that can be."""
+    ids = ids_of(tokenizer, text)
+    if not isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
+        return tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    char_of_byte = [n for n, char in enumerate(text) for _ in char.encode()]
+    return [
+        (char_of_byte[start], char_of_byte[stop - 1] + 1) if start < stop else (0, 0)
+        for start, stop in bytes_of_tokens(tokenizer, ids)
+    ]
+
+
+def overlaps(token: tuple[int, int], start: int, stop: int) -> bool:
+    return max(token[0], start) < min(token[1], stop)
+
+
+def weights_of(tokenizer, text: str, spans, only_whole: bool = False) -> list[float]:
+    [document] = tokenize(tokenizer, [Rendered(text, spans, only_whole=only_whole)])
+    if document.weights is None:  # every token is trained
+        return [1.0] * len(document.input_ids)
+    return document.weights.tolist()
+
+
+@every_kind
+@settings(max_examples=200, deadline=None)
+@given(before=texts, inside=texts, after=texts)
+def test_exactly_the_tokens_that_hold_a_character_of_a_span_are_trained(
+    kind, before, inside, after
+):
+    tokenizer, text = made(kind), before + inside + after
+    start, stop = len(before), len(before + inside)
+    expected = [overlaps(chars, start, stop) for chars in characters_of_tokens(tokenizer, text)]
+    assert weights_of(tokenizer, text, [(start, stop, 1.0)]) == expected
+
+
+@every_kind
+@settings(max_examples=200, deadline=None)
+@given(before=texts, inside=texts, after=texts.filter(bool))
+def test_only_whole_masks_the_tokens_that_reach_out_of_a_span(kind, before, inside, after):
+    tokenizer, text = made(kind), before + inside + after
+    start, stop = len(before), len(before + inside)
+    got = weights_of(tokenizer, text, [(start, stop, 1.0)], only_whole=True)
+    for weight, (begins, ends) in zip(got, characters_of_tokens(tokenizer, text), strict=True):
+        if overlaps((begins, ends), start, stop):
+            assert weight == (start <= begins and ends <= stop)
+        elif begins < ends:
+            assert weight == 0
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytes across words", "sentencepiece bpe"])
+@pytest.mark.parametrize("char", ["é", "東", "🦙", "𐍈"])
+def test_a_character_of_several_tokens_is_trained_whole_at_either_end_of_a_span(kind, char):
+    tokenizer = made(kind)
+    text = f"the{char}{char}answer{char}{char}end"
+    start, stop = 4, text.index("end") - 1
+    got = weights_of(tokenizer, text, [(start, stop, 1.0)])
+    tokens = np.array(ids_of(tokenizer, text))
+    words = tokenizer.decode(tokens[np.array(got) > 0])
+    assert words == f"{char}answer{char}"
+
+
+def test_spans_keep_their_weights_and_a_weight_of_zero_masks():
+    tokenizer = made("bytes")
+    text = "the answer <eos> the end"
+    spans = [(0, 10, 0.5), (11, 16, 0.0), (17, 24, 2.0)]
+    tokens = tokenizer.tokenize(text)
+    got = dict(zip(tokens, weights_of(tokenizer, text, spans), strict=True))
+    assert got["Ġend"] == 2.0
+    assert got["<eos>"] == 0.0
+    assert got["the"] == 0.5
+
+
+@every_kind
+def test_no_span_trains_nothing_and_none_trains_all(kind):
+    tokenizer = made(kind)
+    assert set(weights_of(tokenizer, "the answer", [])) == {0.0}
+    assert set(weights_of(tokenizer, "the answer", None)) == {1.0}
+
+
+def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole():
+    tokenizer = made("wordpiece")
+    text = "answer: the end"
+    assert weights_of(tokenizer, text, [(12, 15, 1.0)])[-1] == 0
+    assert weights_of(tokenizer, text, [(12, 15, 1.0)], only_whole=True)[-1] == 1
+
+
+# --- without offsets ------------------------------------------------------------------------------
+
+
+class _WithoutOffsets:
+    """A fast tokenizer as one that has only ids: what a tokenizer written in Python offers."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, texts, **options):
+        return {"input_ids": self._tokenizer(texts, **options)["input_ids"]}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytes as Llama 3"])
+@settings(max_examples=200, deadline=None)
+@given(before=texts, inside=texts.filter(bool), after=texts, only_whole=st.booleans())
+def test_a_tokenizer_without_offsets_trains_the_same_tokens(
+    kind, before, inside, after, only_whole
+):
+    before = "the " + before  # a text as short as "b" is found in "<bos>" before it
+    tokenizer, text = made(kind), before + inside + after
+    spans = [(len(before), len(before + inside), 1.0)]
+    got = weights_of(_WithoutOffsets(tokenizer), text, spans, only_whole)
+    assert got == weights_of(tokenizer, text, spans, only_whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=texts, completion=texts)
+def test_a_tokenizer_written_in_python_ends_prompts_as_trl_does(prompt, completion):
+    tokenizer = ByT5Tokenizer()
+    expected = common_prefix_length(
+        ids_of(tokenizer, prompt), ids_of(tokenizer, prompt + completion)
+    )
+    assert first_trained(tokenizer, prompt, completion) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    before=st.text("abé 東🦙\n"), inside=st.text("abé 東🦙\n", min_size=1), after=st.text("aé🦙")
+)
+def test_a_tokenizer_written_in_python_trains_the_bytes_of_a_span(before, inside, after):
+    tokenizer, text = ByT5Tokenizer(), before + inside + after
+    got = weights_of(tokenizer, text, [(len(before), len(before + inside), 1.0)])
+    sizes = [len(part.encode()) for part in (before, inside, after)]
+    assert got == [0.0] * sizes[0] + [1.0] * sizes[1] + [0.0] * (sizes[2] + 1)
+
+
+def test_a_text_that_is_not_given_back_needs_offsets():
+    tokenizer = _WithoutOffsets(made("wordpiece"))  # lower case, spaces dropped
+    with pytest.raises(ValueError, match=r"_WithoutOffsets has no offsets .* use_fast=True"):
+        weights_of(tokenizer, "The  Answer", [(0, 3, 1.0)])
+
+
+# --- the checks can fail --------------------------------------------------------------------------
+
+
+def test_a_boundary_taken_from_offsets_alone_is_not_trls():
+    tokenizer = made("bytes")
+    prompt, completion = "Answer:\n\n", "x"
+    encoding = tokenizer(prompt + completion).encodings[0]
+    naive = encoding.char_to_token(len(prompt))
+    alone, both = ids_of(tokenizer, prompt), ids_of(tokenizer, prompt + completion)
+    assert naive != common_prefix_length(alone, both)
+
+
+def test_the_first_token_of_the_last_character_is_not_all_of_it():
+    tokenizer, text = made("bytes"), "the 𐍈"
+    encoding = tokenizer(text).encodings[0]
+    assert encoding.char_to_token(4) < len(encoding) - 1

@@ -1,0 +1,577 @@
+"""Documents are what TRL prepares, token by token; other settings do what they say."""
+
+import json
+import logging
+import re
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset, IterableDataset, load_dataset
+from helpers.tiny import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing import PackedSFTConfig
+from trl_packing.formatting.row_format import Supervision, supervision_of
+from trl_packing.formatting.tokenize_rows import (
+    can_prepare,
+    documents_from_rows,
+    label_tokenized,
+    logger,
+)
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+TURN = re.compile(r"<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>|<think>|</think>|</?tool_call>")
+
+QUESTIONS = [
+    "Natalia sold 48 clips in April, and half as many in May. How many in all?",
+    "Is the sky blue?  ",
+    "¿Qué hora es? 何時ですか 🕑",
+    "Name three colors:\n- red\n-",
+]
+ANSWERS = [
+    "48/2 = <<48/2=24>>24 in May.\n48+24 = 72.\n#### 72",
+    "  It is, mostly.\n",
+    "Son las dos. 二時です 🕑",
+    "green\n- blue",
+]
+
+
+@cache
+def pairs(source: str) -> list[tuple[str, str]]:
+    """Questions and answers: those above, or real ones."""
+    if source == "written":
+        return list(zip(QUESTIONS, ANSWERS, strict=True)) * 3
+    if not SHARED.exists():
+        pytest.skip(f"no real data: {SHARED} does not exist")
+    with (SHARED / "gsm8k_train.jsonl").open() as file:
+        rows = [json.loads(line) for _, line in zip(range(200), file, strict=False)]
+    alpaca = json.loads((SHARED / "alpaca_en_demo.json").read_text())[:100]
+    return [(row["question"], row["answer"]) for row in rows] + [
+        (f"{row['instruction']}\n{row['input']}", row["output"]) for row in alpaca if row["output"]
+    ]
+
+
+@cache
+def tokenizer(template: str, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with merges across words' ends, and a chat template that TRL ships."""
+    text = (TEMPLATES / f"{template}.jinja").read_text()
+    special = sorted({"<s>", "</s>", "<pad>", *TURN.findall(text)})
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        [part for pair in pairs("written") for part in pair] + ["the of and to in is you that"],
+        trainers.BpeTrainer(
+            vocab_size=480,
+            special_tokens=special,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=text,
+    )
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "count",
+            "description": "Counts.",
+            "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
+        },
+    }
+]
+
+# Every form of row that TRL takes.
+FORMS: dict[str, Any] = {
+    "text": lambda q, a: {"text": f"{q} {a}"},
+    "text that ends": lambda q, a: {"text": f"{q} {a}</s>"},
+    "prompt, completion": lambda q, a: {"prompt": q, "completion": a},
+    "prompt and space": lambda q, a: {"prompt": f"{q} ", "completion": a},
+    "prompt and line": lambda q, a: {"prompt": f"{q}\n", "completion": a},
+    "messages": lambda q, a: {"messages": [user(q), assistant(a)]},
+    "more messages": lambda q, a: {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            user(q),
+            assistant(a),
+            user("Sure?"),
+            assistant("Yes."),
+        ]
+    },
+    "from, value": lambda q, a: {
+        "conversations": [{"from": "user", "value": q}, {"from": "assistant", "value": a}]
+    },
+    "prompt messages": lambda q, a: {"prompt": [user(q)], "completion": [assistant(a)]},
+    "prompt messages in turns": lambda q, a: {
+        "prompt": [user("Hi"), assistant("Hello!"), user(q)],
+        "completion": [assistant(a), user("Sure?"), assistant("Yes.")],
+    },
+    "tools": lambda q, a: {"messages": [user(q), assistant(a)], "tools": TOOLS},
+    "tools as text": lambda q, a: {"messages": [user(q), assistant(a)], "tools": json.dumps(TOOLS)},
+    "template arguments": lambda q, a: {
+        "prompt": [user(q)],
+        "completion": [assistant(a)],
+        "chat_template_kwargs": {"enable_thinking": len(a) % 2 == 0},
+    },
+}
+CONVERSATIONS = [form for form in FORMS if not form.startswith(("text", "prompt,", "prompt and"))]
+
+
+def data_set(form: str, source: str = "written") -> Dataset:
+    return Dataset.from_list([FORMS[form](q, a) for q, a in pairs(source)])
+
+
+@cache
+def model():
+    return tiny_model("llama")
+
+
+def by_trl(dataset: Any, tokenizer: Any, folder: Any, **settings: Any) -> list[tuple[list, list]]:
+    """What TRL makes of the rows, and nothing is cut."""
+    formatting_func = settings.pop("formatting_func", None)
+    args = config(SFTConfig, folder, **settings)
+    trainer = SFTTrainer(
+        model(),
+        args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        formatting_func=formatting_func,
+    )
+    return documents(trainer.train_dataset)
+
+
+def config(cls: type, folder: Any, **settings: Any) -> Any:
+    return cls(
+        str(folder),
+        **{"max_length": None, "report_to": "none", "use_cpu": True, "bf16": False, **settings},
+    )
+
+
+def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> list[tuple]:
+    formatting_func = settings.pop("formatting_func", None)
+    keeps_columns = settings.pop("keeps_columns", False)
+    settings = {"packing": False, **settings}
+    args = config(PackedSFTConfig, folder, **settings)
+    first = next(iter(dataset))
+    template = None
+    if args.assistant_only_loss and "{% generation" not in tokenizer.chat_template:
+        template = trl.chat_template_utils.get_training_chat_template(tokenizer)
+    completion_only = args.completion_only_loss
+    supervision = supervision_of(
+        args,
+        tokenizer,
+        first,
+        chat_template=template,
+        completion_only="completion" in first if completion_only is None else completion_only,
+        formatting_func=formatting_func,
+    )
+    prepared = documents_from_rows(dataset, supervision, keeps_columns=keeps_columns)
+    return documents(prepared)
+
+
+def supervision_for(rows: Dataset, tokenizer: Any, **settings: Any) -> Supervision:
+    """What our config says of rows without completions."""
+    args = config(PackedSFTConfig, "o", packing=False, **settings)
+    return supervision_of(args, tokenizer, rows[0], chat_template=None, completion_only=False)
+
+
+def documents(dataset: Any) -> list[tuple[list, list]]:
+    return [(list(row["input_ids"]), list(row["labels"])) for row in dataset]
+
+
+def trained_text(tokenizer: Any, documents: list[tuple]) -> list[str]:
+    """What is trained of each document, parts apart from each other."""
+    texts = []
+    for ids, labels in documents:
+        parts, part = [], []
+        for token, label in zip([*ids, None], [*labels, -100], strict=True):
+            if label != -100:
+                part.append(token)
+            elif part:
+                parts.append(tokenizer.decode(part))
+                part = []
+        texts.append("|".join(parts))
+    return texts
+
+
+# --- as TRL ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["written", "real"])
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_are_those_of_trl(tmp_path, form, source):
+    chat = tokenizer("qwen3")
+    ours = by_us(data_set(form, source), chat)
+    assert ours == by_trl(data_set(form, source), chat, tmp_path)
+    # The comparison can fail: one label is enough.
+    ours[-1][1][-1] += 1
+    assert ours != by_trl(data_set(form, source), chat, tmp_path)
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "llama3", "gemma3", "phi3", "gptoss", "lfm2_2_5"])
+@pytest.mark.parametrize("form", ["messages", "prompt messages", "prompt messages in turns"])
+def test_documents_are_those_of_trl_with_other_templates(tmp_path, form, template):
+    chat = tokenizer(template)
+    assert by_us(data_set(form), chat) == by_trl(data_set(form), chat, tmp_path)
+
+
+@pytest.mark.parametrize("form", [form for form in CONVERSATIONS if form != "from, value"])
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "lfm2_2_5"])
+def test_assistant_only_loss_is_that_of_trl(tmp_path, form, template):
+    settings = {"assistant_only_loss": True}
+    chat = tokenizer(template)
+    ours = by_us(data_set(form), chat, **settings)
+    assert ours == by_trl(data_set(form), chat, tmp_path, **settings)
+    assert any(-100 in labels for _, labels in ours)
+
+
+@pytest.mark.parametrize("form", ["prompt and space", "prompt messages", "messages"])
+@pytest.mark.parametrize("completion_only", [True, False])
+def test_completion_only_loss_is_that_of_trl(tmp_path, form, completion_only):
+    settings = {"completion_only_loss": completion_only}
+    chat = tokenizer("qwen2_5")
+    assert by_us(data_set(form), chat, **settings) == by_trl(
+        data_set(form), chat, tmp_path, **settings
+    )
+
+
+@pytest.mark.parametrize("form", ["text", "prompt and space", "messages"])
+def test_a_tokenizer_that_adds_tokens_gives_the_documents_of_trl(tmp_path, form):
+    chat = tokenizer("qwen2_5", bos=True)
+    ours = by_us(data_set(form), chat)
+    assert ours == by_trl(data_set(form), chat, tmp_path)
+    assert (ours[0][0][0] == chat.bos_token_id) == (form != "messages")
+
+
+def test_a_formatting_func_gives_the_documents_of_trl(tmp_path):
+    rows = Dataset.from_list([{"q": q, "a": a} for q, a in pairs("written")])
+    settings = {"formatting_func": lambda row: f"Q: {row['q']}\nA: {row['a']}"}
+    chat = tokenizer("qwen2_5")
+    assert by_us(rows, chat, **settings) == by_trl(rows, chat, tmp_path, **settings)
+
+
+@pytest.mark.parametrize("completion_only", [True, False])
+@pytest.mark.parametrize("masks", [(), ("completion_mask",), ("assistant_masks",), "both"])
+def test_masks_of_tokenized_rows_make_the_labels_of_trl(tmp_path, masks, completion_only):
+    columns = ("completion_mask", "assistant_masks") if masks == "both" else masks
+    marks = {"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]}
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8], **{c: marks[c] for c in columns}}] * 3)
+    settings = {"completion_only_loss": completion_only}
+    ours = label_tokenized(rows, completion_only=completion_only)
+    assert documents(ours) == by_trl(rows, tokenizer("qwen2_5"), tmp_path, **settings)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stream_gives_the_same_documents(form):
+    chat = tokenizer("qwen3")
+    stream = data_set(form).to_iterable_dataset(num_shards=2)
+    assert isinstance(stream, IterableDataset)
+    assert by_us(stream, chat) == by_us(data_set(form), chat)
+
+
+def test_a_prompt_that_tokens_reach_out_of_is_said(caplog):
+    chat = tokenizer("qwen2_5")
+    type(logger).warning_once.cache_clear()  # other tests may have been warned
+    with caplog.at_level(logging.WARNING):
+        by_us(data_set("prompt and line"), chat)
+        assert "not a prefix" not in caplog.text
+        by_us(data_set("prompt and space"), chat)
+    assert "not a prefix" in caplog.text
+
+
+# --- which tokens are trained ---------------------------------------------------------------------
+
+
+def test_train_on_says_which_turns_are_trained():
+    chat, rows = tokenizer("qwen2_5"), data_set("more messages").select(range(1))
+    answer = ANSWERS[0]
+    expected = {
+        "assistant": f"{answer}<|im_end|>|Yes.<|im_end|>",
+        "last_assistant": "Yes.<|im_end|>",
+        "all": chat.apply_chat_template(rows[0]["messages"], tokenize=False),
+    }
+    for train_on, text in expected.items():
+        assert trained_text(chat, by_us(rows, chat, train_on=train_on)) == [text]
+
+
+def test_train_on_a_completion_leaves_the_assistant_of_the_prompt_out():
+    chat, rows = tokenizer("qwen2_5"), data_set("prompt messages in turns").select(range(1))
+    trained = {
+        train_on: trained_text(chat, by_us(rows, chat, train_on=train_on))[0]
+        for train_on in ("assistant", "last_assistant", "all")
+    }
+    assert trained["assistant"] == f"{ANSWERS[0]}<|im_end|>|Yes.<|im_end|>"
+    assert trained["last_assistant"] == "Yes.<|im_end|>"
+    assert "Hello!" in trained["all"]
+
+
+def test_messages_that_say_so_are_trained_or_not():
+    chat = tokenizer("qwen2_5")
+    messages = [
+        user("Hi"),
+        assistant("Bad.") | {"train": False},
+        user("Again") | {"train": True},
+        assistant("Good."),
+    ]
+    rows = Dataset.from_list([{"messages": messages}])
+    assert trained_text(chat, by_us(rows, chat)) == ["Again<|im_end|>|Good.<|im_end|>"]
+
+
+def test_weights_of_messages_become_weights_of_tokens():
+    chat = tokenizer("qwen2_5")
+    messages = [
+        user("Hi"),
+        assistant("Half.") | {"weight": 0.5},
+        user("And"),
+        assistant("None.") | {"weight": 0},
+        user("And"),
+        assistant("Full."),
+    ]
+    rows = Dataset.from_list([{"messages": messages}])
+    supervision = supervision_for(rows, chat)
+    (row,) = documents_from_rows(rows, supervision)
+    by_weight: dict[float, list[int]] = {}
+    for token, weight in zip(row["input_ids"], row["loss_weights"], strict=True):
+        by_weight.setdefault(weight, []).append(token)
+    assert chat.decode(by_weight[0.5]) == "Half.<|im_end|>"
+    assert chat.decode(by_weight[1.0]) == "Full.<|im_end|>"
+    assert "None." in chat.decode(by_weight[0.0])
+
+
+def test_plain_sft_config_leaves_the_flags_of_messages_to_trl(tmp_path):
+    chat = tokenizer("qwen2_5")
+    rows = Dataset.from_list([{"messages": [user("Hi"), assistant("Ho") | {"train": False}]}])
+    args = config(SFTConfig, tmp_path)
+    supervision = supervision_of(args, chat, rows[0], chat_template=None, completion_only=False)
+    assert documents(documents_from_rows(rows, supervision)) == by_trl(rows, chat, tmp_path)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_response_template_is_found_in_text_however_it_is_tokenized(turns):
+    chat = tokenizer("qwen2_5")
+    exchange = "### Question: Why?\n### Answer: Because of you.\n"
+    rows = Dataset.from_list([{"text": exchange * turns}])
+    one = by_us(rows, chat, response_template="### Answer:")
+    assert trained_text(chat, one) == [" Because of you.\n</s>"]
+    many = by_us(rows, chat, response_template="### Answer:", instruction_template="### Question:")
+    answers = [" Because of you.\n"] * turns
+    assert trained_text(chat, many) == ["|".join(answers) + "</s>"]
+
+
+def test_a_response_template_is_found_in_a_rendered_conversation():
+    chat, rows = tokenizer("qwen2_5"), data_set("messages").select(range(1))
+    ours = by_us(rows, chat, response_template="<|im_start|>assistant\n")
+    assert trained_text(chat, ours) == [f"{ANSWERS[0]}<|im_end|>\n"]
+
+
+def test_raw_fields_get_a_prompt():
+    chat = tokenizer("qwen2_5")
+    rows = Dataset.from_list([{"query": "2 + 3?", "response": "5"}])
+    ((ids, labels),) = by_us(rows, chat, prompt_template="alpaca")
+    text = chat.decode(ids)
+    assert text.startswith("Below is an instruction")
+    assert text.endswith("### Response:\n5</s>")
+    assert trained_text(chat, [(ids, labels)]) == ["5</s>"]
+    other = Dataset.from_list([{"q": "2 + 3?", "a": "5"}])
+    same = by_us(other, chat, prompt_template="alpaca", query_field="q", response_field="a")
+    assert same == [(ids, labels)]
+
+
+GLAIVE = {
+    "conversations": [
+        {"from": "human", "value": "How many clips?"},
+        {"from": "function_call", "value": '{"name": "count", "arguments": {"what": "clips"}}'},
+        {"from": "observation", "value": '{"number": 72}'},
+        {"from": "gpt", "value": "There are 72."},
+    ],
+    "tools": json.dumps([TOOLS[0]["function"]]),
+}
+
+
+def test_sharegpt_calls_functions_as_the_template_does():
+    chat = tokenizer("qwen2_5")
+    ((ids, labels),) = by_us(Dataset.from_list([GLAIVE]), chat, train_on="assistant")
+    call = '<tool_call>\n{"name": "count", "arguments": {"what": "clips"}}\n</tool_call>'
+    (trained,) = trained_text(chat, [(ids, labels)])
+    assert trained == f"{call}<|im_end|>|There are 72.<|im_end|>"
+    text = chat.decode(ids)
+    assert '"function": {"description": "Counts.", "name": "count"' in text.replace(
+        '"name": "count", "description": "Counts."', '"description": "Counts.", "name": "count"'
+    )
+    assert '<tool_response>\n{"number": 72}\n</tool_response>' in text
+
+
+def test_sharegpt_keeps_calls_as_text_where_the_template_has_no_tools():
+    chat = tokenizer("llama3")
+    (trained,) = trained_text(chat, by_us(Dataset.from_list([GLAIVE]), chat, train_on="assistant"))
+    call = GLAIVE["conversations"][1]["value"]
+    assert trained == f"{call}<|eot_id|>|There are 72.<|eot_id|>"
+
+
+def test_real_function_calls_are_trained_and_their_results_are_not():
+    if not SHARED.exists():
+        pytest.skip(f"no real data: {SHARED} does not exist")
+    rows = load_dataset(
+        "json", data_files=str(SHARED / "glaive_toolcall_en_demo.json"), split="train[:60]"
+    )
+    chat = tokenizer("qwen2_5")
+    trained = trained_text(chat, by_us(rows, chat, train_on="assistant"))
+    for row, text in zip(rows, trained, strict=True):
+        parts = text.split("<|im_end|>|")
+        ours = [t for t in row["conversations"] if t["from"] in ("gpt", "function_call")]
+        assert len(parts) == len(ours)
+        for part, turn in zip(parts, ours, strict=True):
+            if turn["from"] == "gpt":
+                assert part.removesuffix("<|im_end|>") == turn["value"]
+            else:
+                assert json.loads(part.split("<tool_call>")[1].split("</tool_call>")[0]) == (
+                    json.loads(turn["value"])
+                )
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+GOOD = {"messages": [user("Hi"), assistant("Ho")]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "sentence"),
+    [
+        (
+            [GOOD, {"messages": [user("Hi"), {"role": "assistant", "content": None}]}],
+            {},
+            "row 1 .*message 1 .*no content",
+        ),
+        (
+            [GOOD, {"messages": [user("Hi"), {"role": "assistant"}]}],
+            {},
+            "row 1 .*message 1 .*no content",
+        ),
+        ([GOOD, {"messages": [{"role": "alien", "content": "Hi"}]}], {}, "row 1 .*role 'alien'"),
+        (
+            [{"prompt": [], "completion": [assistant("a")]}],
+            {},
+            "row 0 .*'prompt' must be a list of at least one message",
+        ),
+        (
+            [{"text": "a"}, {"text": "a\ud800b"}],
+            {},
+            r"row 1 .*the lone surrogate '\\ud800'; repair it",
+        ),
+        ([GOOD, {"messages": None}], {}, "row 1 .*nothing to train on"),
+        ([{"messages": [{"role": "user", "content": 7}]}], {}, "row 0 .*message 0 .*int 7"),
+        ([{"prompt": "a", "completion": 5}], {}, "row 0 .*'completion' is int 5"),
+        ([{"text": "a"}, {"text": None}], {}, "row 1 .*'text' is null"),
+        (
+            [{"text": "a"}, {"prompt": "a", "completion": "b"}],
+            {},
+            "row 1 .*prompts and completions, but the first row text",
+        ),
+        (
+            [GOOD, {"prompt": "a", "completion": "b"}],
+            {},
+            "row 1 .*prompts and completions, but the first row conversations",
+        ),
+        ([{"text": "a"}], {"train_on": "assistant"}, "train_on='assistant' is about messages"),
+        (
+            [{"prompt": "a", "completion": "b"}],
+            {"response_template": "x"},
+            "leave it out: the completion",
+        ),
+        ([{"query": "a"}], {"prompt_template": "alpaca"}, "row 0 .*'response'"),
+        ([{"conversations": [{"from": "alien", "value": "Hi"}]}], {}, "row 0 .*from 'alien'"),
+        ([{**GOOD, "tools": "[not json"}], {}, "row 0 .*'tools' is not JSON"),
+        (
+            [{"messages": [user("Hi"), assistant("a") | {"weight": -1.0}]}],
+            {},
+            "row 0 .*weight=-1.0",
+        ),
+    ],
+)
+def test_bad_rows_are_named_in_one_sentence(rows, settings, sentence):
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    with pytest.raises(ValueError, match=sentence) as error:
+        by_us(stream, tokenizer("qwen2_5"), **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_that_refuses_a_row_is_quoted():
+    rows = Dataset.from_list([{"messages": [assistant("I begin.")]}])
+    with pytest.raises(ValueError, match=r"row 0 .*roles must alternate"):
+        by_us(rows, tokenizer("gemma"))
+
+
+def test_conversations_need_a_chat_template():
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer("qwen2_5").backend_tokenizer, eos_token="</s>"
+    )
+    with pytest.raises(ValueError, match="no chat template; set chat_template_path"):
+        by_us(data_set("messages"), bare)
+
+
+# --- cache and columns ----------------------------------------------------------------------------
+
+
+def test_a_second_run_reads_the_cache(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    dataset = load_dataset(
+        "json", data_files=str(tmp_path / "data.jsonl"), split="train", cache_dir=str(tmp_path)
+    )
+    chat = tokenizer("qwen2_5")
+    supervisions = [
+        supervision_for(dataset, chat, **settings)
+        for settings in ({}, {}, {"response_template": "a"})
+    ]
+    first, second, other = (documents_from_rows(dataset, s).cache_files for s in supervisions)
+    assert first == second != other
+
+
+def test_other_columns_stay_where_they_are_kept():
+    rows = data_set("text").add_column("source", list(range(len(data_set("text")))))
+    chat = tokenizer("qwen2_5")
+    supervision = supervision_for(rows, chat)
+    kept = documents_from_rows(rows, supervision, keeps_columns=True)
+    assert kept.column_names == ["text", "source", "input_ids", "labels"]
+    assert documents_from_rows(rows, supervision).column_names == ["input_ids", "labels"]
+
+
+def test_several_processes_make_the_same_documents():
+    chat, rows = tokenizer("qwen2_5"), data_set("messages")
+    supervision = supervision_for(rows, chat)
+    assert documents(documents_from_rows(rows, supervision, num_proc=2)) == by_us(rows, chat)
+
+
+def test_processors_and_tokenizers_of_their_own_take_the_code_of_trl():
+    class OwnTemplate(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+            return []
+
+    assert can_prepare(tokenizer("qwen2_5"))
+    assert not can_prepare(SimpleNamespace())
+    assert not can_prepare(OwnTemplate(tokenizer_object=tokenizer("qwen2_5").backend_tokenizer))

@@ -1,0 +1,1 @@
+"""Models, data, doubles and slow references that tests share."""

@@ -1,0 +1,201 @@
+"""Train, kill with SIGKILL again and again, resume each time, and compare with a run left alone.
+
+    cd tests && python -m helpers.distributed.kills folder ranks number_of_kills kills_inside_a_save
+
+Every attempt is forked from this process, which has imported everything, so that it starts at once.
+Prints one line of JSON: the kills, in which epochs they fell, how many left a half-written
+checkpoint, and whether the final weights are those of the uninterrupted run, to the last bit.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from helpers.distributed.train import Scenario
+
+EPOCHS = 5
+LENGTHS = [3 + (i * 7) % 29 for i in range(90)]
+SAVE_STEPS = 3
+STEP_SECONDS = 0.03  # so that there is a moment to be killed in
+
+
+class Paced(TrainerCallback):
+    """Leaves a byte at the start of every step for the parent to count, and gives it its time."""
+
+    def __init__(self, started: Path):
+        self.started = started
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        with self.started.open("a") as steps:
+            steps.write(".")
+        time.sleep(STEP_SECONDS)
+
+
+def dies_in_save(number: int) -> None:
+    """Kill this process in the middle of the `number`-th file that PyTorch saves from now on."""
+    save, left = torch.save, [number]
+
+    def half(content, file, *args, **kwargs):
+        left[0] -= 1
+        if not left[0]:
+            Path(file).write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(content, file, *args, **kwargs)
+
+    torch.save = half
+
+
+def train(folder: Path, ranks: int, started: Path, file_to_die_in: int | None) -> None:
+    """Train to the end in this process, from the last whole checkpoint if there is one."""
+    from datasets import Dataset
+
+    from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+    from trl_packing.training.checkpoints import last_whole_checkpoint
+
+    torch.set_num_threads(1)
+    scenario = Scenario(str(folder / "run"), LENGTHS)
+    trainer = PackedSFTTrainer(
+        tiny_model("llama"),
+        PackedSFTConfig(
+            scenario.output_dir,
+            max_length=32,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2 // ranks,
+            num_train_epochs=EPOCHS,
+            save_steps=SAVE_STEPS,
+            save_total_limit=2,
+            learning_rate=0.02,
+            report_to="none",
+            disable_tqdm=True,
+            bf16=False,
+            use_cpu=True,
+            isolation_check="off",
+        ),
+        train_dataset=Dataset.from_list(documents_of_lengths(LENGTHS, prompt=2)),
+        processing_class=tiny_tokenizer(),
+        callbacks=[Paced(started)],
+    )
+    if file_to_die_in is not None:
+        dies_in_save(file_to_die_in)
+    begun, _ = last_whole_checkpoint(folder / "run")
+    trainer.train(resume_from_checkpoint=begun is not None)
+    if trainer.args.process_index == 0:
+        torch.save(trainer.model.state_dict(), folder / "weights.pt")
+
+
+def forked(folder: Path, ranks: int, file_to_die_in: int | None = None) -> tuple[list[int], Path]:
+    """Start an attempt on every rank; return the processes and the file with a byte a step."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = folder / "started"
+    started.unlink(missing_ok=True)
+    processes = []
+    for rank in range(ranks):
+        process = os.fork()
+        if process == 0:
+            try:
+                names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+                if ranks > 1:
+                    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                    os.environ |= {k: str(v) for k, v in (names | address).items()}
+                log = os.open(folder / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                train(folder, ranks, started, file_to_die_in if rank == 0 else None)
+                os._exit(0)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+                os._exit(1)
+        processes.append(process)
+    return processes, started
+
+
+def finish(processes: list[int]) -> list[int]:
+    """Wait for all; once one has died of a signal, kill the others. Return their exit statuses."""
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(processes):
+        for process in processes:
+            if process not in statuses:
+                done, status = os.waitpid(process, os.WNOHANG)
+                if done:
+                    statuses[process] = status
+        if any(status != 0 for status in statuses.values()):
+            kill([process for process in processes if process not in statuses])
+        time.sleep(0.01)
+    return [statuses[process] for process in processes]
+
+
+def kill(processes: list[int]) -> None:
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+
+
+def half_written(folder: Path) -> int:
+    return len(list((folder / "run").glob("checkpoint-*/being_written")))
+
+
+def epoch_reached(folder: Path) -> int:
+    """Return the epoch of the last whole checkpoint."""
+    states = (folder / "run").glob("checkpoint-*/trainer_state.json")
+    whole = [path for path in states if not (path.parent / "being_written").exists()]
+    return max((int(json.loads(path.read_text())["epoch"]) for path in whole), default=0)
+
+
+def uninterrupted(folder: Path, ranks: int) -> dict:
+    folder.mkdir(parents=True)
+    processes, _ = forked(folder, ranks)
+    statuses = finish(processes)
+    assert not any(statuses), (folder / "log.0").read_text()[-3000:]
+    return torch.load(folder / "weights.pt")
+
+
+def main() -> None:
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    kills, in_saves = int(sys.argv[3]), int(sys.argv[4])
+    expected = uninterrupted(folder / "alone", ranks)
+    random.seed(ranks)
+    killed = folder / "killed"
+    killed.mkdir()
+    epochs, halves, done = [], 0, 0
+    while done < kills:
+        # Kills in a save come last: then there are checkpoints to fall back to.
+        file = random.randint(1, 4) if kills - done <= in_saves else None
+        processes, started = forked(killed, ranks, file)
+        if file is None:
+            # By steps, not by seconds: a busy machine would be killed in its first epoch for ever.
+            bytes_to_wait_for = random.randint(6, 8) * ranks
+            while not started.exists() or started.stat().st_size < bytes_to_wait_for:
+                ended = os.waitid(os.P_PID, processes[0], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                assert ended is None, (killed / "log.0").read_text()[-3000:]
+                time.sleep(0.005)
+            time.sleep(random.uniform(0, 2 * STEP_SECONDS))
+            kill(processes)
+        finish(processes)
+        if (killed / "weights.pt").exists():
+            break  # it came to its end before it could be killed
+        done += 1
+        epochs.append(epoch_reached(killed))
+        halves += half_written(killed) > 0
+    processes, _ = forked(killed, ranks)
+    statuses = finish(processes)
+    assert not any(statuses), (killed / "log.0").read_text()[-3000:]
+    weights = torch.load(killed / "weights.pt")
+    same = all(torch.equal(weights[name], value) for name, value in expected.items())
+    result = {"kills": done, "epochs": epochs, "half_written": halves, "same_weights": same}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

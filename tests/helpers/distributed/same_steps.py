@@ -1,0 +1,175 @@
+"""One run, by TRL's padded trainer or by ours: the documents and the loss of every optimizer step.
+
+    cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.same_steps runs.json results/
+
+`runs.json` maps names to arguments of `Run`; rank r writes ``results/<name>.<r>.pt`` with the
+dictionary that `trained` returns.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+TRAINERS = ("SFTTrainer", "PackedSFTTrainer")
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Run:
+    """What to train.
+
+    trainer: one of `TRAINERS`.
+    rows: of the data set, tokenized.
+    settings: of TRL's `SFTConfig`, and of ours where `trainer` is.
+    resume: from the checkpoint of this step, in `output_dir`.
+    seeded_before_training: with what torch is seeded between constructor and `train`.
+    shards: of an `IterableDataset` of the rows; None for a `Dataset`.
+    shuffle: arguments of its `shuffle`.
+    """
+
+    output_dir: str
+    trainer: str
+    rows: list[dict]
+    settings: dict = field(default_factory=dict)
+    resume: int | None = None
+    seeded_before_training: int | None = None
+    shards: int | None = None
+    shuffle: dict | None = None
+
+
+def trained(run: Run) -> dict:
+    """Train, and return what every step was made of.
+
+    documents: of every optimizer step from the first, those of this rank, each a tuple of tokens.
+    losses: as logged after every step.
+    """
+    import torch
+    from trl import SFTTrainer
+
+    from helpers.tiny import tiny_model, tiny_tokenizer
+    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+    torch.set_num_threads(1)
+    documents: dict[int, list[tuple[int, ...]]] = {}
+    parent = {"SFTTrainer": SFTTrainer, "PackedSFTTrainer": PackedSFTTrainer}[run.trainer]
+
+    class Recorder(parent):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            found = documents_of(inputs)
+            documents.setdefault(self.state.global_step, []).extend(found)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    settings = {
+        "output_dir": run.output_dir,
+        "packing": False,
+        "max_length": 32,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+    }
+    trainer = Recorder(
+        tiny_model(),
+        PackedSFTConfig(**{**settings, **run.settings}),
+        train_dataset=_dataset(run),
+        processing_class=tiny_tokenizer(),
+    )
+    if run.seeded_before_training is not None:
+        torch.manual_seed(run.seeded_before_training)
+    checkpoint = f"{run.output_dir}/checkpoint-{run.resume}" if run.resume else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    history = trainer.state.log_history
+    return {
+        "documents": documents,
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+    }
+
+
+def _dataset(run: Run):
+    from datasets import Dataset
+
+    dataset = Dataset.from_list(run.rows)
+    if run.shards is not None:
+        dataset = dataset.to_iterable_dataset(run.shards)
+    return dataset if run.shuffle is None else dataset.shuffle(**run.shuffle)
+
+
+def documents_of(inputs: dict) -> list[tuple[int, ...]]:
+    """Return the documents of a batch, padded or packed, without the filler of an idle rank."""
+    ids = inputs["input_ids"]
+    if "position_ids" not in inputs:
+        mask = inputs["attention_mask"].bool()
+        return [tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True)]
+    starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+    stops = [*starts[1:], ids.shape[1]]
+    found = [tuple(ids[0, a:b].tolist()) for a, b in zip(starts, stops, strict=True)]
+    return [document for document in found if document != (0,)]
+
+
+def both(folder: Path, ours: dict | None = None, **arguments) -> list[dict]:
+    """Train the same run by TRL's trainer and by ours; `ours` are settings of ours alone."""
+    settings = arguments.pop("settings", {})
+    return [
+        trained(Run(str(folder / trainer), trainer, settings=settings | own, **arguments))
+        for trainer, own in zip(TRAINERS, ({}, ours or {}), strict=True)
+    ]
+
+
+def assert_same_steps(theirs: dict, ours: dict) -> None:
+    """Compare documents, and losses in float32.
+
+    The two sum the same numbers in another order, some roundings of 6e-8 a step on losses of about
+    6; runs of twenty steps stay below `TOLERANCE`.
+    """
+    import torch
+
+    assert [*theirs["documents"]] == [*ours["documents"]]
+    for step, documents in theirs["documents"].items():
+        assert sorted(documents) == sorted(ours["documents"][step]), f"step {step}"
+    torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=0, atol=TOLERANCE)
+
+
+def joined(ranks: list[dict]) -> dict:
+    """Return the documents that all ranks trained in each step, and the losses, the same on all."""
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    steps = sorted({step for rank in ranks for step in rank["documents"]})
+    return {
+        "documents": {
+            s: [d for rank in ranks for d in rank["documents"].get(s, [])] for s in steps
+        },
+        "losses": ranks[0]["losses"],
+    }
+
+
+def on_ranks(runs: dict[str, Run], folder: Path, ranks: int = 2) -> dict[str, list[dict]]:
+    """Run all `runs` one after another in one gloo group; returns the results of each by rank."""
+    import torch
+
+    from helpers.distributed.train import launch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "runs.json"
+    plan.write_text(json.dumps({name: asdict(run) for name, run in runs.items()}))
+    launch("helpers.distributed.same_steps", str(plan), str(folder), ranks=ranks)
+    return {
+        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)] for name in runs
+    }
+
+
+def main() -> None:
+    import torch
+
+    plan, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    for name, arguments in json.loads(plan.read_text()).items():
+        print(f"run {name}", flush=True)
+        torch.save(trained(Run(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Train a tiny model as a scenario says and write down everything that happened, by rank.
+
+    cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.train scenarios.json results/
+
+`scenarios.json` maps names to arguments of `Scenario`; rank r writes ``results/<name>.<r>.pt`` with
+the dictionary that `run` returns. Tests call `run` in their own process for a single rank, and
+`run_on_ranks` for more.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+TESTS = Path(__file__).parents[2]
+
+
+@dataclass
+class Scenario:
+    """What to train. `lengths` and `eval_lengths` are those of the documents.
+
+    leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
+    ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
+    weighted: documents have the `loss_weights` of `token_weights`.
+    document_weights: the `loss_weight` of every document, of the evaluation set too.
+    sources: the `source` of every document of the evaluation set.
+    shards: of the stream; two ranks do not divide three, so each reads all of them.
+    counted_clock: time passes by a second a micro-batch, a hundred an evaluation and a thousand a
+        save, and not otherwise.
+    engine: what shards the model (engines.ENGINES); None leaves it to DDP.
+    config: of the model; lora: a LoraConfig; by_name: the model is saved and given as a name.
+    head_apart: FSDP2 shards the head without the final norm that runs before it.
+    fails: with a RuntimeError.
+    evaluates: "before" training or "after" it; saves: the model, which is then read again.
+    """
+
+    output_dir: str
+    lengths: list[int]
+    model: str = "llama"
+    engine: str | None = None
+    config: dict = field(default_factory=dict)
+    lora: dict = field(default_factory=dict)
+    by_name: bool = False
+    head_apart: bool = False
+    evaluates: str = "before"
+    saves: bool = False
+    fails: bool = False
+    leaks_on_rank: int | None = None
+    ignores_loss_kwargs: bool = False
+    weighted: bool = False
+    document_weights: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    eval_lengths: list[int] = field(default_factory=list)
+    prompt: int = 2
+    packing: bool = True
+    batch_size: int = 1
+    accumulation: int = 1
+    epochs: int = 1
+    max_steps: int = -1
+    stream: bool = False
+    shards: int = 3
+    workers: int = 0
+    save_steps: int = 0
+    resume: str | None = None
+    forgets_epoch_on_resume: bool = False
+    counts_correct: bool = False
+    counted_clock: bool = False
+    options: dict = field(default_factory=dict)
+
+
+def token_weights(input_ids: list[int]) -> list[float]:
+    """Return a weight for every token, from its id: 0, 0.25, … 1.5."""
+    return [token % 7 / 4 for token in input_ids]
+
+
+def run(scenario: Scenario) -> dict:
+    """Return batches, losses, parameters and evaluation of a run, or the error that ended it.
+
+    batches: the `input_ids` of every micro-batch that was trained on this rank.
+    inputs: what the model takes of it, as tensors, and the labels.
+    attention: the way that kept documents apart.
+    documents_read: those that preparation has counted, of all ranks; the ends of a stream too.
+    trained_in: the optimizer step of every micro-batch, from 0.
+    history, totals: what was logged, and the metrics that `train` returned.
+    largest_targets: the largest label of every row that `compute_metrics` was given, in order.
+    """
+    try:
+        return _run(scenario)
+    except (ValueError, RuntimeError) as error:
+        if not (scenario.fails or isinstance(error, ValueError)):
+            raise
+        return {"error": str(error)}
+
+
+def _run(scenario: Scenario) -> dict:
+    import torch
+    from accelerate import PartialState
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from helpers.distributed import engines
+    from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+    torch.set_num_threads(1)
+    if scenario.engine == "fsdp2":
+        engines.fsdp_on_cpu(head_apart=scenario.head_apart)
+    batches: list[list[int]] = []
+    largest_targets: list[int] = []
+    kept: list[dict[str, torch.Tensor]] = []
+    trained_in: list[int] = []
+    now = [0.0]
+
+    class Recorder(PackedSFTTrainer):
+        if scenario.counted_clock:
+            _clock = staticmethod(lambda: now[0])
+
+        def evaluation_loop(self, *args, **kwargs):
+            now[0] += 100
+            return super().evaluation_loop(*args, **kwargs)
+
+        def _save_rng_state(self, output_dir):
+            now[0] += 1000
+            super()._save_rng_state(output_dir)
+
+        def training_step(self, model, inputs, *args, **kwargs):
+            now[0] += 1
+            trained_in.append(self.state.global_step)
+            batches.append(inputs["input_ids"].flatten().tolist())
+            names = ("input_ids", "position_ids", "labels")
+            kept.append({name: inputs[name].clone() for name in names})
+            return super().training_step(model, inputs, *args, **kwargs)
+
+        def get_train_dataloader(self):
+            dataloader = super().get_train_dataloader()
+            if scenario.forgets_epoch_on_resume:
+                del dataloader.batch_sampler.set_epoch
+            return dataloader
+
+    def data(lengths, seed):
+        rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
+        if scenario.weighted:
+            rows = [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
+        # An evaluation set may be shorter.
+        for row, weight in zip(rows, scenario.document_weights, strict=False):
+            row["loss_weight"] = weight
+        for row, source in zip(rows, scenario.sources if seed else [], strict=False):
+            row["source"] = source
+        dataset = Dataset.from_list(rows)
+        return dataset.to_iterable_dataset(scenario.shards) if scenario.stream else dataset
+
+    def correct(prediction):
+        largest_targets.extend(prediction.label_ids.max(1).tolist())
+        chosen = prediction.predictions[:, :-1].argmax(-1)
+        targets = prediction.label_ids[:, 1:]
+        return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
+
+    settings = {
+        "output_dir": scenario.output_dir,
+        "max_length": 32,
+        "packing": scenario.packing,
+        "per_device_train_batch_size": scenario.batch_size,
+        "per_device_eval_batch_size": scenario.batch_size,
+        "gradient_accumulation_steps": scenario.accumulation,
+        "num_train_epochs": scenario.epochs,
+        "max_steps": scenario.max_steps,
+        "dataloader_num_workers": scenario.workers,
+        "save_strategy": "steps" if scenario.save_steps else "no",
+        "save_steps": scenario.save_steps or 500,
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+        "isolation_check": "off",
+    }
+
+    settings |= engines.options(scenario.engine, scenario.model)
+
+    def leak(module, inputs, output):
+        counts = torch.arange(1, output.shape[1] + 1)[:, None]
+        return output + 0.1 * output.cumsum(1) / counts
+
+    engines.forget_zero3()
+    model = tiny_model(scenario.model, **scenario.config)
+    model.accepts_loss_kwargs = not scenario.ignores_loss_kwargs
+    if scenario.leaks_on_rank == int(os.environ.get("RANK", 0)):
+        model.model.layers[0].mlp.register_forward_hook(leak)
+    config = PackedSFTConfig(**{**settings, **scenario.options})
+    engines.start(scenario.engine)
+    if scenario.by_name:
+        if config.process_index == 0:
+            model.save_pretrained(f"{scenario.output_dir}/model")
+        PartialState().wait_for_everyone()
+        model = f"{scenario.output_dir}/model"
+    trainer = Recorder(
+        model,
+        config,
+        train_dataset=data(scenario.lengths, seed=0),
+        eval_dataset=data(scenario.eval_lengths, seed=1) if scenario.eval_lengths else None,
+        processing_class=tiny_tokenizer(),
+        compute_metrics=correct if scenario.counts_correct else None,
+        peft_config=LoraConfig(**scenario.lora) if scenario.lora else None,
+    )
+    metrics = {}
+    if scenario.eval_lengths and scenario.evaluates == "before":
+        metrics = trainer.evaluate()
+    output = trainer.train(resume_from_checkpoint=scenario.resume)
+    is_sharded = engines.is_sharded(scenario.engine, trainer)
+    if scenario.eval_lengths and scenario.evaluates == "after":
+        metrics = trainer.evaluate()
+    history = trainer.state.log_history
+    return {
+        "batches": batches,
+        "inputs": kept,
+        "steps": trainer.state.global_step,
+        "attention": trainer.attention.backend,
+        "trained_in": trained_in,
+        "history": history,
+        "totals": output.metrics,
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "largest_targets": largest_targets,
+        "metrics": metrics,
+        "documents_read": trainer.packing_report.preparation.before.documents,
+        "saved": saved(trainer, scenario.output_dir) if scenario.saves else {},
+        "is_sharded": is_sharded,
+        "scores_own_logits": any(
+            hasattr(vars(m).get("forward"), "scores_own_logits") for m in trainer.model.modules()
+        ),
+        "parameters": engines.whole_parameters(scenario.engine, trainer),
+    }
+
+
+def saved(trainer, folder: str) -> dict:
+    """Return what is in the file that `trainer.save_model` writes: tied weights are in it once."""
+    from safetensors.torch import load_file
+
+    trainer.save_model(f"{folder}/final")
+    trainer.accelerator.wait_for_everyone()
+    return load_file(f"{folder}/final/model.safetensors")
+
+
+def run_on_ranks(
+    scenarios: dict[str, Scenario], folder: Path, ranks: int = 2, timeout_seconds: int = 240
+) -> dict[str, list[dict]]:
+    """Run `scenarios` one after another in one gloo group; returns the results of each by rank.
+
+    A group that hangs is killed after `timeout_seconds`, and the assertion names where it was.
+    """
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "scenarios.json"
+    plan.write_text(json.dumps({name: asdict(scenario) for name, scenario in scenarios.items()}))
+    launch(
+        "helpers.distributed.train",
+        str(plan),
+        str(folder),
+        ranks=ranks,
+        timeout_seconds=timeout_seconds,
+    )
+    return {
+        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)]
+        for name in scenarios
+    }
+
+
+def launch(module: str, *arguments: str, ranks: int = 2, timeout_seconds: int = 240) -> None:
+    """Run `module` in a gloo group. One that hangs is killed; the assertion shows its output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(ranks), "-m", module, *arguments]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+    }
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(
+            f"{ranks} ranks hang; the end of their output:\n{output[-4000:]}"
+        ) from None
+    assert process.returncode == 0, output[-4000:]
+
+
+def main() -> None:
+    import torch
+
+    plan, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    for name, arguments in json.loads(plan.read_text()).items():
+        print(f"scenario {name}", flush=True)
+        torch.manual_seed(0)
+        torch.save(run(Scenario(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main()

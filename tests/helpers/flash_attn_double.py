@@ -1,0 +1,140 @@
+"""A FlashAttention-2 that runs anywhere and keeps what it was handed.
+
+`install(monkeypatch)` lets `attn_implementation="flash_attention_2"` of transformers load without
+the package and without a GPU. transformers' own path stays in place down to the kernel; the kernel
+computes attention from the boundaries, the scale and the window that it receives.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import modeling_flash_attention_utils as flash_utils
+
+from helpers.dense import dense_attention
+
+
+class _BrokenBackward(torch.autograd.Function):
+    """Hand a tensor on, and its gradient as a kernel without a right backward would."""
+
+    @staticmethod
+    def forward(ctx, tensor, how):
+        ctx.how = how
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # As flash_attn/cute does on a GPU that its backward is not written for.
+        assert ctx.how != "raises", "Unsupported compute capability. Supported: 9.x, 10.x, 11.x"
+        if ctx.how == "returns no numbers":
+            return gradient * float("nan"), None
+        return (gradient + gradient.mean() if ctx.how == "leaks" else gradient), None
+
+
+class FlashAttentionDouble:
+    """`calls`: the arguments of every call, one dictionary each. The others break it.
+
+    ignores_boundaries: in the forward. backward: what its backward does instead of what it should.
+    """
+
+    def __init__(self, backward: str = "") -> None:
+        self.calls: list[dict[str, object]] = []
+        self.ignores_boundaries = False
+        self.backward = backward
+
+    # The name of every parameter matters: transformers passes on what it finds in the signature.
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        deterministic: bool = False,
+    ) -> Tensor:
+        self.calls.append(
+            {
+                "cu_seqlens": (cu_seqlens_q, cu_seqlens_k),
+                "longest": (max_seqlen_q, max_seqlen_k),
+                "window": window_size,
+                "causal": causal,
+            }
+        )
+        lengths = cu_seqlens_q.diff()
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert causal, "the double knows decoders only"
+        assert not dropout_p
+        # The kernel launches blocks for `max_seqlen` queries a document and computes no others.
+        assert int(lengths.max()) <= max_seqlen_q
+        assert int(cu_seqlens_q[-1]) == len(q)
+        q, k, v = (_BrokenBackward.apply(x, self.backward) for x in (q, k, v))
+        return dense_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q[[0, -1]] if self.ignores_boundaries else cu_seqlens_q,
+            scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            window=window_size[0] + 1 if window_size[0] >= 0 else None,
+            softcap=softcap or None,
+        )
+
+    def flash_attn_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        deterministic: bool = False,
+    ) -> Tensor:
+        rows, length = q.shape[:2]
+        cu_seqlens = F.pad(torch.full((rows,), length).cumsum(0), (1, 0)).to(torch.int32)
+        out = self.flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            cu_seqlens,
+            cu_seqlens,
+            length,
+            length,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+        )
+        return out.unflatten(0, (rows, length))
+
+
+def install(monkeypatch, version: int = 2, backward: str = "") -> FlashAttentionDouble:
+    """Let transformers find the double where it looks for `version` of the flash-attn package."""
+    double = FlashAttentionDouble(backward)
+    functions = (
+        double.flash_attn_func,
+        double.flash_attn_varlen_func,
+        None,
+        flash_utils._pad_input,
+        flash_utils._unpad_input,
+    )
+    installed = {"general_availability_check": lambda *args, **kwargs: True}
+    entry = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version] | installed
+    monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX, version, entry)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *args, **kwargs: True)
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *args, **kwargs: functions)
+    # Loaded once and kept in globals: forget them now, and again in the end.
+    for name in (
+        "_loaded_implementation",
+        "_flash_fn",
+        "_flash_varlen_fn",
+        "_process_flash_kwargs_fn",
+    ):
+        monkeypatch.setattr(flash_utils, name, None)
+    return double

@@ -1,0 +1,67 @@
+"""Plain `transformers.Trainer` runs on packed rows, and the documents of their rows."""
+
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq, DefaultDataCollator, Trainer, TrainingArguments
+
+import trl_packing.plain_trainer.enable
+from helpers.tiny import documents_of_lengths, tiny_tokenizer
+from trl_packing import PackedCollator, PackedDataset
+
+PACK_LEN = 80
+
+
+packing_of = trl_packing.plain_trainer.enable._packing_of
+
+
+LENGTHS = [3, 60, 17, 9, 31, 44, 5, 22, 12, 27, 8, 50, 19, 40, 33, 6]
+
+
+DOCUMENTS = documents_of_lengths(LENGTHS, prompt=2)
+
+
+COLLATORS = {
+    "none": None,
+    "default": DefaultDataCollator(),
+    "seq2seq, padded": DataCollatorForSeq2Seq(tiny_tokenizer(), pad_to_multiple_of=16),
+    "ours": PackedCollator(),
+}
+
+
+def packed(documents=DOCUMENTS, **options) -> PackedDataset:
+    return PackedDataset(Dataset.from_list(documents), tiny_tokenizer(), PACK_LEN, **options)
+
+
+def trainer_of(model, dataset, folder, *, collator=None, callbacks=(), evaluated=None, **options):
+    arguments = TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 1,
+            "learning_rate": 0.0,
+            "max_grad_norm": 0.0,
+            "logging_steps": 1,
+            "train_sampling_strategy": "sequential",
+            "use_cpu": True,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            **options,
+        }
+    )
+    return Trainer(
+        model,
+        arguments,
+        data_collator=collator,
+        train_dataset=dataset,
+        eval_dataset=evaluated,
+        processing_class=tiny_tokenizer() if collator is None else None,
+        callbacks=list(callbacks),
+    )
+
+
+def documents_of_rows(dataset, rows):
+    return [DOCUMENTS[i] for row in rows for i in dataset.plan[row]]
+
+
+MATH = [{"q": f"What is {i} + {i}?", "a": f"It is {2 * i}."} for i in range(12)]

@@ -1,0 +1,703 @@
+"""The gate passes models that keep documents apart, stops those that do not, leaves no trace."""
+
+import copy
+import logging
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers.tiny import (
+    PACKED_MODELS,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    documents_of_lengths,
+    tiny_model,
+    tiny_tokenizer,
+)
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+import trl_packing.isolation.fallback
+from trl_packing import (
+    PackedCollator,
+    PackedSFTConfig,
+    PackedSFTTrainer,
+    check_isolation,
+    resolve_attention,
+)
+from trl_packing.attention import document_sdpa
+from trl_packing.attention.backends import install_attention
+from trl_packing.attention.interface import _attention_function
+from trl_packing.documents.boundaries import boundaries_of_row
+from trl_packing.loss.lm_head import add_trained_positions_head
+from trl_packing.models.introspection import length_constants
+
+
+def documents(*lengths):
+    return [d["input_ids"] for d in documents_of_lengths(lengths)]
+
+
+def packed_model(name, **options):
+    model = tiny_model(name, **options)
+    install_attention(model, resolve_attention(model))
+    return model
+
+
+def with_fused_head(model):
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    add_trained_positions_head(model)
+    return model
+
+
+def longrope(threshold=64):
+    """Phi-3, which takes other frequencies once any position of the batch passes the threshold."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "phi3",
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+            pad_token_id=0,
+            max_position_embeddings=512,
+            original_max_position_embeddings=threshold,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": threshold,
+            },
+        )
+    )
+    install_attention(model, resolve_attention(model))
+    return model.eval()
+
+
+def dynamic_ntk(threshold=64):
+    """Llama whose frequencies follow the longest position of the batch beyond the threshold."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    return packed_model("llama", max_position_embeddings=threshold, rope_parameters=rope)
+
+
+# --- models that keep documents apart ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("name", PACKED_MODELS)
+def test_supported_models_are_isolated(name, training):
+    model = packed_model(name)
+    report = check_isolation(model, documents(3, 60, 200), training=training)
+    assert report
+    assert report.verdict == "isolated", str(report)
+    assert report.model == type(model).__name__
+    assert report.attention == model.config._attn_implementation
+    assert report.mode == ("training" if training else "evaluation")
+    assert report.leak > 1000 * report.difference
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt2"])
+def test_isolation_shows_through_the_fused_head(name):
+    model = with_fused_head(packed_model(name))
+    assert check_isolation(model, documents(3, 60, 200), training=True, fused_head=True)
+
+
+@pytest.mark.parametrize("depth", [2, 16])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_kernel_s_rounding_is_no_leak(implementation, depth):
+    """Masked by position_ids, sums run in another order: 20 times the last bit of a logit here."""
+    model = tiny_model("llama", attn_implementation=implementation, num_hidden_layers=depth)
+    report = check_isolation(model, documents(30, 200, 400))
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("initializer_range", [0.2, 0.02, 0.002])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "packed_documents"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_bf16_models_are_not_refused(name, implementation, initializer_range):
+    model = tiny_model(name, dtype=torch.bfloat16, initializer_range=initializer_range)
+    model.set_attn_implementation(implementation)
+    report = check_isolation(model, documents(30, 200, 400), training=True)
+    assert report.verdict != "leaks", str(report)
+
+
+def test_documents_on_one_side_of_a_threshold_are_isolated():
+    for lengths in ((10, 20, 60), (100, 200, 210)):
+        assert check_isolation(longrope(), documents(*lengths)), lengths
+    assert check_isolation(dynamic_ntk(), documents(10, 20, 60))
+
+
+def test_the_longest_document_may_fill_all_learned_positions():
+    model = packed_model("gpt2")
+    assert check_isolation(model, documents(512, 20))
+    assert check_isolation(model, documents(512, 512))
+    assert check_isolation(model, max_length=4096), "no probe runs past them by itself"
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 2), (1, 30), (20, 20, 20), (100, 100)], ids=str)
+@pytest.mark.parametrize("fused_head", [False, True])
+def test_any_lengths_will_do(lengths, fused_head):
+    model = with_fused_head(packed_model("llama"))
+    assert check_isolation(model, documents(*lengths), fused_head=fused_head)
+
+
+def test_padding_at_the_end_of_the_row_is_not_compared():
+    model = with_fused_head(packed_model("llama"))
+    collator = PackedCollator(pad_to_multiple_of=16)
+    for fused_head in (False, True):
+        options = {"collator": collator, "fused_head": fused_head}
+        assert check_isolation(model, documents(10, 30, 50), **options)
+        leaking = OneDocument(pad_to_multiple_of=16)
+        report = check_isolation(model, documents(10, 30), **options | {"collator": leaking})
+        assert report.verdict == "leaks"
+
+
+def test_special_tokens_may_be_lists():
+    model = packed_model("llama")
+    model.config.eos_token_id = [2, 3]
+    assert check_isolation(model)
+
+
+def test_dropout_that_a_model_reads_from_its_config_is_off():
+    config = AutoConfig.for_model(
+        "persimmon",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        pad_token_id=0,
+        attention_dropout=0.5,
+    )
+    model = AutoModelForCausalLM.from_config(config).train()
+    report = check_isolation(model, documents(10, 60))
+    assert report, str(report)
+    assert model.config.attention_dropout == 0.5
+
+
+# --- models that leak ---------------------------------------------------------------------------
+
+
+class OneDocument(PackedCollator):
+    """The classic leak: the row's boundaries say that it is one document."""
+
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        whole = boundaries_of_row(torch.tensor([batch["input_ids"].shape[1]]))
+        return {**batch, **{name: value for name, value in whole.items() if name in batch}}
+
+
+class AddRowMean(nn.Module):
+    """Mixes all tokens of the row, behind the back of every attention."""
+
+    def __init__(self, inner, only_in_training=False, share=0.1):
+        super().__init__()
+        self.inner = inner
+        self.only_in_training = only_in_training
+        self.share = share
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.only_in_training and not self.training:
+            return x
+        return x + self.share * x.mean(1, True)
+
+
+class PreviousToken(AddRowMean):
+    """Mixes neighbors, as a short convolution does: only the first token of a document leaks."""
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x + self.share * x.roll(1, 1)
+
+
+def with_layer(wrap, name="llama", **options):
+    model = packed_model(name)
+    layer = model.model.layers[0]
+    layer.mlp = wrap(layer.mlp, **options)
+    return model
+
+
+def assert_leaks(model, *arguments, **options):
+    report = check_isolation(model, *arguments, **options)
+    assert report.verdict == "leaks", str(report)
+    assert not report
+    assert report.difference > 100 * report.noise
+    assert "LEAK" in str(report)
+    assert report.model in str(report)
+    return report
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_row_that_says_it_is_one_document_leaks(training):
+    assert_leaks(packed_model("llama"), collator=OneDocument(), training=training)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "packed_documents"])
+def test_a_leak_shows_in_bf16(implementation):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    model.set_attn_implementation(implementation)
+    for training in (False, True):
+        report = check_isolation(model, collator=OneDocument(), training=training)
+        assert report.verdict == "leaks", str(report)
+
+
+@pytest.mark.parametrize("share", [0.1, 1e-3])
+def test_a_leak_much_weaker_than_attention_s_shows(share):
+    assert_leaks(with_layer(AddRowMean, share=share))
+
+
+@pytest.mark.parametrize("lengths", [(10, 20, 210), (10, 200, 210), (10, 210)], ids=str)
+@pytest.mark.parametrize("model", [longrope, dynamic_ntk])
+def test_a_threshold_between_the_documents_leaks(model, lengths):
+    """However the documents lie around it; a probe of short documents passes."""
+    report = assert_leaks(model(), documents(*lengths))
+    assert report.probe == "after 210 tokens"
+    assert check_isolation(model(), max_length=64)
+
+
+def test_dynamic_ntk_leaks_among_documents_beyond_the_threshold_too():
+    assert_leaks(dynamic_ntk(), documents(100, 200))
+
+
+@pytest.mark.parametrize("model", [longrope, dynamic_ntk])
+def test_without_documents_probes_cross_the_thresholds_of_the_config(model):
+    assert length_constants(model()) == [64]
+    assert_leaks(model(), max_length=128)
+
+
+def test_length_constants_are_those_that_change_what_a_model_computes():
+    assert length_constants(tiny_model("mistral")) == [8]
+    assert length_constants(tiny_model("gpt_oss")) == [8, 128]
+    assert length_constants(tiny_model("gpt2")) == []
+    assert length_constants(nn.Linear(1, 1)) == []
+
+
+def test_a_leak_in_training_only_shows_in_training():
+    model = with_layer(AddRowMean, only_in_training=True)
+    assert check_isolation(model, training=False)
+    assert assert_leaks(model, training=True).mode == "training"
+
+
+@pytest.mark.parametrize("fused_head", [False, True])
+@pytest.mark.parametrize("layer", [AddRowMean, PreviousToken])
+def test_a_leak_that_is_not_attention_s_shows(layer, fused_head):
+    model = with_fused_head(with_layer(layer))
+    assert_leaks(model, documents(10, 60), fused_head=fused_head)
+
+
+def test_gpt_oss_leaks_on_its_own_attention():
+    """transformers 5.23 builds its mask without position_ids; no message says so."""
+    assert_leaks(tiny_model("gpt_oss"))
+    assert check_isolation(packed_model("gpt_oss"))
+
+
+def test_a_kernel_that_computes_something_else_does_not_pass_for_rounding(monkeypatch):
+    """Documents stay apart here, but they are not what the model makes of them alone."""
+
+    def without_window(*arguments, window=None, **options):
+        return document_sdpa.document_attention(*arguments, **options)
+
+    wrong = _attention_function(without_window, "sdpa")
+    monkeypatch.setitem(AttentionInterface._global_mapping, document_sdpa.NAME, wrong)
+    assert check_isolation(packed_model("llama"))
+    assert_leaks(packed_model("mistral"))
+
+
+def test_numbers_that_are_none_are_no_isolation():
+    model = packed_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    assert check_isolation(model).verdict == "leaks"
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("tuning", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_not_passed(tuning):
+    """They stand before the first document of the row only."""
+    config = tuning(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    assert_leaks(get_peft_model(tiny_model("llama"), config), training=True)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_a_kernel_refuses_virtual_tokens_that_no_document_owns():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="every token must belong to a document"):
+        check_isolation(get_peft_model(packed_model("llama"), config), training=True)
+
+
+class Own(nn.Module):
+    """A model from outside transformers: causal mean of earlier tokens, by position_ids or not."""
+
+    def __init__(self, leaks, returns="logits"):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 50)
+        self.leaks, self.returns = leaks, returns
+
+    def forward(self, input_ids, position_ids, **kwargs):
+        x = self.embedding(input_ids)
+        starts = torch.zeros_like(position_ids) if self.leaks else position_ids == 0
+        document = starts.long().cumsum(-1)
+        seen = (document[..., None] == document[:, None]).tril().float()
+        logits = self.head(x + seen @ x / seen.sum(-1, keepdim=True))
+        if self.returns == "logits":
+            return SimpleNamespace(logits=logits)
+        return logits if self.returns == "tensor" else (logits, None)
+
+
+@pytest.mark.parametrize("returns", ["logits", "tensor", "tuple"])
+def test_a_model_from_outside_transformers_is_judged_alike(returns):
+    assert check_isolation(Own(leaks=False, returns=returns))
+    tokens = [[i % 50 for i in range(length)] for length in (10, 90)]
+    assert check_isolation(Own(leaks=False, returns=returns), tokens)
+    report = assert_leaks(Own(leaks=True, returns=returns), tokens)
+    assert (report.model, report.attention) == ("Own", "its own attention")
+
+
+# --- nothing is left behind ---------------------------------------------------------------------
+
+
+def everything(model):
+    """Return all that a model holds: parameters, buffers, attributes and modes of its modules."""
+    state = {}
+    for path, module in model.named_modules():
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for name, value in held.items():
+            if torch.is_tensor(value):
+                state[path, name] = (value.detach().clone(), id(value))
+            elif not isinstance(value, dict):
+                state[path, name] = value
+    return state
+
+
+def rng_states():
+    python, (_, numpy, position, *_) = random.getstate(), np.random.get_state()
+    return python, numpy.tolist(), position, torch.random.get_rng_state().tolist()
+
+
+def assert_same_state(model, before):
+    after = everything(model)
+    for key, value in before.items():
+        if isinstance(value, tuple) and torch.is_tensor(value[0]):
+            assert torch.equal(after[key][0], value[0]), key
+            assert after[key][1] == value[1], key
+        else:
+            assert after[key] is value or after[key] == value, key
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "build",
+    [longrope, dynamic_ntk, lambda: packed_model("gpt2_dropout"), lambda: packed_model("gpt_oss")],
+    ids=["longrope", "dynamic NTK", "dropout", "gpt_oss"],
+)
+def test_model_and_random_states_are_left_as_they_were(build, trained, asked):
+    model = with_fused_head(build()).train(trained)
+    model.get_input_embeddings().eval()  # frozen: its mode is not that of the rest
+    model(input_ids=torch.tensor(documents(100)))  # dynamic frequencies keep what they last saw
+    model.get_input_embeddings().neftune_noise_alpha = 5
+    before, rng = everything(model), rng_states()
+    config = copy.deepcopy(model.config.to_dict())
+    check_isolation(model, documents(3, 60, 300), training=asked, fused_head=True)
+    assert_same_state(model, before)
+    assert rng_states() == rng
+    assert model.config.to_dict() == config
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_an_error_in_the_model_leaves_it_as_it_was():
+    model = packed_model("gpt2_dropout")
+    before, rng = everything(model), rng_states()
+    with pytest.raises(IndexError):
+        check_isolation(model, [[10**6] * 30], training=True)
+    assert_same_state(model, before)
+    assert rng_states() == rng
+
+
+def count_forwards(model, *arguments, **options):
+    count = 0
+
+    def add_one(*_):
+        nonlocal count
+        count += 1
+
+    handle = model.register_forward_pre_hook(add_one)
+    check_isolation(model, *arguments, **options)
+    handle.remove()
+    return count
+
+
+def test_forwards_are_few_and_equally_many_on_every_rank():
+    """Ranks differ in their random state and in nothing else: a forward of FSDP waits for all."""
+    model = packed_model("llama")
+    counts = set()
+    for seed in range(3):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        counts.add(count_forwards(model, documents(3, 60, 200), training=True))
+    (count,) = counts
+    assert count <= 28
+    assert count_forwards(model) <= 12
+
+
+# --- wrapped models -----------------------------------------------------------------------------
+
+
+def lora(model):
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def test_lora_models_are_judged():
+    report = check_isolation(lora(packed_model("llama")), documents(3, 60), training=True)
+    assert report, str(report)
+    assert report.model == "LlamaForCausalLM"
+    assert_leaks(lora(with_layer(AddRowMean)), documents(3, 60), training=True)
+
+
+def test_compiled_models_are_judged_without_compiling_a_graph_for_every_probe():
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for model, verdict in ((packed_model("llama"), "isolated"), (with_layer(AddRowMean), "leaks")):
+        compiled = torch.compile(model, backend=backend)
+        report = check_isolation(compiled, documents(3, 60, 200), training=True)
+        assert (report.verdict, report.model) == (verdict, "LlamaForCausalLM")
+        assert not graphs
+        ids = torch.tensor(documents(17))
+        expected = model(input_ids=ids, use_cache=False).logits
+        # Hooks of the check that got into a graph would cut this to a few positions.
+        torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits, expected)
+        assert graphs
+        graphs.clear()
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_models_are_judged(process_group):
+    for model, verdict in ((packed_model("llama"), "isolated"), (with_layer(AddRowMean), "leaks")):
+        wrapped = nn.parallel.DistributedDataParallel(with_fused_head(model))
+        for fused_head in (False, True):
+            report = check_isolation(
+                wrapped, documents(3, 60), training=True, fused_head=fused_head
+            )
+            assert (report.verdict, report.model) == (verdict, "LlamaForCausalLM")
+    # And still trains.
+    batch = PackedCollator()(documents_of_lengths([5, 9]))
+    wrapped(**batch).loss.backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_models_with_gradient_checkpointing_are_judged():
+    for model, verdict in ((packed_model("llama"), "isolated"), (with_layer(AddRowMean), "leaks")):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert check_isolation(model, documents(3, 60), training=True).verdict == verdict
+        assert model.is_gradient_checkpointing
+
+
+def test_autocast_of_accelerate_is_taken_off_for_the_check():
+    """A float32 model is judged in float32: leaks stand far above the noise there."""
+    model = packed_model("llama")
+    model._original_forward = model.forward
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    wrapped = model.forward
+    assert check_isolation(model).noise < 1e-4
+    assert model.forward is wrapped
+
+
+# --- in the trainer -----------------------------------------------------------------------------
+
+
+def trainer(model, folder, lengths=(5, 9, 30, 12, 7, 20, 3, 16), collator=None, **options):
+    return PackedSFTTrainer(
+        model,
+        PackedSFTConfig(
+            output_dir=str(folder),
+            **{
+                "max_length": 256,
+                "max_steps": 1,
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": "none",
+                "disable_tqdm": True,
+                "bf16": False,
+                **options,
+            },
+        ),
+        data_collator=collator,
+        train_dataset=Dataset.from_list(documents_of_lengths(lengths)),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+# Under attention="auto" most of these would train exactly, by a slower way (test_exact_way.py).
+NAMED = {"attention": "documents"}
+
+LEAKING = {
+    "row mean": (lambda: with_layer(AddRowMean), {}),
+    "in training only": (lambda: with_layer(AddRowMean, only_in_training=True), {}),
+    "longrope": (longrope, {"lengths": (10, 12, 80, 100)}),
+    "dynamic NTK": (dynamic_ntk, {"lengths": (10, 12, 80, 100)}),
+    "boundaries lost": (lambda: packed_model("llama"), {"collator": OneDocument()}),
+}
+
+
+@pytest.mark.parametrize(("build", "options"), LEAKING.values(), ids=LEAKING)
+def test_training_stops_before_the_first_step(build, options, tmp_path):
+    model = build()
+    way = r"document-wise SDPA \(attention='documents'\)"
+    expected = rf"LEAK.*{type(model).__name__}, {way}, training mode"
+    run = trainer(model, tmp_path, **options, **NAMED)
+    before = copy.deepcopy(run.model.state_dict())
+    with pytest.raises(RuntimeError, match=expected):
+        run.train()
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["full", "LoRA"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_bf16_run_is_judged_as_sharply_as_any(name, wrap, tmp_path):
+    """Master weights are float32, and autocast is taken off: the noise is float32's."""
+    run = trainer(wrap(packed_model(name)), tmp_path, bf16=True, use_cpu=True)
+    run.train()
+    report = check_isolation(run.model_wrapped, documents(3, 60), training=True, fused_head=True)
+    assert report.noise < 1e-4
+    leaking = trainer(
+        wrap(with_layer(AddRowMean, name)), tmp_path, bf16=True, use_cpu=True, **NAMED
+    )
+    with pytest.raises(RuntimeError, match=r"LEAK.*document-wise SDPA"):
+        leaking.train()
+
+
+def test_training_goes_on_below_the_threshold(tmp_path):
+    for build in (longrope, dynamic_ntk):
+        trainer(build(), tmp_path, lengths=(10, 12, 30, 50)).train()
+        trainer(build(), tmp_path, lengths=(10, 12, 80, 100), max_length=48).train()
+
+
+def stopped(probe):
+    return pytest.raises(RuntimeError, match=probe)
+
+
+def test_rows_that_came_packed_are_probed_by_their_documents(tmp_path):
+    """The rows pass the threshold; only a document that does may leak."""
+    for lengths, leaks in (((40, 40), False), ((10, 100), True)):
+        first, second = documents_of_lengths(lengths)
+        row = {key: first[key] + second[key] for key in ("input_ids", "labels")}
+        run = trainer(longrope(), tmp_path, **NAMED)
+        run.train_dataset = Dataset.from_list([row | {"seq_lengths": list(lengths)}] * 2)
+        with stopped("after 100 tokens") if leaks else nullcontext():
+            run.train()
+
+
+def test_a_stream_is_probed_to_where_max_length_lets_it_reach(tmp_path):
+    stream = Dataset.from_list(documents_of_lengths([20] * 8)).to_iterable_dataset()
+    for max_length, leaks in ((60, False), (256, True)):
+        run = trainer(longrope(), tmp_path, max_length=max_length, **NAMED)
+        run.train_dataset = stream
+        with stopped("after 65 tokens") if leaks else nullcontext():
+            run.train()
+
+
+def test_evaluation_is_checked_on_its_own_documents(tmp_path):
+    run = trainer(longrope(), tmp_path, **NAMED)
+    run.evaluate(run.train_dataset)
+    with pytest.raises(RuntimeError, match="evaluation mode, after 100 tokens"):
+        run.evaluate(Dataset.from_list(documents_of_lengths([20, 30, 100])))
+
+
+def test_a_warning_lets_training_go_on(tmp_path, caplog):
+    run = trainer(with_layer(AddRowMean), tmp_path, isolation_check="warn", **NAMED)
+    with caplog.at_level(logging.WARNING, logger="trl_packing"):
+        run.train()
+    assert run.state.global_step == 1
+    (said,) = [r.getMessage() for r in caplog.records if "LEAK" in r.getMessage()]
+    assert "LlamaForCausalLM" in said
+
+
+def test_off_checks_nothing(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("isolation was checked")
+
+    run = trainer(with_layer(AddRowMean), tmp_path, isolation_check="off")
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", refuse)
+    run.train()
+    run.evaluate(run.train_dataset)
+    assert run.state.global_step == 1
+
+
+def test_evaluation_is_checked_in_its_own_mode(tmp_path):
+    model = with_layer(AddRowMean, only_in_training=True)
+    run = trainer(model, tmp_path, **NAMED)
+    run.evaluate(run.train_dataset)
+    with pytest.raises(RuntimeError, match="training mode"):
+        run.train()
+
+
+@pytest.mark.parametrize("alpha", [5, 5.0, None], ids=["NEFTune 5", "NEFTune 5.0", "no NEFTune"])
+def test_a_dropout_run_is_the_same_with_the_check_on_and_off(alpha, tmp_path, monkeypatch):
+    checks = []
+    original = trl_packing.isolation.check.check_isolation
+
+    def counted(*arguments, **options):
+        checks.append(original(*arguments, **options))
+        return checks[-1]
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", counted)
+    losses, weights = [], []
+    for isolation_check in ("error", "off"):
+        run = trainer(
+            tiny_model("gpt2_dropout"),
+            tmp_path,
+            isolation_check=isolation_check,
+            max_steps=3,
+            max_length=32,
+            per_device_train_batch_size=1,
+            neftune_noise_alpha=alpha,
+        )
+        run.train()
+        losses.append([e["loss"] for e in run.state.log_history if "loss" in e])
+        weights.append(run.model.state_dict())
+        assert run.model.transformer.drop.p == 0.1
+    assert [report.verdict for report in checks] == ["isolated"]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+def test_probes_draw_no_special_tokens():
+    model = packed_model("llama")
+    model.config.image_token_id = 7
+    seen = set()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(kwargs["input_ids"].flatten().tolist()),
+        with_kwargs=True,
+    )
+    check_isolation(model)
+    assert not seen & {0, 1, 2, 7}
+    assert len(seen) > len(SPECIAL_TOKENS)

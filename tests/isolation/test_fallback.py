@@ -1,0 +1,644 @@
+"""Whatever way a model needs, a packed step is the same documents one at a time.
+
+The reference is `one_at_a_time`: each document alone through a fresh copy of the untouched model.
+Tolerance, float32: a pass rounds at 2**-24 = 6e-8 of a value; ways that sum in another order stay
+below 100 roundings, so 1e-5 of the largest value. Leaks are 2 to 5 orders of magnitude larger.
+"""
+
+import copy
+import json
+import logging
+from functools import cache
+
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from helpers.tiny import tiny_model as tiny_model_with
+from helpers.tiny import tiny_tokenizer
+from torch import nn
+
+import trl_packing.attention.backends
+import trl_packing.isolation.fallback
+from trl_packing import (
+    PackedCollator,
+    PackedSFTConfig,
+    PackedSFTTrainer,
+    block_diagonal_mask,
+    resolve_attention,
+)
+from trl_packing.attention import block_mask as explicit_mask
+from trl_packing.attention.backends import AttentionChoice, install_attention
+from trl_packing.attention.interface import unwrap_packed_calls
+from trl_packing.isolation.fallback import install_first_exact, ways_from
+from trl_packing.tools.compatibility import Measured, one_at_a_time, packed_step, tiny_documents
+from trl_packing.tools.tiny_models import tiny_model
+
+TOLERANCE = 1e-5
+LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here
+
+WAYS = ["documents", "model", "mask", "padded", "equal_lengths"]
+
+
+@cache
+def truth(name: str) -> Measured:
+    return one_at_a_time(tiny_model(name), tiny_documents())
+
+
+def step(name, folder, **options):
+    return packed_step(tiny_model(name), tiny_documents(), str(folder), **options)
+
+
+def assert_exact(packed, expected):
+    for what, error in zip(("logits", "loss", "gradients"), packed.distance(expected), strict=True):
+        assert error <= TOLERANCE, what
+
+
+def trainer_for(model, folder, *, cls=PackedSFTTrainer, documents=None, arguments=None, **options):
+    documents = tiny_documents() if documents is None else documents
+    settings = {
+        "output_dir": str(folder),
+        "max_length": 80,
+        "max_steps": 1,
+        "learning_rate": 0.0,
+        "logging_steps": 1,
+        "per_device_eval_batch_size": 2,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return cls(
+        model,
+        PackedSFTConfig(**settings | options),
+        train_dataset=Dataset.from_list(documents),
+        processing_class=tiny_tokenizer(),
+        **(arguments or {}),
+    )
+
+
+# --- each way is exact --------------------------------------------------------------------------
+
+NAMED = [
+    *[("llama", way) for way in WAYS],
+    *[(name, way) for name in ("gemma2", "mistral") for way in ("mask", "padded")],
+    *[(name, "padded") for name in ("mixtral", "qwen3_moe")],
+]
+
+AUTOMATIC = {
+    "llama": "documents",
+    "opt": "documents",
+    "bert": "documents",  # its head is more than a matrix
+    "falcon": "mask",
+    "falcon+alibi": "padded",
+    "bloom": "padded",
+    "bart": "padded",
+    "mamba": "padded",
+    "jamba": "padded",
+    "zamba2": "padded",
+    "recurrent_gemma": "padded",
+    "phi3+longrope": "padded",
+    "llama+dynamic": "equal_lengths",  # its frequencies follow the longest row of a forward
+}
+
+LEAKS_ON_ITS_OWN = ["bart", "bloom", "falcon", "jamba", "mamba", "opt", "phi3+longrope"]
+
+
+@pytest.mark.parametrize(("name", "way"), NAMED)
+def test_a_named_way_trains_what_one_document_at_a_time_would(name, way, tmp_path):
+    used, packed = step(name, tmp_path, attention=way)
+    assert used.backend == way
+    assert_exact(packed, truth(name))
+
+
+@pytest.mark.parametrize(("name", "way"), AUTOMATIC.items())
+def test_the_way_that_is_found_trains_what_one_document_at_a_time_would(name, way, tmp_path):
+    used, packed = step(name, tmp_path)
+    assert used.backend == way, used.reason
+    assert_exact(packed, truth(name))
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "recurrent_gemma"])
+def test_gradient_checkpointing_runs_every_forward_again_as_it_was(name, tmp_path):
+    used, packed = step(name, tmp_path, gradient_checkpointing=True)
+    assert used.backend == AUTOMATIC[name]
+    assert_exact(packed, truth(name))
+
+
+@pytest.mark.parametrize("name", ["bert", "bloom", "falcon", "recurrent_gemma"])
+def test_a_bf16_run_takes_the_same_way(name, tmp_path):
+    """accelerate's autocast is around the model by the time that a way is installed."""
+    used, packed = step(name, tmp_path, bf16=True)
+    assert used.backend == AUTOMATIC[name], used.reason
+    assert packed.loss == pytest.approx(truth(name).loss, rel=2**-8)
+
+
+@pytest.mark.parametrize("name", LEAKS_ON_ITS_OWN)
+def test_a_leaking_model_fails_the_same_comparison(name, tmp_path):
+    """Packed by position_ids alone, as packing without a check would."""
+    _, packed = step(name, tmp_path, attention="model", isolation_check="off")
+    assert min(packed.distance(truth(name))) > LEAK
+
+
+def test_a_mask_without_the_window_fails_the_same_comparison(tmp_path, monkeypatch):
+    def without_window(seq_lengths, config, dtype, device):
+        return block_diagonal_mask(torch.from_numpy(seq_lengths)[None], dtype=dtype)
+
+    monkeypatch.setattr(explicit_mask, "packed_mask", without_window)
+    _, packed = step("mistral", tmp_path, attention="mask", isolation_check="off")
+    assert min(packed.distance(truth("mistral"))) > LEAK
+
+
+def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_path, monkeypatch):
+    model, documents = tiny_model("phi3+longrope"), tiny_documents((34, 31, 12))  # 32 is between
+    expected = one_at_a_time(model, documents)
+    options = {"attention": "padded", "isolation_check": "off"}
+    _, apart = packed_step(copy.deepcopy(model), documents, str(tmp_path), **options)
+    assert_exact(apart, expected)
+    monkeypatch.setattr(trl_packing.attention.backends, "rope_thresholds", lambda model: [])
+    _, together = packed_step(copy.deepcopy(model), documents, str(tmp_path), **options)
+    assert min(together.distance(expected)) > LEAK
+
+
+@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma"])
+def test_without_packing_a_step_is_the_documents_of_the_padded_run(name, tmp_path):
+    """recurrent_gemma scores its own logits: the whole model, not the backbone, runs in rows."""
+    layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    used, packed = step(name, tmp_path, packing=False, **layout)
+    assert used.backend == "padded"
+    assert_exact(packed, truth(name))
+
+
+def test_micro_batches_hold_as_many_documents_as_padded_ones_would(tmp_path):
+    run = trainer_for(
+        tiny_model("mamba"),
+        tmp_path,
+        cls=Recorder,
+        packing=False,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )
+    run.train()
+    assert run.attention.backend == "padded"
+    assert [len(batch["cu_seq_lens_q"]) - 1 for batch in run.batches] == [2, 2]
+
+
+# --- which way, and why -------------------------------------------------------------------------
+
+
+def test_ways_are_tried_from_fast_to_slow():
+    def order(name):
+        return [way.backend for way in ways_from(resolve_attention(tiny_model(name)))]
+
+    assert order("llama") == WAYS
+    assert order("bloom") == WAYS[1:]
+    assert [way.backend for way in ways_from(AttentionChoice("padded", None, ""))] == WAYS[3:]
+
+
+def test_one_line_says_what_failed_and_by_how_much(tmp_path, caplog):
+    run = trainer_for(tiny_model("bart"), tmp_path)
+    with caplog.at_level(logging.WARNING, logger="trl_packing"):
+        run.train()
+    (said,) = [r.getMessage() for r in caplog.records if "BartForCausalLM" in r.getMessage()]
+    assert "padded rows (documents leaks by " in said
+    assert said.count(" leaks by ") == 3
+    for failed in run.attention.reason.split("; "):
+        way, difference = failed.split(" leaks by ")
+        assert way in WAYS[:3]
+        assert 0.1 < float(difference) < 100
+    assert run.packing_report.attention == str(run.attention)
+    assert str(run.attention) in said
+
+
+def test_a_refusal_is_a_reason_too(tmp_path):
+    used, _ = step("bloom", tmp_path)
+    leak, refusal = used.reason.split("; ")
+    assert leak.startswith("model leaks by ")
+    assert refusal.startswith("mask refused (ValueError: ")
+    assert "\n" not in str(used)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("bloom", "model"), ("mamba", "documents"), ("bart", "mask"), ("llama+dynamic", "padded")],
+)
+def test_a_named_way_that_leaks_stops_before_the_first_step(name, way, tmp_path):
+    run = trainer_for(tiny_model(name), tmp_path, attention=way)
+    before = copy.deepcopy(run.model.state_dict())
+    expected = rf"LEAK.*{type(run.model).__name__}, .*attention='{way}'.*training mode"
+    with pytest.raises(RuntimeError, match=expected):
+        run.train()
+    assert run.attention.backend == way
+    torch.testing.assert_close(run.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_named_way_that_cannot_run_stops_before_the_first_step(tmp_path):
+    run = trainer_for(tiny_model("bloom"), tmp_path, attention="mask")
+    expected = r"BloomForCausalLM cannot run packed documents by .*ValueError.*attention='padded'"
+    with pytest.raises(RuntimeError, match=expected):
+        run.train()
+
+
+def test_off_searches_nothing(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("isolation was checked")
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", refuse)
+    run = trainer_for(tiny_model("mamba"), tmp_path, isolation_check="off")
+    run.train()
+    run.evaluate(run.train_dataset)
+    assert run.attention.backend == "documents"
+
+
+def test_warn_searches_too_and_warns_of_nothing_that_is_exact(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_packing"):
+        used, packed = step("bloom", tmp_path, isolation_check="warn")
+    assert used.backend == "padded"
+    assert_exact(packed, truth("bloom"))
+    assert "LEAK" not in caplog.text
+
+
+class AddMeanOfBatch(nn.Module):
+    """Mixes all cells of a batch, so that no way can keep documents apart."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x + 0.1 * x.mean((0, 1))
+
+
+def hopeless():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = AddMeanOfBatch(model.model.layers[0].mlp)
+    return model
+
+
+def test_where_no_way_is_exact_the_first_one_is_left_and_the_run_stops(tmp_path):
+    run = trainer_for(hopeless(), tmp_path)
+    with pytest.raises(RuntimeError, match=r"LEAK.*LlamaForCausalLM, document-wise SDPA"):
+        run.train()
+    assert run.attention.backend == "documents"
+    assert run.model.config._attn_implementation == "sdpa", "as it came"
+
+
+def test_where_nobody_asked_for_packing_rows_are_padded_as_in_trl(tmp_path, caplog):
+    run = trainer_for(hopeless(), tmp_path, packing=False, per_device_train_batch_size=4)
+    with caplog.at_level(logging.WARNING, logger="trl_packing"):
+        run.train()
+    assert run.state.global_step == 1
+    assert run.attention.backend == "padded"
+    assert "rows are padded, as in TRL" in caplog.text
+
+
+def test_documents_given_to_the_check_decide(tmp_path):
+    """Longrope: below the threshold of 32 tokens the kernel is exact, across it rows are padded."""
+    model = tiny_model("phi3+longrope")
+    ways = ways_from(resolve_attention(model))
+    short, long = ([d["input_ids"] for d in tiny_documents(n)] for n in ((5, 20), (5, 60)))
+    for documents, backend in ((short, "documents"), (long, "padded")):
+        way, report = install_first_exact(model, ways, documents, training=True)
+        assert report
+        assert way.backend == backend
+
+
+def test_training_after_an_evaluation_of_long_documents_alone_is_checked_for_itself(tmp_path):
+    """They lie on one side of the threshold, the documents of training on both."""
+    run = trainer_for(tiny_model("phi3+longrope"), tmp_path)
+    run.evaluate(Dataset.from_list(tiny_documents((70, 64))))
+    assert run.attention.backend == "documents"
+    run.train()
+    assert run.attention.backend == "padded"
+
+
+def test_evaluation_on_longer_documents_goes_on_by_a_slower_way(tmp_path):
+    run = trainer_for(
+        tiny_model("phi3+longrope"), tmp_path, documents=tiny_documents((5, 12, 20, 30))
+    )
+    run.train()
+    assert run.attention.backend == "documents"
+    longer = tiny_documents((10, 40, 25, 70))
+    expected = one_at_a_time(run.model, longer).loss
+    loss = run.evaluate(Dataset.from_list(longer))["eval_loss"]
+    assert run.attention.backend == "padded"
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
+
+
+# --- the trainer around a padded way ------------------------------------------------------------
+
+
+class Recorder(PackedSFTTrainer):
+    """Keep every batch that is trained."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.batches = []
+
+    def training_step(self, model, inputs, *arguments, **options):
+        self.batches.append(dict(inputs))
+        return super().training_step(model, inputs, *arguments, **options)
+
+
+@pytest.mark.parametrize("way", ["mask", "padded", "equal_lengths"])
+def test_a_slower_way_trains_the_same_batches_and_logs_the_same_numbers(way, tmp_path):
+    documents = tiny_documents([3 + (i * 13) % 60 for i in range(24)])
+    runs = []
+    for attention in ("documents", way):
+        run = trainer_for(
+            tiny_model("llama"),
+            tmp_path,
+            cls=Recorder,
+            documents=documents,
+            attention=attention,
+            max_steps=3,
+            learning_rate=1e-3,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+        )
+        run.train()
+        runs.append(run)
+    packed, slower = runs
+    assert len(packed.batches) == len(slower.batches) == 6
+    for one, other in zip(packed.batches, slower.batches, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for key in ("num_tokens", "mean_token_accuracy"):
+        values = [[e[key] for e in run.state.log_history if key in e] for run in runs]
+        assert len(values[0]) == 3
+        assert values[0] == values[1], key
+    losses = [[e["loss"] for e in run.state.log_history if "loss" in e] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "mamba", "recurrent_gemma"])
+def test_evaluation_is_one_document_at_a_time(name, tmp_path):
+    run = trainer_for(tiny_model(name), tmp_path)
+    metrics = run.evaluate(run.train_dataset)
+    assert run.attention.backend == AUTOMATIC[name]
+    assert metrics["eval_loss"] == pytest.approx(truth(name).loss, rel=TOLERANCE)
+    expected = losses_of_documents(truth(name))
+    assert largest_difference(evaluated_apart(run), expected) <= TOLERANCE
+    leaking = trainer_for(tiny_model(name), tmp_path, attention="model", isolation_check="off")
+    assert largest_difference(evaluated_apart(leaking), expected) > LEAK
+
+
+def losses_of_documents(measured):
+    """Return the loss of each document; in their mean, what leaks may cancel out."""
+    documents = tiny_documents()
+    logits = measured.logits.split([len(d["input_ids"]) for d in documents])
+    return [
+        F.cross_entropy(alone[:-1], torch.tensor(d["labels"][1:])).item()
+        for alone, d in zip(logits, documents, strict=True)
+    ]
+
+
+def evaluated_apart(run):
+    """Return the `eval_loss` of each document in the packed rows of all: the others weigh 0."""
+    documents = tiny_documents()
+    weighed = (
+        [d | {"loss_weight": float(i == only)} for i, d in enumerate(documents)]
+        for only in range(len(documents))
+    )
+    return [run.evaluate(Dataset.from_list(rows))["eval_loss"] for rows in weighed]
+
+
+def largest_difference(losses, expected):
+    return max(abs(x / y - 1) for x, y in zip(losses, expected, strict=True))
+
+
+def logits_of_documents(name):
+    lengths = [len(document["input_ids"]) for document in tiny_documents()]
+    return truth(name).logits.split(lengths)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "mamba"])
+def test_metrics_and_predictions_see_a_row_a_document(name, tmp_path):
+    seen = []
+
+    def keep(prediction):
+        seen.append(prediction)
+        return {"rows": len(prediction.predictions)}
+
+    run = trainer_for(tiny_model(name), tmp_path, arguments={"compute_metrics": keep})
+    run.train()
+    predicted = run.predict(run.train_dataset)
+    assert run.evaluate(run.train_dataset)["eval_rows"] == len(run.train_dataset)
+    for output in (predicted, seen[-1]):
+        for row, expected in zip(output.predictions, logits_of_documents(name), strict=True):
+            found = torch.from_numpy(np.asarray(row[: len(expected)]))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert predicted.metrics["test_loss"] == pytest.approx(truth(name).loss, rel=TOLERANCE)
+
+
+# --- adapters -----------------------------------------------------------------------------------
+
+ADAPTERS = {
+    "LoRA": peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    "DoRA": peft.LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, use_dora=True
+    ),
+    "IA3": peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+        init_ia3_weights=False,
+    ),
+    "a trained head": peft.LoraConfig(
+        r=4, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["lm_head"]
+    ),
+    "trained tokens": peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        init_lora_weights=False,
+        trainable_token_indices=list(range(10, 60)),
+    ),
+}
+VIRTUAL_TOKENS = {
+    "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=4),
+    "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=4),
+    "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=32),
+}
+
+
+def adapted(config):
+    config = copy.deepcopy(config)
+    config.task_type = "CAUSAL_LM"
+    return peft.get_peft_model(tiny_model("llama"), config)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_train_packed_as_one_document_at_a_time(kind, tmp_path):
+    model = adapted(ADAPTERS[kind])
+    expected = one_at_a_time(model, tiny_documents())
+    used, packed = packed_step(model, tiny_documents(), str(tmp_path))
+    assert used.backend == "documents"
+    assert_exact(packed, expected)
+
+
+def behind_virtual_tokens(model):
+    """Return what `one_at_a_time` would, of a model whose logits may begin with virtual tokens."""
+    model = copy.deepcopy(model).train()
+    documents = tiny_documents()
+    num_trained = sum(label != -100 for d in documents for label in d["labels"][1:])
+    logits, loss = [], 0.0
+    for document in documents:
+        ids, labels = (torch.tensor(document[key])[None] for key in ("input_ids", "labels"))
+        output = model(input_ids=ids, use_cache=False).logits[0, -ids.shape[1] :]
+        nll = F.cross_entropy(output[:-1], labels[0, 1:], reduction="sum") / num_trained
+        nll.backward()
+        logits.append(output.detach())
+        loss += nll.item()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Measured(torch.cat(logits), loss, gradients)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("kind", VIRTUAL_TOKENS)
+def test_virtual_tokens_train_on_padded_rows_as_one_document_at_a_time(kind, bf16, tmp_path):
+    model = adapted(VIRTUAL_TOKENS[kind])
+    expected = behind_virtual_tokens(model)
+    documents = tiny_documents()
+    used, packed = packed_step(copy.deepcopy(model), documents, str(tmp_path), bf16=bf16)
+    assert used.backend == "padded", used.reason
+    if bf16:
+        assert packed.loss == pytest.approx(expected.loss, rel=2**-8)
+    else:
+        assert_exact(packed, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("kind", VIRTUAL_TOKENS)
+def test_virtual_tokens_in_front_of_a_packed_row_fail_the_same_comparison(kind, tmp_path):
+    model = adapted(VIRTUAL_TOKENS[kind])
+    expected = losses_of_documents(behind_virtual_tokens(model))
+    run = trainer_for(copy.deepcopy(model), tmp_path, max_length=300)
+    assert largest_difference(evaluated_apart(run), expected) <= TOLERANCE
+    assert run.attention.backend == "padded"
+    run = trainer_for(model, tmp_path, attention="model", isolation_check="off", max_length=300)
+    assert largest_difference(evaluated_apart(run), expected) > LEAK
+
+
+# --- the model is left what it was --------------------------------------------------------------
+
+INSTALLED = [*[("llama", way) for way in WAYS], ("falcon", "mask"), ("mamba", "padded")]
+
+
+def installed(name, way, seed=0):
+    model = tiny_model(name, seed).eval()
+    install_attention(model, resolve_attention(model, way))
+    return model
+
+
+def packed_batch():
+    batch = PackedCollator()(tiny_documents())
+    batch.pop("labels")
+    return batch
+
+
+@torch.no_grad()
+def unpacked_outputs(model):
+    """Return logits of a row, of batches padded on either side, and what `generate` writes."""
+    ids = torch.arange(20, 50).reshape(3, 10)
+    right = torch.arange(10) < torch.tensor([[10], [4], [7]])
+    batches = [{"input_ids": ids}]
+    batches += [
+        {"input_ids": ids, "attention_mask": mask.long()} for mask in (right, right.flip(1))
+    ]
+    logits = [model(**batch, use_cache=False).logits for batch in batches]
+    written = [model.generate(**batch, max_new_tokens=6, do_sample=False) for batch in batches]
+    return logits, written
+
+
+@pytest.mark.parametrize(("name", "way"), INSTALLED)
+def test_calls_that_are_not_packed_stay_as_they_were_to_the_last_bit(name, way):
+    expected = unpacked_outputs(tiny_model(name).eval())
+    model = installed(name, way)
+    torch.testing.assert_close(unpacked_outputs(model), expected, rtol=0, atol=0)
+    with torch.no_grad():
+        model(**packed_batch())
+    torch.testing.assert_close(unpacked_outputs(model), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("name", "way"), INSTALLED)
+def test_a_copy_runs_its_own_weights(name, way):
+    model = installed(name, way)
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(tiny_model(name, seed=1).state_dict())
+    batch = packed_batch()
+    with torch.no_grad():
+        found, own, other = (m(**batch).logits for m in (copied, installed(name, way, 1), model))
+    torch.testing.assert_close(found, own, rtol=0, atol=0)
+    assert not torch.equal(found, other)
+
+
+@pytest.mark.parametrize(("name", "way"), INSTALLED)
+def test_a_saved_model_knows_nothing_of_the_way(name, way, tmp_path):
+    for folder, model in (("plain", tiny_model(name)), ("ours", installed(name, way))):
+        model.save_pretrained(tmp_path / folder)
+    plain, ours = (
+        json.loads((tmp_path / f / "config.json").read_text()) for f in ("plain", "ours")
+    )
+    assert ours == plain
+    assert "packed" not in json.dumps(ours)
+
+
+def forwards(model):
+    return [vars(module).get("forward") for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon", "mamba", "bart"])
+def test_every_way_replaces_the_one_before_and_leaves_nothing(name):
+    model = tiny_model(name)
+    model.forward = model.forward  # as the fused head of TRL, an attribute of the instance
+    before, implementation = forwards(model), model.config._attn_implementation
+    first = resolve_attention(model)
+    for way in (*ways_from(first), first):
+        install_attention(model, way)
+        install_attention(model, AttentionChoice("model", None, ""))
+        for module in model.modules():
+            unwrap_packed_calls(module)
+        assert forwards(model) == before
+        assert model.config._attn_implementation == implementation
+    for way in ways_from(first):  # one over another, without a stop between
+        install_attention(model, way)
+    install_attention(model, AttentionChoice("model", None, ""))
+    for module in model.modules():
+        unwrap_packed_calls(module)
+    assert forwards(model) == before
+
+
+def with_dropout(name):
+    """A model with dropout, and a layer that draws whether the check likes it or not."""
+    if name == "llama":
+        model = tiny_model_with("llama", attention_dropout=0.1)
+    else:
+        model = tiny_model(name)
+        for module in model.modules():
+            if hasattr(module, "hidden_dropout"):
+                module.hidden_dropout = 0.1
+
+    def draw(*_):
+        torch.rand(1)
+
+    model.get_input_embeddings().register_forward_hook(draw)
+    return model
+
+
+@pytest.mark.parametrize(("name", "way"), [("llama", "documents"), ("bloom", "padded")])
+def test_the_search_draws_no_random_numbers_of_the_run(name, way, tmp_path):
+    losses = []
+    for options in ({}, {"attention": way, "isolation_check": "off"}):
+        run = trainer_for(with_dropout(name), tmp_path, max_steps=3, **options)
+        run.train()
+        assert run.attention.backend == way
+        losses.append([e["loss"] for e in run.state.log_history if "loss" in e])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+    run = trainer_for(with_dropout(name), tmp_path, max_steps=3, seed=1, data_seed=42)
+    run.train()
+    assert losses[0][0] != run.state.log_history[0]["loss"], "another seed drops other values"

@@ -1,0 +1,303 @@
+"""A gate that has refused stays closed: a check counts only once its verdict allows the run.
+
+Every test here trains or evaluates again on the trainer that was refused, as a notebook does when
+its cell runs a second time.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.tiny import tiny_tokenizer
+
+import trl_packing.isolation.fallback
+import trl_packing.isolation.guard
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
+from trl_packing.data.model_limits import NO_LIMITS
+from trl_packing.tools.compatibility import tiny_documents
+from trl_packing.tools.tiny_models import tiny_model
+
+LEAKS = "documents LEAK into each other"
+
+
+def trainer_for(model, folder, *, documents=None, **options):
+    settings = {
+        "output_dir": str(folder),
+        "max_length": 120,
+        "max_steps": 1,
+        "per_device_eval_batch_size": 2,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    rows = Dataset.from_list(tiny_documents() if documents is None else documents)
+    return PackedSFTTrainer(
+        model,
+        PackedSFTConfig(**settings | options),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def longrope():
+    """Return a model that is exact below 32 tokens and leaks beyond."""
+    return tiny_model("phi3+longrope")
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch):
+    """Return a function that makes the n-th isolation check from now on run out of memory."""
+
+    def at(number, module=trl_packing.isolation.fallback, name="check_isolation"):
+        check, calls = getattr(module, name), []
+
+        def fails_once(*arguments, **options):
+            calls.append(None)
+            if len(calls) == number:
+                raise torch.OutOfMemoryError("out of memory, a test says")
+            return check(*arguments, **options)
+
+        monkeypatch.setattr(module, name, fails_once)
+        return calls
+
+    return at
+
+
+# --- a leak ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", ["train train", "evaluate evaluate", "evaluate train evaluate"])
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (lambda: tiny_model("falcon+alibi"), {"attention": "model"}),
+        (lambda: tiny_model("mamba"), {"attention": "documents"}),
+        (lambda: tiny_model("bloom"), {"attention": "mask"}),  # refuses, rather than leaks
+    ],
+    ids=["falcon with alibi", "mamba", "bloom"],
+)
+def test_whatever_was_refused_is_refused_again(build, options, calls, tmp_path):
+    run = trainer_for(build(), tmp_path, **options)
+    before = copy.deepcopy(run.model.state_dict())
+    for call in calls.split():
+        with pytest.raises(RuntimeError, match=f"{LEAKS}|cannot run packed documents"):
+            getattr(run, call)()
+    torch.testing.assert_close(run.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_leak_of_long_documents_is_not_known_to_be_none_by_the_mode_that_refused(tmp_path):
+    """A check that passed in one mode spares the other mode the long documents."""
+    documents = tiny_documents((5, 12, 20, 70))
+    run = trainer_for(longrope(), tmp_path, documents=documents, attention="documents")
+    for call in (run.evaluate, run.train, run.evaluate):
+        with pytest.raises(RuntimeError, match=LEAKS):
+            call()
+
+
+@pytest.fixture
+def checked_modes(monkeypatch):
+    """Return the mode of every isolation check that is made, True for training."""
+    check, modes = trl_packing.isolation.check.check_isolation, []
+
+    def record(*arguments, **options):
+        modes.append(options["training"])
+        return check(*arguments, **options)
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    return modes
+
+
+def test_a_check_that_passed_is_not_made_again(tmp_path, checked_modes):
+    """The control: the gate opens, and stays open, for a model that keeps documents apart."""
+    run = trainer_for(tiny_model("llama"), tmp_path)
+    for call in (run.train, run.evaluate, run.train, run.evaluate):
+        call()
+    assert checked_modes == [True, False]
+
+
+def test_a_warning_is_given_once_and_the_run_goes_on(tmp_path, caplog):
+    run = trainer_for(
+        tiny_model("falcon+alibi"), tmp_path, attention="model", isolation_check="warn"
+    )
+    with caplog.at_level(logging.WARNING, logger="trl_packing"):
+        run.train()
+        run.train()
+        assert caplog.text.count(LEAKS) == 1
+        run.evaluate()
+        run.evaluate()
+    assert caplog.text.count(LEAKS) == 2, "once for each mode"
+    assert run.state.global_step == 1
+
+
+def test_a_slower_way_is_checked_on_what_the_faster_one_had_passed(tmp_path, checked_modes):
+    short, long = tiny_documents((5, 12, 20, 30)), tiny_documents((5, 70))
+    run = trainer_for(longrope(), tmp_path, documents=short)
+    run.train()
+    assert run.attention.backend == "documents"
+    run.evaluate(Dataset.from_list(long))
+    assert run.attention.backend == "padded"
+    checked_modes.clear()
+    run.train()
+    run.evaluate()
+    assert checked_modes == [True], "evaluation on the slower way was checked, training was not"
+
+
+class OneDocumentARow(PackedCollator):
+    """Tell the model that a row is one document."""
+
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        length = batch["input_ids"].shape[1]
+        whole = {f"cu_seq_lens_{of}": torch.tensor([0, length], dtype=torch.int32) for of in "qk"}
+        longest = {f"max_length_{of}": length for of in "qk"}
+        return batch | whole | longest | {"position_ids": torch.arange(length)[None]}
+
+
+def test_a_collator_that_is_set_after_a_check_is_checked(tmp_path, checked_modes):
+    run = trainer_for(tiny_model("llama"), tmp_path, attention="documents")
+    run.train()
+    run.data_collator = PackedCollator(pad_token_id=run.data_collator.pad_token_id)
+    run.train()
+    run.data_collator = OneDocumentARow()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=LEAKS):
+            run.train()
+    assert checked_modes[0] is checked_modes[-1] is True
+
+
+# --- an error in the check ------------------------------------------------------------------------
+
+
+def test_out_of_memory_in_the_check_is_no_verdict(tmp_path, out_of_memory):
+    run = trainer_for(tiny_model("mamba"), tmp_path, attention="documents")
+    calls = out_of_memory(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    with pytest.raises(RuntimeError, match=LEAKS):
+        run.train()
+    assert len(calls) == 2
+
+
+def test_out_of_memory_in_the_check_of_the_head_is_no_verdict(tmp_path, out_of_memory, caplog):
+    """BERT's head has a layer before its matrix, which TRL's fused head leaves out."""
+    run = trainer_for(tiny_model("bert"), tmp_path)
+    calls = out_of_memory(1, trl_packing.isolation.guard, "check_fused_head")
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    assert "training on the model's own logits" not in caplog.text
+    run.train()
+    assert "training on the model's own logits" in caplog.text
+    run.train()
+    assert len(calls) == 2, "and a head that was checked is not checked again"
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_search_that_fails_leaves_the_way_that_was_checked(at, tmp_path, out_of_memory):
+    """Evaluation was checked on documents; training tries slower ways, and breaks off in one."""
+    run = trainer_for(tiny_model("llama"), tmp_path)
+    run.evaluate()
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean() if module.training else output
+
+    run.model.model.embed_tokens.register_forward_hook(leak)
+    out_of_memory(at)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    assert run.attention.backend == "documents"
+    assert run.model.config._attn_implementation == "sdpa", "as it came"
+    forward = run.model.model.forward
+    assert hasattr(forward, "before_packed_calls"), "packed calls are announced to the kernel"
+    run.evaluate()
+    with pytest.raises(RuntimeError, match=LEAKS):
+        run.train()
+
+
+# --- what a refusal says --------------------------------------------------------------------------
+
+
+class Stumbling(PackedCollator):
+    """A collator of the user's own that cannot make a row."""
+
+    def __call__(self, documents):
+        raise ValueError("no field 'weights' in this document")
+
+
+def refused(run):
+    with pytest.raises(RuntimeError) as refusal:
+        run.train()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("attention", ["auto", "documents"])
+def test_a_collator_that_fails_is_blamed_for_it(attention, tmp_path):
+    run = trainer_for(tiny_model("llama"), tmp_path, attention=attention)
+    run.data_collator = Stumbling()
+    said = refused(run)
+    expected = "the data collator makes no packed row: ValueError: no field 'weights'"
+    assert said.startswith(expected)
+
+
+@pytest.mark.parametrize("attention", ["auto", "padded"])
+def test_a_document_that_fails_alone_is_not_blamed_on_packing(attention, monkeypatch):
+    # Ids beyond the vocabulary are refused before, unless its size were unknown.
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.limits_of", lambda model: NO_LIMITS)
+    model = tiny_model("llama")
+    with pytest.raises(RuntimeError) as refusal:
+        enable_packing(model, [[10**6] * 30], attention=attention)
+    said = str(refusal.value)
+    expected = "LlamaForCausalLM cannot run a document even alone, unpacked: IndexError"
+    assert said.startswith(expected)
+    assert "(the model has 128 token ids and 512 positions)" in said
+    assert "attention=" not in said, "no attention is a way out"
+
+
+def test_under_auto_a_refusal_says_what_every_way_failed_by(tmp_path):
+    model = tiny_model("llama")
+
+    def refuse(module, arguments, named):
+        if any(x is not None and "cu_seq" in key for key, x in named.items()):
+            raise ValueError("no boundaries, please")
+        if named.get("attention_mask") is not None and named["attention_mask"].dim() == 4:
+            raise ValueError("no masks of four dimensions")
+
+    model.model.layers[0].register_forward_pre_hook(refuse, with_kwargs=True)
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean((0, 1))
+
+    model.model.layers[1].mlp.register_forward_hook(leak)
+    said = refused(trainer_for(model, tmp_path))
+    refusing = [f"{way} refused" for way in ("documents", "model", "mask", "padded")]
+    ways = [*refusing, "equal_lengths leaks"]
+    assert all(f"{way} " in said for way in ways), said
+    assert "attention='padded'" not in said, "it was tried"
+
+
+@pytest.mark.parametrize(("attention", "way_out"), [("model", True), ("padded", False)])
+def test_a_named_way_is_told_a_way_out_other_than_itself(attention, way_out, tmp_path):
+    model = tiny_model("llama")
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean((0, 1))
+
+    model.model.layers[0].mlp.register_forward_hook(leak)
+    said = refused(trainer_for(model, tmp_path, attention=attention))
+    assert "Set attention='auto', which takes the fastest exact way" in said
+    assert ("(attention='padded' fits most models)" in said) == way_out
+    assert "max_length" not in said, "no length makes it exact"
+
+
+def test_max_length_is_a_way_out_where_the_rope_has_a_threshold(tmp_path):
+    run = trainer_for(
+        longrope(), tmp_path, documents=tiny_documents((5, 20, 70)), attention="documents"
+    )
+    expected = "keep documents on one side of the model's length threshold with max_length"
+    assert expected in refused(run)

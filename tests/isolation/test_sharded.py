@@ -1,0 +1,35 @@
+"""The isolation check on wrapped models, two gloo ranks: DDP, and FSDP2's sharded parameters."""
+
+import json
+
+import pytest
+from helpers.distributed.train import launch
+
+WRAPPERS = ["DDP", "FSDP2"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank found, by wrapper, model and way."""
+    folder = tmp_path_factory.mktemp("isolation")
+    launch("helpers.distributed.isolation", str(folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "case", ["llama documents", "mamba padded", "mamba equal_lengths"], ids=lambda c: c
+)
+def test_isolated_documents_pass_on_every_rank(wrapper, case, found):
+    for rank in found:
+        assert rank[f"{wrapper} {case}"]["verdict"] == "isolated"
+        assert rank[f"{wrapper} {case}"]["buffers_kept"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_leak_is_seen_and_located_on_every_rank(wrapper, found):
+    for rank in found:
+        assert rank[f"{wrapper} mamba model"]["verdict"] == "leaks"
+        assert rank[f"{wrapper} mamba model"]["first_layer"] == "backbone.layers.0"

@@ -1,0 +1,111 @@
+"""One step is one mean over its trained tokens, whatever it is cut into and whoever owns the class.
+
+TRL divides by the tokens of a micro-batch for classes with ``accepts_loss_kwargs=False`` (gemma3,
+Qwen-VL), and averages the balance of experts over micro-batches, whatever they hold.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from trl_packing import PackedCollator
+from trl_packing.tools.compatibility import one_at_a_time, packed_step, tiny_documents
+from trl_packing.tools.tiny_models import tiny_model
+
+TOLERANCE = 1e-5  # relative, float32; a wrong denominator is off by tens of percent
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "mixtral", "mamba"])
+def test_a_step_is_one_mean_whatever_it_is_cut_into(name, accumulation, tmp_path):
+    model, documents = tiny_model(name), tiny_documents()
+    truth = one_at_a_time(model, documents)
+    layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    if accumulation > 1:
+        layout = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
+    _, packed = packed_step(model, documents, str(tmp_path), **layout)
+    assert max(packed.distance(truth)) < TOLERANCE * 10
+    # The negative control: the mean of the documents' means is another number.
+    means = [one_at_a_time(model, [d]).loss for d in documents[:2]]
+    pair = one_at_a_time(model, documents[:2]).loss
+    assert abs(sum(means) / 2 - pair) > 100 * TOLERANCE
+
+
+def with_balance(name: str, coefficient: float) -> nn.Module:
+    model = tiny_model(name)
+    model.config.output_router_logits = True
+    model.config.router_aux_loss_coef = coefficient
+    return model
+
+
+def balance(model: nn.Module, documents: list[dict], *, padded: bool) -> torch.Tensor:
+    """Return the balance of experts over the real tokens of one micro-batch."""
+    if not padded:
+        batch = PackedCollator()(documents)
+        batch.pop("labels")
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
+            batch.pop(name)  # the plain model: its mask comes from position_ids
+        return model(**batch, output_router_logits=True).aux_loss
+    rows = [torch.tensor(d["input_ids"]) for d in documents]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.stack([torch.arange(ids.shape[1]) < len(row) for row in rows]).long()
+    return model(
+        input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True
+    ).aux_loss
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+def test_the_balance_of_experts_counts_real_tokens(name):
+    model, documents = with_balance(name, 0.1), tiny_documents()
+    packed, padded = (balance(model, documents, padded=p) for p in (False, True))
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-6)
+    ids = torch.cat([torch.tensor(d["input_ids"]) for d in documents])[None]
+    one_document = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
+    assert abs(one_document - padded) > 1e-4, "the control: contaminated tokens route otherwise"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_balance_is_weighted_by_the_tokens_of_its_micro_batch(name, tmp_path):
+    """Micro-batches of 60 and 31 tokens weigh 60 : 31; TRL's mean would weigh them 1 : 1."""
+    documents = tiny_documents((60, 20, 11))  # no other bins of 60 tokens can be made
+    micro_batches = [documents[:1], documents[1:]]
+    coefficient = 0.5
+    layout = {
+        "max_length": 60,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "router_aux_loss_coef": coefficient,
+    }
+    _, packed = packed_step(with_balance(name, coefficient), documents, str(tmp_path), **layout)
+    token_loss = one_at_a_time(tiny_model(name), documents)
+
+    def expected(weights):
+        model = with_balance(name, coefficient).train()
+        weighted = [
+            w * balance(model, m, padded=True) for w, m in zip(weights, micro_batches, strict=True)
+        ]
+        (coefficient * sum(weighted)).backward()
+        loss = token_loss.loss + coefficient * sum(weighted).item()
+        return loss, {
+            n: token_loss.gradients.get(n, 0) + (p.grad if p.grad is not None else 0)
+            for n, p in model.named_parameters()
+        }
+
+    loss, gradients = expected((60 / 91, 31 / 91))
+    assert packed.loss == pytest.approx(loss, rel=1e-5)
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    for parameter, gradient in packed.gradients.items():
+        torch.testing.assert_close(gradient, gradients[parameter], rtol=0, atol=1e-5 * largest)
+    as_trl, _ = expected((1 / 2, 1 / 2))
+    assert packed.loss != pytest.approx(as_trl, rel=1e-5), "the control"
+
+
+def test_padding_in_the_balance_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of=8 .*router_aux_loss_coef=0\.0"):
+        packed_step(
+            tiny_model("mixtral"),
+            tiny_documents(),
+            str(tmp_path),
+            router_aux_loss_coef=0.1,
+            pad_to_multiple_of=8,
+        )

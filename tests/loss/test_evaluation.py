@@ -1,0 +1,476 @@
+"""`eval_loss` is one mean over the whole set, and `eval_loss_<source>` over a part of it.
+
+The reference evaluates one document at a time, and only the documents of a source for its loss.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features
+from helpers.by_hand import (
+    LOSSES,
+    TOLERANCE,
+    by_hand,
+    trainer_for,
+    unweighted,
+    weighted,
+)
+from helpers.distributed.train import Scenario, run_on_ranks, token_weights
+from helpers.tiny import documents_of_lengths
+from helpers.tiny import tiny_model as small_model
+
+from trl_packing import PackedSFTConfig
+from trl_packing.loss.evaluation import EvaluationSums, Sources, perplexity
+from trl_packing.tools.compatibility import tiny_documents
+from trl_packing.tools.tiny_models import tiny_model
+
+MODES = ("token", "document", "sqrt")
+SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
+DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
+EVALUATIONS = {
+    "packed": {},
+    "two rows a batch": {"per_device_eval_batch_size": 2},
+    "not packed": {"eval_packing": False, "per_device_eval_batch_size": 3},
+    "padded": {"padded": True, "per_device_eval_batch_size": 3},
+}
+
+
+def with_sources(documents, weights=DOCUMENT_WEIGHTS):
+    return [
+        d | {"source": source, "loss_weight": weight}
+        for d, source, weight in zip(documents, SOURCES, weights, strict=False)
+    ]
+
+
+def count_rows(prediction):
+    return {"rows": len(prediction.label_ids)}
+
+
+def evaluator(model, documents, folder, *, padded=False, train=None, **options):
+    data = documents if not isinstance(documents, list) else Dataset.from_list(documents)
+    return trainer_for(
+        model,
+        train or tiny_documents((5, 9)),
+        folder,
+        evaluated=data,
+        arguments={"compute_metrics": count_rows} if padded else {},
+        **{"per_device_eval_batch_size": 1, **options},
+    )
+
+
+def losses_by_hand(model, documents, loss="nll", mode="token"):
+    """Return the metrics of `documents`, each source by its documents alone."""
+    expected = {"eval_loss": by_hand(model, documents, loss, mode)[0]}
+    for source in {d["source"] for d in documents}:
+        own = [d for d in documents if d["source"] == source]
+        expected[f"eval_loss_{source}"] = by_hand(model, own, loss, mode)[0]
+        expected[f"eval_num_documents_{source}"] = len(own)
+    return expected
+
+
+def assert_reports(metrics, expected):
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=TOLERANCE), name
+
+
+# --- one mean over the set, and over each source --------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft", "smoothed"])
+@pytest.mark.parametrize("evaluation", EVALUATIONS)
+def test_losses_by_source_are_those_of_its_documents_alone(evaluation, loss, tmp_path):
+    model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
+    options = {**EVALUATIONS[evaluation], **LOSSES[loss]}
+    trainer = evaluator(model, documents, tmp_path, source_column="source", **options)
+    metrics = trainer.evaluate()
+    expected = losses_by_hand(model, documents, loss)
+    assert_reports(metrics, expected)
+    assert metrics.get("eval_rows") == (8 if evaluation == "padded" else None)
+    # The control: the losses of sources differ, and weights are part of them.
+    assert metrics["eval_loss_web"] != pytest.approx(metrics["eval_loss_books"], rel=1e-2)
+    with pytest.raises(AssertionError):
+        assert_reports(metrics, losses_by_hand(model, unweighted(documents), loss))
+
+
+@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_evaluation_is_weighted_as_configured(mode, evaluation, tmp_path):
+    model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
+    options = {"loss_weighting": mode, "source_column": "source", **EVALUATIONS[evaluation]}
+    metrics = evaluator(model, documents, tmp_path, **options).evaluate()
+    expected = losses_by_hand(model, documents, "nll", mode)
+    assert_reports(metrics, expected)
+    with pytest.raises(AssertionError):  # the control
+        assert_reports(metrics, losses_by_hand(model, documents))
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stream_is_evaluated_as_configured(mode, padded, tmp_path):
+    model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
+    stream = Dataset.from_list(documents).to_iterable_dataset()
+    metrics = evaluator(model, stream, tmp_path, padded=padded, loss_weighting=mode).evaluate()
+    expected = by_hand(model, documents, "nll", mode)[0]
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["bert", "mamba"])
+def test_sources_on_models_that_score_or_pad_themselves(name, tmp_path):
+    model, documents = tiny_model(name), with_sources(tiny_documents())
+    metrics = evaluator(model, documents, tmp_path, source_column="source").evaluate()
+    # evaluation may take another kernel than training, which the reference runs
+    assert_reports(metrics, losses_by_hand(model, documents))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_belong_to_no_source(kind, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(small_model("llama"), config)
+    documents = with_sources(tiny_documents((12, 30, 7, 12)))
+    metrics = evaluator(model, documents, tmp_path, source_column="source").evaluate()
+    assert_reports(metrics, losses_by_hand(model, documents))
+
+
+def test_experts_leave_the_loss_of_evaluation_alone(tmp_path):
+    """Their balance depends on what shares a batch: it is logged apart."""
+    model, documents = tiny_model("mixtral"), tiny_documents()
+    options = {"router_aux_loss_coef": 0.5, "max_steps": 1}
+    found = []
+    for evaluation in ("packed", "not packed"):
+        trainer = evaluator(model, documents, tmp_path, **options, **EVALUATIONS[evaluation])
+        found.append(trainer.evaluate()["eval_loss"])
+        assert trainer.state.log_history[-1]["eval_aux_loss"] > 0
+        assert trainer.router_aux_loss_coef == 0.5
+    assert found == pytest.approx([by_hand(model, documents)[0]] * 2, rel=TOLERANCE)
+
+
+def test_evaluation_takes_no_forward_more_for_sources(tmp_path):
+    calls = {}
+    for column in (None, "source"):
+        trainer = evaluator(
+            tiny_model("llama"),
+            with_sources(tiny_documents()),
+            tmp_path,
+            source_column=column,
+            isolation_check="off",
+        )
+        trainer.evaluate()
+        forward, seen = trainer.model.forward, []
+
+        def count(*args, _forward=forward, _seen=seen, **kwargs):
+            _seen.append(set(kwargs))
+            return _forward(*args, **kwargs)
+
+        trainer.model.forward = count
+        trainer.evaluate()
+        calls[column] = seen
+    assert len(calls[None]) > 1
+    assert calls[None] == calls["source"], "nor is the model given them"
+
+
+# --- perplexity -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_perplexity_is_the_exponential_of_the_loss(mode, tmp_path):
+    model, documents = tiny_model("llama"), tiny_documents()
+    metrics = evaluator(model, documents, tmp_path, loss_weighting=mode).evaluate()
+    expected = by_hand(model, documents, "nll", mode)[0]
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected), rel=10 * TOLERANCE)
+
+
+def test_document_weighting_gives_the_geometric_mean_of_perplexities(tmp_path):
+    model, documents = tiny_model("llama"), tiny_documents()
+    metrics = evaluator(model, documents, tmp_path, loss_weighting="document").evaluate()
+    each = [math.exp(by_hand(model, [d])[0]) for d in documents]
+    expected = float(np.prod(each)) ** (1 / len(each))
+    assert metrics["eval_perplexity"] == pytest.approx(expected, rel=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("loss", ["dft", "smoothed"])
+def test_a_loss_that_is_no_likelihood_has_no_perplexity(loss, tmp_path):
+    trainer = evaluator(tiny_model("llama"), tiny_documents(), tmp_path, **LOSSES[loss])
+    assert "eval_perplexity" not in trainer.evaluate()
+
+
+def test_a_perplexity_that_compute_metrics_names_stays(tmp_path):
+    trainer = evaluator(tiny_model("llama"), tiny_documents(), tmp_path, padded=True)
+    trainer.compute_metrics = lambda prediction: {"perplexity": 7.0}
+    assert trainer.evaluate()["eval_perplexity"] == 7.0
+
+
+def test_a_perplexity_may_be_infinite():
+    assert perplexity(1e9) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+# --- sets, raw, prepared and packed ---------------------------------------------------------------
+
+
+def rows_of(documents):
+    """Return two packed rows of four documents each."""
+    return [
+        {key: [x for d in part for x in d[key]] for key in ("input_ids", "labels")}
+        | {"seq_lengths": [len(d["input_ids"]) for d in part]}
+        for part in (documents[:4], documents[4:])
+    ]
+
+
+@pytest.mark.parametrize("mode", ["token", "document"])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("packing", [True, False])
+def test_raw_prepared_and_packed_sets_are_never_packed_twice(packing, padded, mode, tmp_path):
+    model, documents = tiny_model("llama"), tiny_documents((20, 5, 11, 38, 12, 33, 3, 29))
+    options = {"padded": padded, "packing": packing, "loss_weighting": mode}
+    trainer = evaluator(model, documents, tmp_path, **options)
+    packed = Dataset.from_list(rows_of(documents))
+    raw = Dataset.from_list(documents)
+    expected = by_hand(model, documents, "nll", mode)[0]
+    for _ in range(2):
+        for data in (None, raw, trainer.eval_dataset, packed):
+            metrics = trainer.evaluate(data)
+            assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
+            assert metrics.get("eval_rows") == (8 if padded else None)
+    assert len(trainer.eval_dataset) == 8
+    assert len(packed) == 2
+
+
+def test_raw_text_is_evaluated_any_number_of_times(tmp_path):
+    rows = [{"text": "so it is " * (1 + i), "source": source} for i, source in enumerate("aba")]
+    trainer = evaluator(
+        tiny_model("llama"), rows, tmp_path, train=rows, source_column="source", overflow="split"
+    )
+    assert trainer.eval_dataset["source"][:] == list("aba")
+    first = trainer.evaluate()
+    for data in (Dataset.from_list(rows), trainer.eval_dataset, None):
+        again = trainer.evaluate(data)
+        for name in ("eval_loss", "eval_loss_a", "eval_loss_b"):
+            assert again[name] == pytest.approx(first[name], rel=1e-6)
+        assert (again["eval_num_documents_a"], again["eval_num_documents_b"]) == (2, 1)
+
+
+def test_rows_that_are_packed_count_the_documents_of_a_source(tmp_path):
+    model, documents = tiny_model("llama"), tiny_documents((20, 5, 11, 38, 12, 33, 3, 29))
+    rows = [row | {"source": source} for row, source in zip(rows_of(documents), "ab", strict=True)]
+    metrics = evaluator(model, rows, tmp_path, source_column="source").evaluate()
+    assert metrics["eval_num_documents_a"] == 4
+    expected = by_hand(model, documents[:4])[0]
+    assert metrics["eval_loss_a"] == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", ["token", "document"])
+def test_a_dictionary_of_sets_is_exact_for_each(mode, tmp_path):
+    model, documents = tiny_model("llama"), with_sources(tiny_documents())
+    parts = {"one": documents[:3], "two": documents[3:]}
+    sets = {name: Dataset.from_list(part) for name, part in parts.items()}
+    options = {"source_column": "source", "loss_weighting": mode}
+    trainer = evaluator(model, sets, tmp_path, **options)
+    metrics = trainer.evaluate()
+    for name, part in parts.items():
+        expected = losses_by_hand(model, part, "nll", mode)
+        expected = {k.replace("eval_", f"eval_{name}_"): v for k, v in expected.items()}
+        assert_reports(metrics, expected)
+    assert "eval_one_num_documents_books" not in metrics
+    assert trainer.evaluate("two")["eval_loss_books"] == metrics["eval_two_loss_books"]
+
+
+@pytest.mark.parametrize("metric", ["eval_loss", "eval_loss_code", "eval_perplexity"])
+def test_the_best_model_is_chosen_by_the_exact_value(metric, tmp_path):
+    model, documents = tiny_model("llama"), with_sources(tiny_documents())
+    trainer = evaluator(
+        model,
+        documents,
+        tmp_path,
+        train=tiny_documents((40, 30, 20)),
+        source_column="source",
+        loss_weighting="document",
+        max_steps=3,
+        learning_rate=0.3,
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+        greater_is_better=False,
+    )
+    trainer.train()
+    values = [entry[metric] for entry in trainer.state.log_history if metric in entry]
+    assert len(set(values)) == 3
+    assert trainer.state.best_metric == min(values)
+    exact = losses_by_hand(trainer.model, documents, "nll", "document")
+    exact["eval_perplexity"] = math.exp(exact["eval_loss"])
+    assert min(values) == pytest.approx(exact[metric], rel=10 * TOLERANCE)
+
+
+def test_a_training_run_does_not_see_the_sources_of_an_evaluation(tmp_path):
+    documents = with_sources(tiny_documents((5, 9)), [1.0, 1.0])
+    trainer = evaluator(
+        tiny_model("llama"), documents, tmp_path, train=documents, source_column="source"
+    )
+    trainer.evaluate()
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert "source_ids" not in batch
+    trainer.train()
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+LENGTHS = [9, 30, 5, 17, 23, 3, 28]  # seven documents do not divide
+RANKS = {
+    "packed": {},
+    "not packed": {"options": {"eval_packing": False}, "batch_size": 2},
+    "document": {"options": {"loss_weighting": "document"}},
+    "sqrt, not packed": {"options": {"loss_weighting": "sqrt", "eval_packing": False}},
+    "padded": {"counts_correct": True, "batch_size": 2},
+    "document, padded": {
+        "options": {"loss_weighting": "document"},
+        "counts_correct": True,
+        "batch_size": 3,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    base = tmp_path_factory.mktemp("ranks")
+    scenarios = {
+        name: Scenario(
+            str(base / name),
+            **arguments | {"options": {"source_column": "source", **arguments.get("options", {})}},
+            lengths=[32, 20],
+            max_steps=1,
+            weighted=True,
+            eval_lengths=LENGTHS,
+            sources=SOURCES,
+            document_weights=DOCUMENT_WEIGHTS,
+        )
+        for name, arguments in RANKS.items()
+    }
+    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_evaluate_every_document_once(name, two_ranks):
+    rows = documents_of_lengths(LENGTHS, prompt=2, seed=1)
+    documents = with_sources([d | {"loss_weights": token_weights(d["input_ids"])} for d in rows])
+    mode = RANKS[name].get("options", {}).get("loss_weighting", "token")
+    expected = losses_by_hand(small_model("llama"), documents, "nll", mode)
+    for rank in two_ranks[name]:
+        assert_reports(rank["metrics"], expected)
+        if RANKS[name].get("counts_correct"):
+            assert rank["metrics"]["eval_rows"] == len(LENGTHS)
+            in_order = [max(d["labels"]) for d in documents]
+            assert rank["largest_targets"] == in_order
+    if mode != "token":
+        plain = losses_by_hand(small_model("llama"), documents)
+        with pytest.raises(AssertionError):
+            assert_reports(two_ranks[name][0]["metrics"], plain)
+
+
+# --- the sources of a set -------------------------------------------------------------------------
+
+
+def test_sources_are_named_in_order_and_only_those_that_are_left():
+    dataset = Dataset.from_list([{"source": s} for s in ("web", "code", "books", "web")])
+    sources = Sources.of(dataset, "source")
+    assert sources.names == ("books", "code", "web")
+    assert sources.ids.tolist() == [2, 1, 0, 2]
+    assert sources.num_documents.tolist() == [1, 1, 2]
+    chosen = Sources.of(dataset.select([3, 1]), "source")
+    assert (chosen.names, chosen.ids.tolist()) == (("code", "web"), [1, 0])
+
+
+def test_sources_may_be_whole_numbers_and_lie_in_chunks():
+    from datasets import concatenate_datasets
+
+    parts = [Dataset.from_list([{"kind": k} for k in kinds]) for kinds in ((10, 9), (9, 1))]
+    sources = Sources.of(concatenate_datasets(parts), "kind")
+    assert sources.names == ("1", "10", "9")
+    assert sources.ids.tolist() == [1, 2, 2, 0]
+
+
+def test_classes_are_sources_by_their_names():
+    dataset = Dataset.from_dict(
+        {"kind": [1, 0, 1]}, Features({"kind": ClassLabel(names=["math", "chat"])})
+    )
+    sources = Sources.of(dataset, "kind")
+    assert sources.names == ("chat", "math")
+    assert sources.ids.tolist() == [0, 1, 0]
+
+
+def test_predictions_need_no_sources(tmp_path):
+    rows = with_sources(tiny_documents())
+    trainer = evaluator(
+        tiny_model("llama"), Dataset.from_list(rows), tmp_path, source_column="source"
+    )
+    sourced = trainer.predict(Dataset.from_list(rows)).metrics
+    without = trainer.predict(Dataset.from_list(rows).remove_columns("source")).metrics
+    assert {name for name in sourced if name.startswith("test_loss_")}
+    assert not {name for name in without if name.startswith("test_loss_")}
+    assert without["test_loss"] == pytest.approx(sourced["test_loss"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([{"origin": "web"}], "has no such column: it has .*'origin'.*leave source_column out"),
+        ([{"source": 0.5}], "holds double, but sources are texts or whole numbers"),
+        ([{"source": [1]}], "holds list.*, but sources are texts"),
+        ([{"source": "web"}, {"source": None}], r"row 1 of an evaluation set has no 'source'"),
+        ([{"source": i} for i in range(1001)], "1,001 different values"),
+    ],
+    ids=["missing", "floats", "lists", "null", "ids"],
+)
+def test_columns_that_name_no_sources_are_refused(rows, problem):
+    with pytest.raises(ValueError, match=problem):
+        Sources.of(Dataset.from_list(rows), "source")
+
+
+def test_a_missing_source_column_is_refused_before_training(tmp_path):
+    with pytest.raises(ValueError, match="source_column='origin', but an evaluation set has no"):
+        evaluator(tiny_model("llama"), tiny_documents(), tmp_path, source_column="origin")
+
+
+def test_the_sources_of_a_stream_are_refused(tmp_path):
+    stream = Dataset.from_list(with_sources(tiny_documents())).to_iterable_dataset()
+    with pytest.raises(ValueError, match="a stream tells them only by being read; load"):
+        evaluator(tiny_model("llama"), stream, tmp_path, source_column="source")
+
+
+def test_a_source_without_weights_has_no_loss():
+    sources = Sources(("a", "b"), np.array([0, 1]), np.array([1, 1]))
+    sums = EvaluationSums(sources)
+    losses, weights, ids = (torch.tensor([row]) for row in ([2.0, 0.0], [1.0, 0.0], [0, 1]))
+    sums.add(torch.tensor(2.0), torch.tensor(1.0))
+    sums.add_by_source(losses, weights, ids)
+    assert sums.metrics(sums.sums, "eval", is_likelihood=False) == {
+        "eval_loss": 2.0,
+        "eval_num_documents_a": 1,
+        "eval_loss_a": 2.0,
+        "eval_num_documents_b": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [
+        ("eval_loss", False),
+        ("eval_loss_gsm8k", False),
+        ("loss_gsm8k", False),
+        ("eval_perplexity", False),
+        ("eval_short_loss_gsm8k", False),
+        ("eval_accuracy", True),
+        ("eval_lossless", True),
+    ],
+)
+def test_the_best_model_has_the_smallest_loss_of_a_source_and_perplexity(tmp_path, metric, greater):
+    options = {"use_cpu": True, "bf16": False, "metric_for_best_model": metric}
+    assert PackedSFTConfig(str(tmp_path), **options).greater_is_better is greater
+    told = PackedSFTConfig(str(tmp_path), greater_is_better=not greater, **options)
+    assert told.greater_is_better is not greater

@@ -1,0 +1,436 @@
+"""The loss of a step is Σ w · loss of a token / Σ w, over all its micro-batches and ranks.
+
+The reference computes that document by document, from the logits of the untouched model.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.by_hand import (
+    LAYOUTS,
+    LEARNING_RATE,
+    LOSSES,
+    SMOOTHING,
+    TOLERANCE,
+    assert_is_one_step_of,
+    assert_same_step,
+    by_hand,
+    one_step,
+    trainer_for,
+    unweighted,
+    weighted,
+)
+from helpers.distributed.train import Scenario, run, run_on_ranks, token_weights
+from helpers.tiny import documents_of_lengths
+from helpers.tiny import tiny_model as small_model
+
+from trl_packing import PackedSFTTrainer
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.loss.evaluation import EvaluationSums
+from trl_packing.loss.step_loss import WeightedLabelSmoother, scale_of_weights
+from trl_packing.recognition.current_row import set_current_row
+from trl_packing.tools.compatibility import tiny_documents
+from trl_packing.tools.tiny_models import tiny_model
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_is_the_weighted_mean_of_its_tokens(loss, layout, tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    expected = by_hand(model, documents, loss)
+    options = {**LAYOUTS[layout], **LOSSES[loss]}
+    assert_same_step(one_step(model, documents, tmp_path, **options), expected)
+    # The negative control: the same comparison sees that weights were left out.
+    with pytest.raises(AssertionError):
+        assert_same_step(by_hand(model, unweighted(documents), loss), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",  # its class says that it ignores loss kwargs
+        "gpt2",
+        "bert",  # scores its own logits
+        "mamba",  # on padded rows
+        "recurrent_gemma",  # both
+    ],
+)
+@pytest.mark.parametrize("loss", ["nll", "smoothed"])
+def test_any_model_on_any_way_is_weighted(name, loss, tmp_path):
+    model, documents = tiny_model(name), weighted(tiny_documents())
+    options = LAYOUTS["three of a bin"] | LOSSES[loss]
+    expected = by_hand(model, documents, loss)
+    assert_same_step(one_step(model, documents, tmp_path, **options), expected)
+
+
+@pytest.mark.parametrize("virtual", [1, 4])
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_virtual_tokens_shift_no_weight(kind, virtual, loss, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=virtual)
+    model = peft.get_peft_model(small_model("llama"), config)
+    documents = weighted(tiny_documents((12, 30, 7, 12)))
+    found = one_step(model, documents, tmp_path, **LOSSES[loss])
+    reference = by_hand(model, documents, loss)
+    assert_same_step(found, reference)
+    with pytest.raises(AssertionError):
+        assert_same_step(found, by_hand(model, unweighted(documents), loss))
+
+
+def test_experts_are_balanced_as_without_weights(tmp_path):
+    model, documents = tiny_model("mixtral"), weighted(tiny_documents())
+    options = LAYOUTS["three of a bin"]
+    plain, balanced = (
+        one_step(model, documents, tmp_path, router_aux_loss_coef=c, **options)[0]
+        for c in (0.0, 0.5)
+    )
+    without, balanced_without = (
+        one_step(model, unweighted(documents), tmp_path, router_aux_loss_coef=c, **options)[0]
+        for c in (0.0, 0.5)
+    )
+    assert plain != pytest.approx(without, rel=TOLERANCE / 10)
+    assert balanced - plain == pytest.approx(balanced_without - without, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["three of a bin", "three of 3, 3 and 2 documents"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_of_one_change_no_bit(loss, layout, tmp_path):
+    model, documents = tiny_model("llama"), tiny_documents()
+    ones = [d | {"loss_weights": [1.0] * len(d["input_ids"])} for d in documents]
+    options = {**LAYOUTS[layout], **LOSSES[loss]}
+    found, expected = (one_step(model, d, tmp_path, **options) for d in (ones, documents))
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], g) for name, g in expected[1].items())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_weight_of_zero_is_an_untrained_label(loss, tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    untrained = [
+        d
+        | {
+            "labels": [
+                label if weight else IGNORE_INDEX
+                for label, weight in zip(d["labels"], d["loss_weights"], strict=True)
+            ]
+        }
+        for d in documents
+    ]
+    assert untrained != documents
+    found, expected = (one_step(model, d, tmp_path, **LOSSES[loss]) for d in (documents, untrained))
+    assert_same_step(found, expected)
+
+
+@pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
+def test_only_ratios_of_weights_count(factor, tmp_path):
+    """TRL divides by no less than 1: small weights would shrink the loss."""
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    scaled = [d | {"loss_weights": [factor * w for w in d["loss_weights"]]} for d in documents]
+    assert_same_step(one_step(model, scaled, tmp_path), by_hand(model, documents))
+
+
+def test_a_step_of_zero_weights_learns_nothing(tmp_path):
+    documents = [d | {"loss_weights": [0] * len(d["input_ids"])} for d in tiny_documents()]
+    stream = Dataset.from_list(documents).to_iterable_dataset()  # a data set of them is refused
+    loss, gradients = one_step(tiny_model("llama"), stream, tmp_path)
+    assert loss == 0
+    assert gradients
+    assert all(g.abs().max() == 0 for g in gradients.values())
+
+
+def test_rows_that_are_packed_already_have_weights_too(tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents((20, 9, 14)))
+    rows = [
+        {
+            **{
+                key: [x for d in documents for x in d[key]]
+                for key in ("input_ids", "labels", "loss_weights")
+            },
+            "seq_lengths": [20, 9, 14],
+        }
+    ]
+    assert_same_step(one_step(model, rows, tmp_path), by_hand(model, documents))
+
+
+def test_metrics_of_a_step_are_plain_means(tmp_path):
+    logs = []
+    for documents in (weighted(tiny_documents()), tiny_documents()):
+        trainer = trainer_for(tiny_model("llama"), documents, tmp_path)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    for name in ("mean_token_accuracy", "entropy", "num_tokens"):
+        assert logs[0][name] == logs[1][name]
+    assert logs[0]["loss"] != logs[1]["loss"]
+
+
+def test_the_model_is_not_given_the_weights(tmp_path, monkeypatch):
+    seen = set()
+    trainer = trainer_for(
+        tiny_model("llama"), weighted(tiny_documents()), tmp_path, label_smoothing_factor=0.1
+    )
+    forward = trainer.model.forward
+
+    def record(*args, **kwargs):
+        seen.update(kwargs)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.model, "forward", record)
+    trainer.train()
+    assert "input_ids" in seen
+    assert "loss_weights" not in seen
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+TOKENIZED = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_is_weighted(packing, tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    options = {"packing": packing, "per_device_train_batch_size": 2, **TOKENIZED}
+    stream = Dataset.from_list(documents).to_iterable_dataset()
+    found = one_step(model, stream, tmp_path, gradient_accumulation_steps=4, **options)
+    assert_same_step(found, by_hand(model, documents))
+
+
+def test_documents_without_weights_among_others_weigh_one(tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    mixed = [d if i % 3 else d | {"loss_weights": None} for i, d in enumerate(documents)]
+    assert mixed[0]["loss_weights"] is None, "the first micro-batch has none at all"
+    stream = Dataset.from_list(mixed).to_iterable_dataset()
+    options = {"packing": False, "per_device_train_batch_size": 1, **TOKENIZED}
+    found = one_step(model, stream, tmp_path, gradient_accumulation_steps=8, **options)
+    ones = [d if i % 3 else unweighted([d])[0] for i, d in enumerate(documents)]
+    assert_same_step(found, by_hand(model, ones))
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+EVALUATIONS = {
+    "packed": {},
+    "two rows a batch": {"per_device_eval_batch_size": 2},
+    "not packed": {"eval_packing": False, "per_device_eval_batch_size": 3},
+    "padded": {"padded": True, "per_device_eval_batch_size": 3},
+    "packed stream": {"stream": True},
+    "padded stream": {"stream": True, "padded": True, "per_device_eval_batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft", "smoothed"])
+@pytest.mark.parametrize("evaluation", EVALUATIONS)
+def test_eval_loss_is_the_weighted_mean_of_the_whole_set(evaluation, loss, tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    options = {"per_device_eval_batch_size": 1, **EVALUATIONS[evaluation], **LOSSES[loss]}
+    padded, stream = options.pop("padded", False), options.pop("stream", False)
+    dataset = Dataset.from_list(documents)
+    if stream:
+        dataset, options = dataset.to_iterable_dataset(), options | TOKENIZED
+    arguments = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
+    trainer = trainer_for(
+        model,
+        documents,
+        tmp_path,
+        evaluated=dataset,
+        arguments=arguments if padded else {},
+        **options,
+    )
+    metrics = trainer.evaluate()
+    expected = by_hand(model, documents, loss)[0]
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
+    assert metrics.get("eval_rows") == (len(documents) if padded else None)
+    plain = by_hand(model, unweighted(documents), loss)[0]
+    assert plain != pytest.approx(expected, rel=10 * TOLERANCE), "the control"
+
+
+def test_evaluation_between_steps_leaves_the_weights_of_a_step_alone(tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    trainer = trainer_for(
+        model,
+        documents,
+        tmp_path,
+        evaluated=Dataset.from_list(unweighted(documents)),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert losses == pytest.approx([by_hand(model, documents)[0]] * 2, rel=TOLERANCE)
+    evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    plain = by_hand(model, unweighted(documents))[0]
+    assert evaluated == pytest.approx([plain] * 2, rel=TOLERANCE)
+
+
+def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
+    """As a rank without documents left has; label smoothing makes 0 / 0 of it."""
+    trainer = trainer_for(
+        tiny_model("llama"), tiny_documents(), tmp_path, label_smoothing_factor=SMOOTHING
+    )
+    trainer.model.eval()
+    trainer._evaluated = EvaluationSums()
+    with torch.no_grad():
+        assert trainer.compute_loss(trainer.model, trainer.data_collator([])).isnan()
+    assert trainer._evaluated.sums.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_autocast_to_bf16_moves_the_weighted_loss_by_its_rounding_only(loss, tmp_path):
+    model, documents = tiny_model("llama"), weighted(tiny_documents())
+    found = one_step(model, documents, tmp_path, bf16=True, **LOSSES[loss])[0]
+    assert found == pytest.approx(by_hand(model, documents, loss)[0], rel=0.02)
+
+
+def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypatch):
+    documents = weighted(tiny_documents())
+    trainer = trainer_for(tiny_model("llama"), documents, tmp_path)
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(dtype=lambda: torch.bfloat16))
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin)
+    batch = trainer.data_collator(documents) | {"other": torch.ones(1)}
+    batch["loss_weights"] *= 257 / 256
+    try:
+        prepared = trainer._prepare_inputs(batch)
+    finally:
+        set_current_row(None)  # as the end of a run would: the row is that of a step to come
+    assert prepared["other"].dtype == torch.bfloat16, "the control"
+    assert torch.equal(prepared["loss_weights"], batch["loss_weights"])
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+LENGTHS = [32, 5, 30, 9, 17, 23, 3, 28]
+RANKS = {
+    "packed": {},
+    "not packed": {"packing": False, "batch_size": 4},
+    "dft": {"loss_type": "dft"},
+    "smoothed": {"label_smoothing_factor": SMOOTHING},
+    "a class that ignores loss kwargs": {"ignores_loss_kwargs": True},
+    "evaluation": {"eval_lengths": LENGTHS[:5], "counts_correct": True},
+}
+# Three bins of one document: rank 1 has none in the second step, and so a batch without weights.
+EMPTY = {"lengths": [32, 32, 32], "batch_size": 1, "max_steps": 2}
+
+
+def scenario(name, folder, accumulation):
+    arguments = dict(EMPTY if name == "empty" else RANKS[name])
+    losses = {k: arguments.pop(k) for k in tuple(arguments) if k in LOSSES["smoothed"]}
+    losses |= {k: arguments.pop(k) for k in tuple(arguments) if k in LOSSES["dft"]}
+    options = {"optim": "sgd", "learning_rate": LEARNING_RATE, "max_grad_norm": 0.0}
+    return Scenario(
+        str(folder / name),
+        **{"lengths": LENGTHS, "batch_size": 3, "max_steps": 1, **arguments},
+        accumulation=accumulation,
+        weighted=True,
+        options=options | losses,
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    base = tmp_path_factory.mktemp("ranks")
+    scenarios = {name: scenario(name, base, 1) for name in (*RANKS, "empty")}
+    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
+
+
+def documents_of(lengths, seed):
+    rows = documents_of_lengths(lengths, prompt=2, seed=seed)
+    return [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_take_the_weighted_mean_over_both(name, two_ranks):
+    loss = name if name in LOSSES else "nll"
+    model, documents = small_model("llama"), documents_of(LENGTHS, seed=0)
+    expected = by_hand(model, documents, loss)
+    evaluated = by_hand(model, documents_of(LENGTHS[:5], seed=1))[0]
+    for result in two_ranks[name]:
+        assert_is_one_step_of(result, expected)
+        if name == "evaluation":
+            assert result["metrics"]["eval_loss"] == pytest.approx(evaluated, rel=TOLERANCE)
+    with pytest.raises(AssertionError):
+        assert_is_one_step_of(two_ranks[name][0], by_hand(model, unweighted(documents), loss))
+
+
+@pytest.mark.slow
+def test_a_rank_without_documents_left_takes_part_in_the_weighted_mean(two_ranks, tmp_path):
+    alone = run(scenario("empty", tmp_path, 2))
+    for result in two_ranks["empty"]:
+        assert len(result["losses"]) == 2
+        for key in ("losses", "parameters"):
+            torch.testing.assert_close(result[key], alone[key], rtol=0, atol=TOLERANCE / 10)
+    assert [len(batch) for batch in two_ranks["empty"][1]["batches"]] == [32, 1]
+
+
+def test_the_scenario_of_two_ranks_is_one_step_on_one_rank_too(tmp_path):
+    result = run(scenario("packed", tmp_path, 2))
+    expected = by_hand(small_model("llama"), documents_of(LENGTHS, seed=0))
+    assert_is_one_step_of(result, expected)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_loss_function_of_ones_own_is_refused_at_once(tmp_path):
+    def own(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.sum()
+
+    with pytest.raises(ValueError, match=r"compute_loss_func .*remove_columns\('loss_weights'\)"):
+        trainer_for(
+            tiny_model("llama"),
+            weighted(tiny_documents()),
+            tmp_path,
+            arguments={"compute_loss_func": own},
+        )
+
+
+def test_sharded_sequences_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(PackedSFTTrainer, "_shards_sequences", lambda self: True)
+    with pytest.raises(ValueError, match="loss_weights are not applied under context"):
+        trainer_for(tiny_model("llama"), weighted(tiny_documents()), tmp_path, packing=False)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_impossible_weights_name_their_document(wrong, tmp_path):
+    documents = weighted(tiny_documents((9, 8, 7)))
+    documents[1]["loss_weights"][4] = wrong
+    with pytest.raises(ValueError, match=f"document 1: loss_weights has {wrong} at token 4; give"):
+        trainer_for(tiny_model("llama"), documents, tmp_path)
+
+
+def test_a_weight_for_every_token_is_asked_for(tmp_path):
+    documents = weighted(tiny_documents((9, 8, 7)))
+    documents[2]["loss_weights"].pop()
+    with pytest.raises(ValueError, match=r"document 2 .*6 entries in 'loss_weights'"):
+        trainer_for(tiny_model("llama"), documents, tmp_path)
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def test_the_scale_of_ones_is_one_and_of_zeros_zero():
+    count = torch.tensor(12345)
+    assert scale_of_weights(count, torch.tensor(12345.0)) == 1
+    assert scale_of_weights(count, torch.tensor(0.0)) == 0
+
+
+@pytest.mark.parametrize("num_items", [None, 11, torch.tensor(11)], ids=["own", "11", "tensor"])
+def test_the_smoother_with_weights_of_one_is_that_of_transformers(num_items):
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    logits, labels = torch.randn(2, 9, 30), torch.randint(0, 30, (2, 9))
+    labels[0, 3:6] = IGNORE_INDEX
+    arguments = {"shift_labels": True, "num_items_in_batch": num_items}
+    expected = LabelSmoother(epsilon=0.3)({"logits": logits}, labels, **arguments)
+    weights = (labels[:, 1:] != IGNORE_INDEX).float()
+    smoother = WeightedLabelSmoother(0.3, IGNORE_INDEX, weights, torch.tensor(1.0))
+    assert torch.equal(smoother({"logits": logits}, labels, **arguments), expected)
+    assert torch.equal(smoother((logits,), labels, **arguments), expected)

@@ -1,0 +1,347 @@
+"""`entropy` and `mean_token_accuracy` are means over trained tokens, whatever batches hold them.
+
+The reference scores each document alone, from the logits of the untouched model.
+"""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.by_hand import TOLERANCE, trainer_for, weighted
+from helpers.distributed.train import Scenario, run_on_ranks
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.loss import step_loss as loss
+from trl_packing.loss.token_metrics import TokenSums
+from trl_packing.training import metrics as measured
+
+NAMES = ("entropy", "mean_token_accuracy")
+LENGTHS = [60, 3, 40, 9, 33, 5, 22, 50, 12, 4]
+
+
+def guessed(documents, every=2):
+    """Write what the model would into every second document, so that some targets are hits."""
+    model = tiny_model("llama")
+    for document in documents[::every]:
+        ids = document["input_ids"]
+        for t in range(1, len(ids)):
+            ids[t] = int(model(torch.tensor([ids[:t]]), use_cache=False).logits[0, -1].argmax())
+        document["labels"] = [
+            i if label != IGNORE_INDEX else label
+            for i, label in zip(ids, document["labels"], strict=True)
+        ]
+    return documents
+
+
+DOCUMENTS = guessed(documents_of_lengths(LENGTHS, prompt=2))
+
+
+@torch.no_grad()
+def alone(documents, model=None):
+    """Return entropy and accuracy over the trained tokens of `documents`, each alone."""
+    model = copy.deepcopy(model or tiny_model("llama")).eval()
+    entropy, hits, number = 0.0, 0, 0
+    for document in documents:
+        ids, labels = (torch.tensor(document[name]) for name in ("input_ids", "labels"))
+        logits = model(ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        trained = labels[1:] != IGNORE_INDEX
+        entropy += float(-(logits.exp() * logits).sum(-1)[trained].sum())
+        hits += int((logits.argmax(-1) == labels[1:])[trained].sum())
+        number += int(trained.sum())
+    return {"entropy": entropy / number, "mean_token_accuracy": hits / number}
+
+
+def documents_of(batch):
+    """Return the documents of a recorded micro-batch, the padding too: nothing of it is trained."""
+    ids, labels, positions = (
+        batch[name].flatten() for name in ("input_ids", "labels", "position_ids")
+    )
+    starts = (positions == 0).nonzero().flatten().tolist()
+    parts = zip(starts, [*starts[1:], len(ids)], strict=True)
+    return [{"input_ids": ids[a:b].tolist(), "labels": labels[a:b].tolist()} for a, b in parts]
+
+
+def assert_means(metrics, expected, prefix=""):
+    for name in NAMES:
+        assert metrics[prefix + name] == pytest.approx(expected[name], rel=TOLERANCE), name
+
+
+class Recorded(PackedSFTTrainer):
+    """Records the micro-batches of every optimizer step."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.model.training:
+            kept = ("input_ids", "labels", "position_ids")
+            batch = {name: inputs[name].clone() for name in kept}
+            vars(self).setdefault("steps", {}).setdefault(self.state.global_step, []).append(batch)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def trained(folder, *, stream=False, documents=DOCUMENTS, model="llama", **options):
+    rows = Dataset.from_list(documents)
+    trainer = Recorded(
+        tiny_model(model),
+        PackedSFTConfig(
+            **{
+                "output_dir": str(folder),
+                "max_length": 64,
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 4,
+                "num_train_epochs": 1,
+                "learning_rate": 0.0,
+                "logging_steps": 1,
+                "bf16": False,
+                "use_cpu": True,
+                "save_strategy": "no",
+                "report_to": "none",
+                "disable_tqdm": True,
+                **options,
+            }
+        ),
+        train_dataset=rows.to_iterable_dataset() if stream else rows,
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    return trainer
+
+
+def assert_logged_are_means(trainer, every=1, model=None):
+    logged = [entry for entry in trainer.state.log_history if "entropy" in entry]
+    assert sum(bool(e) for e in logged) >= 2
+    last = 0
+    for entry in logged:
+        steps = range(last, entry["step"])
+        trained_in = [d for step in steps for b in trainer.steps[step] for d in documents_of(b)]
+        assert_means(entry, alone(trained_in, model))
+        last = entry["step"]
+    assert last == trainer.state.global_step
+
+
+# --- training -------------------------------------------------------------------------------------
+
+RUNS = {
+    "packed": {"num_train_epochs": 2},
+    "a stream, whose last step has empty micro-batches": {
+        "stream": True,
+        "max_steps": 2,
+        "gradient_accumulation_steps": 8,
+    },
+    "padding-free": {"packing": False, "gradient_accumulation_steps": 3, "num_train_epochs": 2},
+    "several steps a log": {"logging_steps": 3, "num_train_epochs": 5},
+    "padded rows": {"attention": "padded", "num_train_epochs": 2},
+    "label smoothing": {"label_smoothing_factor": 0.1, "num_train_epochs": 2},
+    "weights": {"documents": weighted(DOCUMENTS), "num_train_epochs": 2},
+    "a save between logs": {
+        "logging_steps": 2,
+        "num_train_epochs": 5,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_logs_the_mean_over_trained_tokens(name, tmp_path):
+    trainer = trained(tmp_path, **RUNS[name])
+    assert_logged_are_means(trainer)
+    if "empty" in name:
+        empty = [(b["labels"] != IGNORE_INDEX).sum() == 0 for b in trainer.steps[1]]
+        assert any(empty)
+        assert not all(empty)
+
+
+def test_means_of_means_are_others(tmp_path, monkeypatch):
+    """The control: TRL's own numbers of the same runs."""
+    monkeypatch.setattr(measured, "write_means", lambda metrics, sums: None)
+    for name in ("packed", "a stream, whose last step has empty micro-batches"):
+        with pytest.raises(AssertionError):
+            assert_logged_are_means(trained(tmp_path, **RUNS[name]))
+
+
+def test_the_balance_of_experts_is_logged_by_tokens(tmp_path):
+    trainer = trained(
+        tmp_path,
+        model="qwen3_moe",
+        stream=True,
+        max_steps=2,
+        gradient_accumulation_steps=8,
+        router_aux_loss_coef=0.1,
+    )
+    batches = trainer.steps[1]
+    sizes = [b["input_ids"].numel() for b in batches]
+    assert min(sizes) == 1 < max(sizes)
+    model = tiny_model("qwen3_moe").train()
+    model.config.output_router_logits = True
+    losses = [
+        float(
+            model(
+                input_ids=b["input_ids"],
+                position_ids=b["position_ids"],
+                use_cache=False,
+                output_router_logits=True,
+            ).aux_loss
+        )
+        for b in batches
+    ]
+    expected = sum(x * n for x, n in zip(losses, sizes, strict=True)) / sum(sizes)
+    logged = [e["aux_loss"] for e in trainer.state.log_history if "aux_loss" in e]
+    assert logged[1] == pytest.approx(expected, rel=1e-3)
+    assert logged[1] != pytest.approx(sum(losses) / len(losses), rel=1e-3)
+
+
+def test_metrics_of_a_user_s_own_loss_stay(tmp_path):
+    class Own(PackedSFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["entropy"].append(7.0)
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    rows = Dataset.from_list(DOCUMENTS)
+    trainer = Own(
+        tiny_model("llama"),
+        PackedSFTConfig(
+            output_dir=str(tmp_path),
+            max_length=64,
+            max_steps=1,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+        ),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    found = {k: v for entry in trainer.state.log_history for k, v in entry.items()}
+    assert found["entropy"] == found["eval_entropy"] == 7.0
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+EVALUATIONS = {
+    "packed": {"per_device_eval_batch_size": 1},
+    "two bins a batch": {"per_device_eval_batch_size": 2},
+    "padding-free": {"eval_packing": False, "per_device_eval_batch_size": 3},
+    "padded": {"per_device_eval_batch_size": 3, "compute_metrics": True},
+    "padded, one a batch": {"per_device_eval_batch_size": 1, "compute_metrics": True},
+}
+
+
+def evaluated(folder, documents=DOCUMENTS, compute_metrics=False, **options):
+    data = Dataset.from_list(documents) if isinstance(documents, list) else documents
+    counted = {"compute_metrics": lambda p: {"rows": len(p.label_ids)}} if compute_metrics else {}
+    return trainer_for(
+        tiny_model("llama"), DOCUMENTS, folder, evaluated=data, arguments=counted, **options
+    )
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluation_reports_the_mean_over_the_set(name, tmp_path):
+    trainer = evaluated(tmp_path, **EVALUATIONS[name])
+    expected = alone(DOCUMENTS)
+    assert 0 < expected["mean_token_accuracy"] < 1
+    for _ in range(2):
+        assert_means(trainer.evaluate(), expected, "eval_")
+
+
+def test_an_evaluation_stream_and_a_dictionary_are_exact(tmp_path):
+    stream = Dataset.from_list(DOCUMENTS).to_iterable_dataset()
+    assert_means(evaluated(tmp_path, stream).evaluate(), alone(DOCUMENTS), "eval_")
+    parts = {"a": DOCUMENTS[:3], "b": DOCUMENTS[3:]}
+    trainer = evaluated(tmp_path, {name: Dataset.from_list(d) for name, d in parts.items()})
+    trainer.evaluate()
+    logged = [entry for entry in trainer.state.log_history if "eval_entropy" in entry]
+    for entry, documents in zip(logged, parts.values(), strict=True):
+        assert_means(entry, alone(documents), "eval_")
+
+
+def test_a_prediction_leaves_the_next_evaluation_alone(tmp_path):
+    trainer = evaluated(tmp_path)
+    trainer.predict(Dataset.from_list(DOCUMENTS[:1]))
+    assert_means(trainer.evaluate(), alone(DOCUMENTS), "eval_")
+
+
+def test_trl_s_own_depend_on_the_batch(tmp_path, monkeypatch):
+    """The control, and why: the same documents, in other batches."""
+    args = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+    data = Dataset.from_list(DOCUMENTS)
+    found = [
+        SFTTrainer(
+            tiny_model("llama"),
+            SFTConfig(**args, per_device_eval_batch_size=size),
+            train_dataset=data,
+            eval_dataset=data,
+            processing_class=tiny_tokenizer(),
+        ).evaluate()["eval_mean_token_accuracy"]
+        for size in (1, 3)
+    ]
+    assert found[0] != pytest.approx(found[1], rel=10 * TOLERANCE)
+    monkeypatch.setattr(loss, "write_means", lambda metrics, sums: None)
+    with pytest.raises(AssertionError):
+        assert_means(
+            evaluated(tmp_path, **EVALUATIONS["packed"]).evaluate(), alone(DOCUMENTS), "eval_"
+        )
+
+
+def test_sums_are_taken_once():
+    sums = TokenSums()
+    assert sums.take() is None
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+RANKS = {
+    "packed": {},
+    "accumulated": {"accumulation": 2},
+    "idle rank": {"lengths": [32, 30, 12]},  # three bins of two ranks
+    "stream": {"stream": True, "max_steps": 3},
+    "padded evaluation": {"counts_correct": True, "batch_size": 2},
+    "evaluation, not packed": {"options": {"eval_packing": False}, "batch_size": 2},
+}
+RANK_LENGTHS = [9, 30, 5, 17, 23, 3, 28]  # seven documents do not divide
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    base = tmp_path_factory.mktemp("ranks")
+    scenarios = {
+        name: Scenario(
+            str(base / name),
+            **{
+                "lengths": RANK_LENGTHS,
+                "eval_lengths": RANK_LENGTHS,
+                **arguments,
+                "options": {"learning_rate": 0.0, **arguments.get("options", {})},
+            },
+        )
+        for name, arguments in RANKS.items()
+    }
+    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_log_the_mean_over_the_tokens_of_both(name, two_ranks):
+    ranks = two_ranks[name]
+    logged = [entry for entry in ranks[0]["history"] if "entropy" in entry]
+    assert [entry["step"] for entry in logged] == list(range(1, ranks[0]["steps"] + 1))
+    for entry in logged:
+        of_step = [
+            d
+            for rank in ranks
+            for step, batch in zip(rank["trained_in"], rank["inputs"], strict=True)
+            if step == entry["step"] - 1
+            for d in documents_of(batch)
+        ]
+        assert_means(entry, alone(of_step))
+    documents = documents_of_lengths(RANK_LENGTHS, prompt=2, seed=1)
+    for rank in ranks:
+        assert_means(rank["metrics"], alone(documents), "eval_")

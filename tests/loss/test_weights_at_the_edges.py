@@ -1,0 +1,216 @@
+"""Weights of any size train by their ratios; weights that train nothing say so.
+
+float32 holds numbers up to 3.4e38 and, with fewer digits, down to 1.4e-45.
+"""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from helpers.by_hand import (
+    LAYOUTS,
+    LOSSES,
+    TOLERANCE,
+    assert_same_step,
+    by_hand,
+    one_step,
+    trainer_for,
+)
+from helpers.tiny import documents_of_lengths, tiny_model
+
+from trl_packing import PackedCollator
+from trl_packing.packing.collator import WeightedPaddedCollator
+
+LENGTHS = (9, 40, 13, 30, 5, 61)
+DOCUMENTS = documents_of_lengths(LENGTHS, prompt=2)
+PATTERN = (0.25, 1.0, 0.0, 2.0, 0.5)
+
+
+def with_token_weights(factor=1.0, documents=DOCUMENTS):
+    weights = [
+        [factor * PATTERN[(i + t) % 5] for t in range(len(d["input_ids"]))]
+        for i, d in enumerate(documents)
+    ]
+    return [d | {"loss_weights": w} for d, w in zip(documents, weights, strict=True)]
+
+
+def with_document_weights(factor=1.0, documents=DOCUMENTS):
+    return [d | {"loss_weight": factor * PATTERN[i % 5]} for i, d in enumerate(documents)]
+
+
+WEIGHTED = {"tokens": with_token_weights, "documents": with_document_weights}
+FACTORS = [1.5e38, 1e30, 1e-30, 1e-37]
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("which", WEIGHTED)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_path):
+    options = LAYOUTS["three of a bin"] | LOSSES[loss]
+    expected = by_hand(tiny_model("llama"), WEIGHTED[which](), loss)
+    found = one_step(tiny_model("llama"), WEIGHTED[which](factor), tmp_path, **options)
+    assert_same_step(found, expected)
+
+
+@pytest.mark.parametrize("mode", ["document", "sqrt"])
+@pytest.mark.parametrize("factor", [1.5e38, 1e-37])
+def test_so_does_a_weighting_by_documents(mode, factor, tmp_path):
+    model = tiny_model("llama")
+    expected = by_hand(model, with_token_weights(), weighting=mode)
+    options = LAYOUTS["three of a bin"] | {"loss_weighting": mode}
+    assert_same_step(one_step(model, with_token_weights(factor), tmp_path, **options), expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("factor", [1.5e38, 1e-37])
+@pytest.mark.parametrize("loss", ["nll", "smoothed"])
+def test_evaluation_does_too(loss, factor, padded, tmp_path):
+    sources = ["a", "b", "a", "a", "b", "b"]
+    rows = [d | {"source": s} for d, s in zip(with_token_weights(factor), sources, strict=True)]
+    counted = {"compute_metrics": lambda p: {"rows": len(p.label_ids)}} if padded else {}
+    trainer = trainer_for(
+        tiny_model("llama"),
+        DOCUMENTS,
+        tmp_path,
+        evaluated=Dataset.from_list(rows),
+        arguments=counted,
+        source_column="source",
+        per_device_eval_batch_size=2,
+        **LOSSES[loss],
+    )
+    metrics = trainer.evaluate()
+    expected = by_hand(tiny_model("llama"), with_token_weights(), loss)[0]
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
+    for source in "ab":
+        own = [d for d, s in zip(with_token_weights(), sources, strict=True) if s == source]
+        expected = by_hand(tiny_model("llama"), own, loss)[0]
+        assert metrics[f"eval_loss_{source}"] == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_products_beyond_float32_are_refused():
+    document = {"input_ids": [5, 6, 7], "loss_weights": [3e38] * 3, "loss_weight": 3e38}
+    with pytest.raises(ValueError, match=r"loss_weights 3e\+38 times loss_weight 3e\+38 .*ratios"):
+        PackedCollator()([document])
+
+
+# --- weights of zero ------------------------------------------------------------------------------
+
+ZERO = {
+    "loss_weights": [d | {"loss_weights": [0.0] * len(d["input_ids"])} for d in DOCUMENTS],
+    "loss_weight": [d | {"loss_weight": 0.0} for d in DOCUMENTS],
+    # Only the prompts have a weight.
+    "loss_weights, on prompts": [
+        d | {"loss_weights": [1.0, 1.0] + [0.0] * (len(d["input_ids"]) - 2)} for d in DOCUMENTS
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_data_set_that_weighs_nothing_is_refused_before_training(name, is_trained, tmp_path):
+    column = name.split(",")[0]
+    train, evaluated = (ZERO[name], None) if is_trained else (DOCUMENTS, ZERO[name])
+    evaluated = evaluated and Dataset.from_list(evaluated)
+    with pytest.raises(ValueError, match=rf"{column} leave every .*remove_columns\(\['{column}'\]"):
+        trainer_for(tiny_model("llama"), train, tmp_path, evaluated=evaluated).train()
+
+
+def test_a_set_that_weighs_nothing_is_not_evaluated(tmp_path):
+    trainer = trainer_for(tiny_model("llama"), DOCUMENTS, tmp_path)
+    with pytest.raises(ValueError, match="loss_weight leave every trained token"):
+        trainer.evaluate(Dataset.from_list(ZERO["loss_weight"]))
+
+
+def test_one_weight_is_enough(tmp_path):
+    rows = [dict(d) for d in ZERO["loss_weight"]]
+    rows[-1]["loss_weight"] = 0.5
+    trainer_for(tiny_model("llama"), rows, tmp_path).train()
+
+
+def stream(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ZERO)
+def test_a_step_that_weighs_nothing_is_one_without_trained_tokens(name, loss, tmp_path, caplog):
+    found = one_step(tiny_model("llama"), stream(ZERO[name]), tmp_path, **LOSSES[loss])
+    assert found[0] == 0.0
+    assert all(not gradient.any() for gradient in found[1].values())
+    assert "have a weight of 0" in caplog.text
+
+
+def test_other_steps_are_not_warned_of(tmp_path, caplog):
+    rows = [*with_document_weights()]
+    one_step(tiny_model("llama"), stream(rows), tmp_path)
+    assert "weight of 0" not in caplog.text
+
+
+def test_an_evaluation_stream_that_weighs_nothing_has_no_loss(tmp_path, caplog):
+    trainer = trainer_for(
+        tiny_model("llama"), DOCUMENTS, tmp_path, evaluated=stream(ZERO["loss_weight"])
+    )
+    assert math.isnan(trainer.evaluate()["eval_loss"])
+    assert "eval_loss is nan: no token of the set" in caplog.text
+
+
+# --- what is no weight ----------------------------------------------------------------------------
+
+WRONG = {
+    "None": {"loss_weight": None},
+    "NaN": {"loss_weight": float("nan")},
+    "infinite": {"loss_weight": float("inf")},
+    "negative": {"loss_weight": -1.0},
+    "beyond float32": {"loss_weight": 1e39},
+    "a token's None": {"loss_weights": [None, *[1.0] * 12]},
+    "a token's NaN": {"loss_weights": [float("nan")] * 13},
+    "a token's inf": {"loss_weights": [float("inf")] * 13},
+    "negative tokens": {"loss_weights": [-1.0] * 13},
+    "tokens beyond float32": {"loss_weights": [1e39] * 13},
+}
+WHOLE = {
+    "loss_weight": lambda d: {"loss_weight": 1.0},
+    "loss_weights": lambda d: {"loss_weights": [1.0] * len(d["input_ids"])},
+}
+
+
+def with_wrong(name):
+    column = next(iter(WRONG[name]))
+    rows = [d | WHOLE[column](d) for d in DOCUMENTS]
+    rows[2] |= WRONG[name]
+    return rows
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_names_the_document_whose_weight_is_none(name, packing, tmp_path):
+    rows = stream(with_wrong(name))
+    named = r"(document|row) 2 of the stream.* '?loss_weight|column 'loss_weights' has a "
+    with pytest.raises(ValueError, match=named):
+        trainer_for(tiny_model("llama"), rows, tmp_path, packing=packing).train()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_data_set_is_refused_at_once(name, tmp_path):
+    rows = with_wrong(name)
+    with pytest.raises(ValueError, match=r"row 2 of|document 2: |column 'loss_weights' has a "):
+        trainer_for(tiny_model("llama"), rows, tmp_path)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_collator_names_the_document(name, padded):
+    def stack(rows):
+        labels = torch.full((len(rows), max(len(r["input_ids"]) for r in rows)), 7)
+        return {"labels": labels}
+
+    collator = WeightedPaddedCollator(stack) if padded else PackedCollator()
+    with pytest.raises(ValueError, match="document 2 of a micro-batch"):
+        collator(with_wrong(name))
+
+
+def test_a_weight_that_is_not_there_counts_one():
+    rows = [DOCUMENTS[0], DOCUMENTS[1] | {"loss_weight": 3.0}]
+    weights = PackedCollator()(rows)["loss_weights"][0]
+    assert weights.unique().tolist() == [0.0, 1.0, 3.0]

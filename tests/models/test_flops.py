@@ -1,0 +1,186 @@
+"""The counted operations equal those that PyTorch's counter sees, where it can see them.
+
+The counter sees eager attention as products of whole T × T matrices, so of a document of T tokens
+T · T pairs where T · (T + 1) / 2 are seen.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trl_packing.models.flops import NotCountable, model_flops
+from trl_packing.tools.tiny_models import tiny_model
+
+T = 24
+
+
+def seen(model):
+    """Return the operations of matrices and of attention, forward and backward, on `T` tokens."""
+    ids = torch.arange(T)[None] + 6
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    counts = {
+        str(op).removeprefix("aten."): n for op, n in counter.get_flop_counts()["Global"].items()
+    }
+    attention = sum(counts.get(op, 0) for op in ("bmm", "baddbmm"))
+    return sum(counts.values()) - attention, attention
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+    return model
+
+
+# Heads: of two sizes and without keys of their own (gemma4), in two numbers (laguna).
+DENSE = ["llama", "gpt2", "qwen3", "gemma2", "mistral", "phi3", "bloom", "gemma4_text"]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_model(name):
+    model = eager(tiny_model(name)) if name != "bloom" else tiny_model(name)
+    counted = model_flops(model)
+    matrices, attention = seen(model)
+    # The counter's model scores every token, the last one too.
+    assert counted.per_token * T + counted.per_target * T == matrices
+    assert sum(counted.per_pair.values()) * T * T == attention
+    one = counted.of(np.array([T]), T)
+    pairs = sum(
+        flops * (T * (T + 1) / 2 if window is None else sum(min(i + 1, window) for i in range(T)))
+        for window, flops in counted.per_pair.items()
+    )
+    assert one == matrices + pairs
+
+
+def test_it_is_palm_s_formula_but_for_what_is_not_computed():
+    model = tiny_model("llama")
+    counted, config = model_flops(model), model.config
+    embeddings = model.get_input_embeddings().weight.numel()
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1) - embeddings
+    palm = (6 * weights + 12 * config.num_hidden_layers * config.hidden_size * T) * T
+    pairs = T * (T + 1) / 2
+    halved = 12 * config.num_hidden_layers * config.hidden_size * (T * T - pairs)
+    assert counted.of(np.array([T]), T) == palm - halved
+    # Two documents see less than one of both, and untrained tokens need no head.
+    assert counted.of(np.array([T // 2, T // 2]), T) < counted.of(np.array([T]), T)
+    head = 6 * config.hidden_size * config.vocab_size
+    assert counted.of(np.array([T]), T) - counted.of(np.array([T]), T - 5) == 5 * head
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "laguna"])
+def test_experts_that_a_token_meets(name):
+    model = eager(tiny_model(name))
+    # One expert a product: the counter does not see grouped ones.
+    model.set_experts_implementation("eager")
+    counted = model_flops(model)
+    matrices, attention = seen(model)
+    assert counted.per_token * T + counted.per_target * T == matrices
+    assert sum(counted.per_pair.values()) * T * T == attention
+    every_expert = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 3)
+    share = model.config.num_experts_per_tok / max(
+        getattr(model.config, n, 0) or 0
+        for n in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+    assert share < 1
+    assert counted.per_token > 6 * every_expert * share
+
+
+def test_lora_needs_no_gradient_of_frozen_weights():
+    model = eager(tiny_model("llama"))
+    whole = model_flops(model)
+    config = model.config
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    counted = model_flops(adapted)
+    matrices, attention = seen(adapted)
+    ours = counted.per_token * T + counted.per_target * T
+    # What reaches the first layer has no gradient, but only what is registered before the first
+    # adapter is known to be below it: k and v and the adapter of v of that layer are counted more.
+    layer = model.model.layers[0].self_attn
+    above = 2 * layer.k_proj.weight.numel() + 2 * layer.v_proj.base_layer.weight.numel()
+    above += 2 * layer.v_proj.lora_A["default"].weight.numel()
+    assert ours - matrices == above * T
+    assert above / (counted.per_token + counted.per_target) < 0.05
+    assert counted.per_target == 4 * config.hidden_size * config.vocab_size
+    assert 0.6 < ours / ((whole.per_token + whole.per_target) * T) < 0.75
+    # Nor has k of that layer, so one product of its attention is not needed.
+    assert sum(counted.per_pair.values()) * T * T - attention == 2 * config.hidden_size * T * T
+
+
+def test_what_lies_below_the_first_trained_weight_has_no_backward():
+    model = eager(tiny_model("llama"))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    counted = model_flops(model)
+    matrices, attention = seen(model)
+    assert counted.per_token * T + counted.per_target * T == matrices
+    assert sum(counted.per_pair.values()) * T * T == attention
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "lfm2", "jamba", "gemma3"])
+def test_other_models_are_not_counted(name):
+    with pytest.raises(NotCountable):
+        model_flops(tiny_model(name))
+
+
+def test_other_adapters_are_not_counted():
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(NotCountable, match="PROMPT_TUNING"):
+        model_flops(get_peft_model(tiny_model("llama"), prompts))
+    two = get_peft_model(tiny_model("llama"), LoraConfig(r=2))
+    two.add_adapter("other", LoraConfig(r=4))
+    with pytest.raises(NotCountable, match="LORA"):
+        model_flops(two)
+
+
+def test_unknown_weights_are_not_counted():
+    model = tiny_model("llama")
+    model.model.layers[0].extra = torch.nn.Conv1d(4, 4, 3)
+    with pytest.raises(NotCountable, match="extra"):
+        model_flops(model)
+
+
+def test_unknown_layers_are_not_counted():
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["linear_attention"] * model.config.num_hidden_layers
+    with pytest.raises(NotCountable, match="linear_attention"):
+        model_flops(model)
+
+
+def test_packed_and_sharded_weights_are_counted_by_their_matrices():
+    model = tiny_model("llama")
+    expected = model_flops(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            packed = torch.empty(module.weight.numel() // 2, 1, dtype=torch.uint8)
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+            module.bias = torch.nn.Parameter(torch.zeros(module.out_features))
+    assert model_flops(model) == expected
+
+
+def test_an_ordinary_model_of_8_billion():
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        counted = model_flops(AutoModelForCausalLM.from_config(config))
+    assert counted.per_token == 6 * 6_979_321_856
+    assert counted.per_target == 6 * 525_336_576
+    assert counted.per_pair == {None: 12 * 32 * 4096}
+
+
+def test_a_model_without_a_head_is_not_counted():
+    model = tiny_model("llama")
+    model.get_output_embeddings = lambda: SimpleNamespace()
+    with pytest.raises(NotCountable, match="head"):
+        model_flops(model)

@@ -1,0 +1,338 @@
+"""Facts about plans: nothing lost, nothing over capacity, as few bins as the slow algorithm."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing.packing import remixing
+from trl_packing.packing.bins import STRATEGIES, PackingPlan, pack
+
+CAPACITY = 64
+LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=80)
+SEEDS = st.one_of(st.none(), st.integers(0, 2**32), st.tuples(st.integers(0, 9), st.integers(0, 9)))
+
+
+def assert_every_document_once_within_capacity(plan: PackingPlan, lengths: list[int]) -> None:
+    documents = np.concatenate(list(plan))
+    assert sorted(documents.tolist()) == list(range(len(lengths)))
+    tokens = [sum(lengths[document] for document in documents) for documents in plan]
+    assert tokens == plan.tokens.tolist()
+    assert all(0 < total <= plan.capacity for total in tokens)
+
+
+def slow_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
+    """One document at a time, every open bin looked at; return the spaces left."""
+    spaces: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [i for i, space in enumerate(spaces) if space >= length]
+        if not fits:
+            spaces.append(capacity)
+            fits = [len(spaces) - 1]
+        spaces[min(fits, key=lambda i: spaces[i])] -= length
+    return spaces
+
+
+def slow_next_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = [[]]
+    for document, length in enumerate(lengths):
+        if sum(lengths[other] for other in bins[-1]) + length > capacity:
+            bins.append([])
+        bins[-1].append(document)
+    return bins
+
+
+def log_normal(number: int, *, distinct: bool = False, longest: int = 4096) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(5.4, 0.9, 20 * number if distinct else number).astype(int)
+    lengths = np.clip(lengths, 1, longest)
+    return rng.permutation(np.unique(lengths))[:number] if distinct else lengths
+
+
+def pairs(plan: PackingPlan) -> set[tuple[int, int]]:
+    bins = (sorted(documents.tolist()) for documents in plan)
+    return {(a, b) for documents in bins for i, a in enumerate(documents) for b in documents[:i]}
+
+
+def share_of_repeated_pairs(one: PackingPlan, other: PackingPlan) -> float:
+    return len(pairs(one) & pairs(other)) / len(pairs(one))
+
+
+@given(lengths=LENGTHS, strategy=st.sampled_from(STRATEGIES), seed=SEEDS)
+def test_every_document_lands_in_exactly_one_bin_within_capacity(lengths, strategy, seed):
+    plan = pack(lengths, CAPACITY, strategy, seed)
+    assert_every_document_once_within_capacity(plan, lengths)
+    assert plan.utilization == sum(lengths) / (len(plan) * CAPACITY)
+
+
+@pytest.mark.parametrize(
+    ("indices", "offsets", "tokens"),
+    [
+        ([0, 1, 1], [0, 2, 3], [7, 4]),  # document 2 dropped, document 1 twice
+        ([0, 1], [0, 1, 2], [3, 4]),  # document 2 dropped
+        ([0, 1, 2, 2], [0, 2, 4], [7, 10]),  # document 2 twice
+        ([0, 1, 2], [0, 3, 3], [12, 0]),  # over capacity, and an empty bin
+        ([0, 1, 2], [0, 2, 3], [6, 5]),  # tokens miscounted
+    ],
+)
+def test_the_check_above_sees_a_broken_plan(indices, offsets, tokens):
+    lengths = [3, 4, 5]
+    good = PackingPlan(np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([7, 5]), 10)
+    assert_every_document_once_within_capacity(good, lengths)
+    broken = PackingPlan(np.array(indices), np.array(offsets), np.array(tokens), 10)
+    with pytest.raises(AssertionError):
+        assert_every_document_once_within_capacity(broken, lengths)
+
+
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_bfd_opens_as_many_bins_as_best_fit_decreasing_one_document_at_a_time(lengths, seed):
+    assert len(pack(lengths, CAPACITY, seed=seed)) == len(
+        slow_best_fit_decreasing(lengths, CAPACITY)
+    )
+
+
+@given(lengths=LENGTHS)
+def test_bfd_leaves_the_spaces_that_the_slow_algorithm_leaves(lengths):
+    spaces = CAPACITY - pack(lengths, CAPACITY).tokens
+    assert sorted(spaces.tolist()) == sorted(slow_best_fit_decreasing(lengths, CAPACITY))
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 300_000), min_size=1, max_size=60))
+def test_bfd_is_right_for_capacities_beyond_16_bits(lengths):
+    plan = pack(lengths, 300_000)
+    assert_every_document_once_within_capacity(plan, lengths)
+    assert len(plan) == len(slow_best_fit_decreasing(lengths, 300_000))
+
+
+@given(lengths=LENGTHS)
+def test_next_fit_fills_bins_in_dataset_order(lengths):
+    plan = pack(lengths, CAPACITY, "next_fit")
+    assert [documents.tolist() for documents in plan] == slow_next_fit(lengths, CAPACITY)
+
+
+def test_greedy_fills_bins_from_the_longest_document_to_the_shortest():
+    plan = pack([2, 5, 4, 3, 2, 1], 7, "greedy")
+    assert [documents.tolist() for documents in plan] == [[1], [2, 3], [0, 4, 5]]
+
+
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_greedy_with_a_seed_has_the_bins_of_greedy_without_up_to_ties_and_order(lengths, seed):
+    lengths_by_bin = [
+        sorted(sorted(lengths[document] for document in documents) for documents in plan)
+        for plan in (pack(lengths, CAPACITY, "greedy"), pack(lengths, CAPACITY, "greedy", seed))
+    ]
+    assert lengths_by_bin[0] == lengths_by_bin[1]
+
+
+def test_without_a_seed_equal_lengths_keep_dataset_order():
+    assert [documents.tolist() for documents in pack([4] * 5, 8)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_seed_gives_the_same_plan_again_and_another_seed_another(strategy):
+    lengths = log_normal(200)
+    one, again, other = (pack(lengths, 4096, strategy, seed) for seed in [(3, 1), (3, 1), (3, 2)])
+    np.testing.assert_array_equal(one.indices, again.indices)
+    np.testing.assert_array_equal(one.offsets, again.offsets)
+    assert one.indices.tolist() != other.indices.tolist()
+
+
+def test_a_seed_does_not_touch_numpys_global_random_state():
+    before = np.random.get_state()[1].tolist()
+    pack(log_normal(100), 4096, seed=0)
+    assert np.random.get_state()[1].tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "distinct", "capacity"),
+    [(1000, True, 4096), (1000, False, 4096), (1000, False, 8192), (20_000, False, 8192)],
+)
+def test_few_pairs_of_documents_meet_again_under_another_seed(number, distinct, capacity):
+    # Measured 0.4–3 %, which is what bins drawn at random would give; the issue asks for 20 %.
+    lengths = log_normal(number, distinct=distinct)
+    assert len(np.unique(lengths)) == number or not distinct
+    plain, one, other = (pack(lengths, capacity, seed=seed) for seed in (None, (0, 0), (0, 1)))
+    assert len(plain) == len(one) == len(other)
+    assert_every_document_once_within_capacity(one, lengths.tolist())
+    assert share_of_repeated_pairs(one, other) < 0.05
+    assert share_of_repeated_pairs(one, plain) < 0.1
+
+
+def test_the_share_of_repeated_pairs_sees_a_repeated_plan(monkeypatch):
+    monkeypatch.setattr("trl_packing.packing.remixing._MAX_ROUNDS", 0)
+    lengths = log_normal(1000, distinct=True)
+    assert share_of_repeated_pairs(pack(lengths, 4096, seed=0), pack(lengths, 4096, seed=1)) == 1
+
+
+@pytest.mark.parametrize("number", [3, 10, 40, 100, 300, 999])
+@pytest.mark.parametrize("kind", ["log-normal", "distinct", "uniform"])
+def test_a_small_set_takes_few_rounds_and_has_other_partners_under_another_seed(
+    monkeypatch, number, kind
+):
+    """255 rounds took 200 ms for three documents; a round takes about 0.2 ms."""
+    rounds = []
+    for name in ("_exchange_tails", "_cut_pairs_anew"):
+        move = getattr(remixing, name)
+        monkeypatch.setattr(remixing, name, lambda *a, move=move: rounds.append(1) or move(*a))
+    lengths = log_normal(number, distinct=kind == "distinct")
+    if kind == "uniform":
+        lengths = np.random.default_rng(0).integers(1, 4096, number)
+    plain, *plans = (pack(lengths, 4096, seed=seed) for seed in (None, (0, 0), (0, 1), (0, 2)))
+    assert len(rounds) <= 3 * 12
+    for plan in plans:
+        assert len(plan) == len(plain)
+        assert_every_document_once_within_capacity(plan, lengths.tolist())
+    if number >= 100 and kind != "uniform":
+        by_chance = 1 / len(plain)
+        assert share_of_repeated_pairs(*plans[:2]) < by_chance + 0.1
+    elif number >= 40:
+        assert any(pairs(plan) != pairs(plans[0]) for plan in plans[1:])
+
+
+@given(
+    lengths=LENGTHS,
+    capacity=st.integers(CAPACITY, 3 * CAPACITY),
+    seed=st.integers(0, 9),
+    move=st.sampled_from([remixing._exchange_tails, remixing._cut_pairs_anew]),
+)
+def test_each_move_keeps_capacity_documents_and_bins(lengths, capacity, seed, move):
+    plan = pack(lengths, capacity, "next_fit")
+    homes = np.repeat(np.arange(len(plan), dtype=np.int32), [len(d) for d in plan])
+    sizes = np.array(lengths, dtype=np.int32)
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        if len(plan) > 1:
+            move(sizes, homes, len(plan), capacity, rng)
+    tokens = np.bincount(homes, sizes, minlength=len(plan))
+    assert tokens.max() <= capacity
+    assert tokens.min() > 0
+    assert tokens.sum() == sum(lengths)
+
+
+@pytest.mark.parametrize("move", ["_exchange_tails", "_cut_pairs_anew"])
+def test_each_move_changes_partners(move):
+    lengths = np.sort(log_normal(300))[::-1].astype(np.int32)
+    plan = pack(lengths, 4096)
+    homes = np.empty(len(lengths), np.int32)
+    for number, documents in enumerate(plan):
+        homes[documents] = number
+    before = homes.copy()
+    getattr(remixing, move)(lengths, homes, len(plan), 4096, np.random.default_rng(0))
+    assert (homes != before).any()
+
+
+@given(groups=st.lists(st.integers(0, 40), min_size=1, max_size=60), seed=st.integers(0, 9))
+def test_a_random_order_is_ascending_by_group_and_holds_every_index_once(groups, seed):
+    order = remixing.random_order_within(np.array(groups), 40, np.random.default_rng(seed))
+    assert sorted(order.tolist()) == list(range(len(groups)))
+    assert [groups[i] for i in order] == sorted(groups)
+
+
+def test_a_random_order_is_random_within_a_group():
+    """Each of 3 indices comes first in about a third of 3,000 draws: within 5 deviations."""
+    rng = np.random.default_rng(0)
+    first = [remixing.random_order_within(np.zeros(3, int), 0, rng)[0] for _ in range(3000)]
+    assert np.abs(np.bincount(first) - 1000).max() < 5 * 26
+
+
+@pytest.mark.parametrize("largest", [5, 2**16 - 1, 2**16, 2**40])
+def test_the_order_of_keys_is_the_stable_one(largest):
+    keys = np.random.default_rng(0).integers(0, min(largest, 9), 500) * (largest // 9 or 1)
+    np.testing.assert_array_equal(
+        remixing.stable_argsort(keys, largest), np.argsort(keys, kind="stable")
+    )
+
+
+def test_seeded_bins_come_in_random_order():
+    lengths = log_normal(5000)
+    means = {
+        seed: [lengths[documents].mean() for documents in pack(lengths, 4096, "greedy", seed)]
+        for seed in (None, 0)
+    }
+    half = len(means[None]) // 2
+    contrast = {seed: np.mean(m[:half]) / np.mean(m[half:]) for seed, m in means.items()}
+    assert contrast[None] > 2, "greedy without a seed starts with the longest documents"
+    assert 0.7 < contrast[0] < 1.4
+
+
+def test_log_normal_lengths_fill_4096_to_999_per_mille():
+    assert pack(log_normal(100_000), 4096).utilization > 0.999
+
+
+def test_a_plan_is_indexed_like_a_list():
+    plan = pack([4, 4, 4], 8)
+    assert (len(plan), plan[0].tolist(), plan[-1].tolist()) == (2, [0, 1], [2])
+    assert plan[np.int64(1)].tolist() == [2]
+    assert (plan.num_tokens, plan.utilization) == (12, 0.75)
+    for index in (2, -3):
+        with pytest.raises(IndexError, match="out of range for a plan of 2 bins"):
+            plan[index]
+    assert repr(plan) == "PackingPlan(3 documents in 2 bins of 8 tokens, 75.00% filled)"
+
+
+def test_a_plan_cannot_be_changed():
+    plan = pack([4, 4, 4], 8)
+    with pytest.raises(AttributeError):
+        plan.capacity = 9
+    with pytest.raises(ValueError):
+        plan[0][0] = 2
+
+
+@pytest.mark.parametrize(
+    "form",
+    [tuple, np.array, pa.array, lambda x: pa.chunked_array([x]), lambda x: np.array(x, np.uint16)],
+    ids=["tuple", "numpy", "arrow", "chunked arrow", "uint16"],
+)
+def test_lengths_may_come_in_any_form(form):
+    assert [d.tolist() for d in pack(form([5, 3, 2]), 7)] == [[0, 2], [1]]
+
+
+def test_the_callers_lengths_are_left_alone():
+    lengths = np.array([3, 1, 2], dtype=np.int32)
+    pack(lengths, 4, seed=0)
+    assert lengths.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], 4, "best"), r"unknown packing strategy 'best'; choose one of \('bfd'"),
+        (([1], 0), "capacity must be a positive integer, got 0; set max_length"),
+        (([1], -3), "got -3"),
+        (([1], None), "got None"),
+        (([1], 4.5), "got 4.5"),
+        (([1], True), "got True"),
+        (([], 4), "lengths is empty"),
+        (([1.0, 2.0], 4), "one integer per document, got 1 dimension.s. of float64"),
+        ((["1"], 4), "one integer per document"),
+        (([True], 4), "one integer per document"),
+        (([[1, 2], [3, 4]], 4), "got 2 dimension"),
+        ((iter([1]), 4), "one integer per document"),
+        ((pa.array([1, None]), 4), "one integer per document"),
+        (([1, 0, 2], 4), "document 1 has 0 tokens but needs at least 1; drop empty documents"),
+        (([1, -2], 4), "document 1 has -2 tokens"),
+        (
+            ([1, 9, 900], 8),
+            "document 1 has 9 tokens but capacity is 8; "
+            "raise max_length or set overflow='truncate' or 'split'",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_its_value_and_the_way_out(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pack(*arguments)
+
+
+def test_packing_imports_neither_torch_nor_trl():
+    code = (
+        "import sys, trl_packing; assert len(trl_packing.pack([3, 2, 2], 4, seed=1)) == 2;"
+        "loaded = {'torch', 'trl', 'transformers', 'datasets'} & set(sys.modules);"
+        "sys.exit(f'imported {loaded}' if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

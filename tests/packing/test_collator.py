@@ -1,0 +1,221 @@
+"""What the model gets: one flat row, its documents' boundaries, and neither a mask nor a cache."""
+
+import numpy as np
+import pytest
+import torch
+
+from trl_packing import PackedCollator
+from trl_packing.packing.collator import WeightedPaddedCollator
+
+TWO = [
+    {"input_ids": [11, 12, 13, 14], "completion_mask": [0, 0, 1, 1]},
+    {"input_ids": [21, 22, 23], "completion_mask": [0, 1, 1]},
+]
+KEYS = {
+    "input_ids",
+    "labels",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "use_cache",
+}
+
+
+def plain(batch) -> dict:
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def test_two_documents_become_exactly_this_batch():
+    assert plain(PackedCollator()(TWO)) == {
+        "input_ids": [[11, 12, 13, 14, 21, 22, 23]],
+        "labels": [[-100, -100, 13, 14, -100, 22, 23]],
+        "position_ids": [[0, 1, 2, 3, 0, 1, 2]],
+        "cu_seq_lens_q": [0, 4, 7],
+        "cu_seq_lens_k": [0, 4, 7],
+        "max_length_q": 4,
+        "max_length_k": 4,
+        "seq_idx": [[0, 0, 0, 0, 1, 1, 1]],
+        "use_cache": False,
+    }
+
+
+def test_types_and_shapes_are_those_that_kernels_ask_for():
+    batch = PackedCollator()(TWO)
+    assert batch.keys() == KEYS
+    for name in ("input_ids", "labels", "position_ids"):
+        assert (batch[name].dtype, batch[name].shape) == (torch.int64, (1, 7))
+    assert (batch["seq_idx"].dtype, batch["seq_idx"].shape) == (torch.int32, (1, 7))
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert batch[name].dtype == torch.int32
+        assert batch[name].device.type == "cpu"
+    assert type(batch["max_length_q"]) is type(batch["max_length_k"]) is int
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}])
+@pytest.mark.parametrize("documents", [TWO, TWO[:1], []])
+def test_there_is_never_an_attention_mask_and_never_a_cache(documents, options):
+    batch = PackedCollator(**options)(documents)
+    assert batch.keys() == KEYS
+    assert batch["use_cache"] is False
+
+
+def test_the_first_token_of_a_document_is_never_a_target():
+    batch = PackedCollator()(
+        [{"input_ids": [11, 12]}, {"input_ids": [21]}, {"input_ids": [31, 32]}]
+    )
+    assert batch["labels"].tolist() == [[-100, 12, -100, -100, 32]]
+
+
+def test_labels_come_before_masks_and_masks_are_combined():
+    ids = [11, 12, 13, 14]
+    both = {"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}
+    collate = PackedCollator()
+    assert collate([{"input_ids": ids, **both}])["labels"].tolist() == [[-100, 12, -100, 14]]
+    chosen = {"input_ids": ids, "labels": [-100, -100, 13, -100], **both}
+    assert collate([chosen])["labels"].tolist() == [[-100, -100, 13, -100]]
+
+
+def test_padding_is_one_more_document_all_of_it_masked():
+    batch = plain(PackedCollator(pad_token_id=9, pad_to_multiple_of=4)(TWO[:1] + TWO))
+    assert batch["input_ids"] == [[11, 12, 13, 14, 11, 12, 13, 14, 21, 22, 23, 9]]
+    assert batch["labels"][0][-4:] == [-100, 22, 23, -100]
+    assert batch["position_ids"][0][-4:] == [0, 1, 2, 0]
+    assert batch["cu_seq_lens_q"] == [0, 4, 8, 11, 12]
+    assert batch["seq_idx"][0][-1] == 3
+
+    long = plain(PackedCollator(pad_to_multiple_of=16)(TWO))
+    assert long["cu_seq_lens_k"] == [0, 4, 7, 16]
+    assert long["position_ids"][0][7:] == list(range(9))
+    assert long["max_length_q"] == long["max_length_k"] == 9
+    assert long["labels"][0][7:] == [-100] * 9
+
+
+def test_a_row_that_is_long_enough_gets_no_padding():
+    batch = PackedCollator(pad_to_multiple_of=7)(TWO)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 7]
+
+
+@pytest.mark.parametrize(("pad_to_multiple_of", "tokens"), [(None, 1), (8, 8)])
+def test_an_empty_micro_batch_is_one_masked_document(pad_to_multiple_of, tokens):
+    batch = plain(PackedCollator(pad_token_id=9, pad_to_multiple_of=pad_to_multiple_of)([]))
+    assert batch["input_ids"] == [[9] * tokens]
+    assert batch["labels"] == [[-100] * tokens]
+    assert batch["cu_seq_lens_q"] == [0, tokens]
+    assert batch["max_length_k"] == tokens
+
+
+def test_rows_packed_before_keep_the_boundaries_in_seq_lengths():
+    row = {
+        "input_ids": [11, 12, 13, 21, 22],
+        "labels": [11, 12, 13, 21, 22],
+        "seq_lengths": [3, 2],
+    }
+    batch = plain(PackedCollator()([row, TWO[1]]))
+    assert batch["cu_seq_lens_q"] == [0, 3, 5, 8]
+    assert batch["position_ids"] == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch["labels"] == [[-100, 12, 13, -100, 22, -100, 22, 23]]
+
+
+def test_an_empty_document_leaves_no_trace():
+    empty = {"input_ids": [], "labels": []}
+    ours, expected = (PackedCollator()(rows) for rows in ([empty, *TWO, empty], TWO))
+    assert plain(ours) == plain(expected)
+    assert PackedCollator()([empty])["cu_seq_lens_q"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        np.array,
+        torch.tensor,
+        tuple,
+        lambda values: np.array(values, dtype=np.int32),
+        lambda values: torch.tensor(values, dtype=torch.int32),
+    ],
+    ids=["numpy", "torch", "tuple", "numpy int32", "torch int32"],
+)
+def test_arrays_tensors_and_lists_give_the_same_batch(convert):
+    rows = [
+        *TWO,
+        {"input_ids": [31, 32, 33], "labels": [-100, 32, 33], "seq_lengths": [2, 1]},
+    ]
+    converted = [{name: convert(values) for name, values in row.items()} for row in rows]
+    ours, expected = PackedCollator()(converted), PackedCollator()(rows)
+    assert plain(ours) == plain(expected)
+    assert ours["input_ids"].dtype == torch.int64
+
+
+def test_the_documents_given_are_not_written_to():
+    ids, labels = np.array([11, 12, 13]), np.array([11, 12, 13])
+    batch = PackedCollator()([{"input_ids": ids, "labels": labels}])
+    batch["labels"].fill_(0)
+    batch["input_ids"].fill_(0)
+    assert labels.tolist() == ids.tolist() == [11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"completion_mask": [1, 1]}, "a mask has 2 entries but input_ids has 3"),
+        ({"assistant_masks": [1, 1, 1, 1]}, "a mask has 4 entries but input_ids has 3"),
+        ({"labels": [1, 2]}, "labels has 2 entries but input_ids has 3"),
+        ({"loss_weights": [1, 2]}, "loss_weights has 2 entries but input_ids has 3"),
+        ({"loss_weights": [1, 2, -3]}, r"loss_weights has -3\.0 at token 2; give finite numbers"),
+        (
+            {"seq_lengths": [2, 2]},
+            "row 1 of the batch holds 3 tokens but its seq_lengths sum to 4; they must name every",
+        ),
+    ],
+)
+def test_what_does_not_match_input_ids_is_refused(row, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        PackedCollator()([TWO[0], {"input_ids": [1, 2, 3], **row}])
+
+
+# --- loss weights ---------------------------------------------------------------------------------
+
+WEIGHTED = [
+    {**TWO[0], "loss_weights": [0.5, 0.5, 0.25, 2]},
+    {**TWO[1], "loss_weights": [3, 0, 1.5]},
+]
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor])
+def test_weights_are_zero_where_nothing_is_trained(convert):
+    documents = [d | {"loss_weights": convert(d["loss_weights"])} for d in WEIGHTED]
+    batch = PackedCollator(pad_to_multiple_of=8)(documents)
+    assert batch.keys() == KEYS | {"loss_weights"}
+    assert batch["loss_weights"].dtype == torch.float32
+    assert batch["loss_weights"].tolist() == [[0, 0, 0.25, 2, 0, 0, 1.5, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 13, 14, -100, 22, 23, -100]]
+
+
+@pytest.mark.parametrize("missing", [{}, {"loss_weights": None}])
+def test_documents_without_weights_among_others_weigh_one(missing):
+    batch = PackedCollator()([{**TWO[0], **missing}, WEIGHTED[1]])
+    assert batch["loss_weights"].tolist() == [[0, 0, 1, 1, 0, 0, 1.5]]
+    assert PackedCollator()([{**TWO[0], **missing}, TWO[1]]).keys() == KEYS
+
+
+def test_a_packed_row_has_weights_for_all_its_documents():
+    row = {
+        "input_ids": [11, 12, 13, 21, 22],
+        "seq_lengths": [3, 2],
+        "loss_weights": [1, 2, 3, 4, 5],
+    }
+    batch = PackedCollator()([row])
+    assert batch["loss_weights"].tolist() == [[0, 2, 3, 0, 5]]
+
+
+def test_padded_rows_have_the_weights_of_their_tokens():
+    def pad(documents):
+        ids = [torch.tensor(d["input_ids"]) for d in documents]
+        labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+        return {"labels": labels}
+
+    assert WeightedPaddedCollator(pad)(TWO).keys() == {"labels"}
+    batch = WeightedPaddedCollator(pad)([WEIGHTED[0], TWO[1]])
+    assert batch["loss_weights"].tolist() == [[0, 0.5, 0.25, 2], [0, 1, 1, 0]]

@@ -1,0 +1,546 @@
+"""The collator that TRL removed: labels by a template, padded or flat, in any trainer."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers.merging import merging_tokenizer
+from helpers.tiny import tiny_model, tiny_tokenizer
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from trl import SFTConfig
+
+from trl_packing import DataCollatorForCompletionOnlyLM, PackedCollator, PackedSFTTrainer
+from trl_packing.formatting.row_format import formatting_of_one
+
+ANSWER = " ### Answer:"
+# One token an entry: the test tokenizer gives ids 10 to 13 to characters of their own.
+R, I = [10, 11], [12, 13]  # noqa: E741
+
+
+def collator_of(response=R, instruction=None, **options):
+    options.setdefault("tokenizer", tiny_tokenizer())
+    return DataCollatorForCompletionOnlyLM(response, instruction, **options)
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels"),
+    [
+        ([50, 10, 11, 60, 61], [-100, -100, -100, 60, 61]),
+        ([10, 11, 60, 10, 11, 61], [-100] * 5 + [61]),  # the last template counts
+        ([50, 10, 11], [-100] * 3),
+        ([50, 10, 60], [-100] * 3),
+        ([], []),
+    ],
+)
+def test_what_follows_the_last_response_template_is_trained(ids, labels):
+    result = collator_of().labels_of(ids)
+    assert result.dtype == np.int64
+    assert result.tolist() == labels
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels"),
+    [
+        ([12, 13, 50, 10, 11, 60, 12, 13, 51, 10, 11, 61], [-100] * 5 + [60] + [-100] * 5 + [61]),
+        # A question without an answer at the end, an answer without a question at the beginning.
+        (
+            [10, 11, 60, 12, 13, 50, 10, 11, 61, 12, 13],
+            [-100, -100, 60, *[-100] * 5, 61, -100, -100],
+        ),
+        ([10, 11, 60], [-100] * 3),
+        ([12, 13, 60], [-100] * 3),
+    ],
+)
+def test_every_answer_is_trained_with_an_instruction_template(ids, labels):
+    assert collator_of(R, I).labels_of(ids).tolist() == labels
+
+
+def test_labels_in_the_examples_and_other_columns_take_no_part():
+    example = {"input_ids": [50, 10, 11, 60], "labels": [1, 2, 3, 4], "text": "a", "x": None}
+    batch = collator_of()([example])
+    assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+    assert batch["labels"].tolist() == [[-100, -100, -100, 60]]
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+TWO = [{"input_ids": [50, 10, 11, 60, 61]}, {"input_ids": [10, 11, 62]}]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = side
+    batch = collator_of(tokenizer=tokenizer, pad_to_multiple_of=4)(TWO)
+    pad = tokenizer.pad_token_id
+    expected = {
+        "right": [[50, 10, 11, 60, 61, pad, pad, pad], [10, 11, 62, *[pad] * 5]],
+        "left": [[pad, pad, pad, 50, 10, 11, 60, 61], [*[pad] * 5, 10, 11, 62]],
+    }[side]
+    assert batch["input_ids"].tolist() == expected
+    assert batch["attention_mask"].tolist() == [[int(i != pad) for i in row] for row in expected]
+    assert batch["labels"].tolist() == [
+        [i if i in (60, 61, 62) else -100 for i in row] for row in expected
+    ]
+    assert {values.dtype for values in batch.values()} == {torch.int64}
+
+
+def test_padding_free_is_exactly_the_batch_of_the_packed_collator():
+    documents = [
+        {"input_ids": [50, 10, 11, 60, 61], "labels": [-100, -100, -100, 60, 61]},
+        {"input_ids": [10, 11, 62], "labels": [-100, -100, 62]},
+    ]
+    for multiple in (None, 16):
+        expected = PackedCollator(0, multiple)(documents)
+        batch = collator_of(padding_free=True, pad_to_multiple_of=multiple)(TWO)
+        assert batch.keys() == expected.keys()
+        for name, values in expected.items():
+            assert type(batch[name]) is type(values)
+            torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_and_flat_batches_hold_the_same_tokens_and_labels(side):
+    tokenizer = merging_tokenizer()
+    tokenizer.padding_side = side
+    texts = [f"### Question: Why?{'?' * n}\n ### Answer: Because{'!' * n}." for n in range(5)]
+    examples = tokenizer(texts)["input_ids"]
+    padded, flat = (
+        DataCollatorForCompletionOnlyLM(ANSWER, tokenizer=tokenizer, padding_free=free)(examples)
+        for free in (False, True)
+    )
+    real = padded["attention_mask"].bool()
+    assert flat["input_ids"][0].tolist() == padded["input_ids"][real].tolist()
+    assert flat["labels"][0].tolist() == padded["labels"][real].tolist()
+    assert (flat["labels"] != -100).sum() > 5
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_padding_in_the_examples_is_taken_out(padding_free):
+    collate = collator_of(padding_free=padding_free)
+    padded = {"input_ids": [0, 50, 10, 11, 60, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
+    ours, expected = collate([padded]), collate([[50, 10, 11, 60]])
+    assert ours["input_ids"].tolist() == expected["input_ids"].tolist()
+    assert ours["labels"].tolist() == expected["labels"].tolist()
+
+
+def test_eos_is_trained_also_where_it_is_the_padding_token():
+    tokenizer = merging_tokenizer(pad="<eos>")
+    eos = tokenizer.eos_token_id
+    batch = collator_of(tokenizer=tokenizer)([[50, 10, 11, 60, eos], [10, 11, eos]])
+    assert batch["labels"].tolist() == [[-100, -100, -100, 60, eos], [-100, -100, eos, -100, -100]]
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_another_ignore_index_replaces_every_label_that_is_not_trained(padding_free):
+    collate = collator_of(ignore_index=-1, padding_free=padding_free)
+    assert collate.labels_of([50, 10, 11, 60]).tolist() == [-1, -1, -1, 60]
+    assert set(collate(TWO)["labels"].flatten().tolist()) == {-1, 60, 61, 62}
+
+
+@pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor])
+def test_arrays_tensors_and_lists_are_examples(convert):
+    rows = [row["input_ids"] for row in TWO]
+    expected = collator_of()(TWO)["labels"].tolist()
+    assert collator_of()([convert(row) for row in rows])["labels"].tolist() == expected
+    assert (
+        collator_of()([{"input_ids": convert(row)} for row in rows])["labels"].tolist() == expected
+    )
+
+
+def test_it_is_built_and_recognized_as_it_was():
+    tokenizer = tiny_tokenizer()
+    assert isinstance(collator_of(), DataCollatorForLanguageModeling)
+    positional = DataCollatorForCompletionOnlyLM("a", None, tokenizer, mlm=False)
+    by_new_name = DataCollatorForCompletionOnlyLM("a", processing_class=tokenizer)
+    assert positional.tokenizer is by_new_name.tokenizer is tokenizer
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"mlm": True}, ValueError, "mlm=True"),
+        ({"return_tensors": "np"}, ValueError, "return_tensors"),
+        ({"tokenizer": None}, TypeError, "needs tokenizer"),
+        ({"response": ""}, ValueError, "response_template is empty"),
+        ({"mlm_probabilty": 0.1}, TypeError, "mlm_probabilty"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        collator_of(**options)
+
+
+def test_rows_need_a_padding_token_and_a_flat_batch_does_not():
+    tokenizer = tiny_tokenizer(pad=None)
+    with pytest.raises(ValueError, match="padding_free=True"):
+        collator_of(tokenizer=tokenizer)(TWO)
+    assert collator_of(tokenizer=tokenizer, padding_free=True)(TWO)["input_ids"].shape == (1, 8)
+
+
+# --- documents without the template ---------------------------------------------------------------
+
+
+def test_documents_without_the_template_are_counted_and_warned_about_rarely(caplog):
+    collate = collator_of("### Answer:")
+    lost = tiny_tokenizer()("Nothing of the kind.")["input_ids"]
+    found = tiny_tokenizer()("### Answer: x")["input_ids"]
+    collate([found])
+    for _ in range(12):
+        assert (collate([lost, found])["labels"][0] == -100).all()
+    assert (collate.num_unfound, collate.num_seen) == (12, 25)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{number} of {seen} documents ({share}) have no response_template '### Answer:', so "
+        "nothing in them is trained; one of them starts 'Nothing of the kind.'"
+        for number, seen, share in [(1, 2, "50.0%"), (10, 20, "50.0%")]
+    ]
+
+
+def test_nothing_is_said_where_every_document_has_the_template(caplog):
+    collate = collator_of()
+    collate(TWO)
+    assert (collate.num_unfound, collate.num_seen) == (0, 2)
+    assert not caplog.records
+
+
+# --- with transformers' own Trainer ---------------------------------------------------------------
+
+ROWS = [
+    {"instruction": question, "output": answer}
+    for question, answer in [
+        ("Why?", "Because."),
+        ("Who wrote this, and who read it?", "Beatrice."),
+        ("Who?", "Nobody in particular, as far as anyone can remember."),
+        ("Is naïve spelled with two dots?", "Yes — and café has an accent."),
+    ]
+    * 8
+]
+
+
+def arguments(folder, cls=SFTConfig, **changes):
+    return cls(
+        **{
+            "output_dir": str(folder),
+            "report_to": "none",
+            "save_strategy": "no",
+            "use_cpu": True,
+            "bf16": False,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 8,
+            "gradient_checkpointing": True,
+            "train_sampling_strategy": "sequential",
+            **changes,
+        }
+    )
+
+
+def losses(trainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def texts() -> list[str]:
+    return [
+        f"### Question: {row['instruction']}\n ### Answer: {row['output']}<eos>" for row in ROWS
+    ]
+
+
+class OldCollator:
+    """What TRL did: the template's ids, as the documents have them, in a padded batch."""
+
+    def __init__(self, tokenizer, response_ids):
+        self.tokenizer, self.response_ids = tokenizer, response_ids
+
+    def __call__(self, examples):
+        batch = self.tokenizer.pad(
+            [{"input_ids": example["input_ids"]} for example in examples], return_tensors="pt"
+        )
+        labels = batch["input_ids"].clone()
+        labels[labels == self.tokenizer.pad_token_id] = -100
+        size = len(self.response_ids)
+        for row in labels:
+            ids = row.tolist()
+            starts = [i for i in range(len(ids)) if ids[i : i + size] == self.response_ids]
+            assert starts
+            row[: starts[-1] + size] = -100
+        return {**batch, "labels": labels}
+
+
+def old_losses(folder, **changes) -> list[float]:
+    """The padded run on the old labels. This tokenizer's template alone reads as in a document."""
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode(ANSWER, add_special_tokens=False)
+    dataset = Dataset.from_dict({"input_ids": tokenizer(texts())["input_ids"]})
+    return losses(
+        Trainer(
+            tiny_model("llama"),
+            arguments(folder, TrainingArguments, **changes),
+            train_dataset=dataset,
+            data_collator=OldCollator(tokenizer, ids),
+        )
+    )
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_alone_in_transformers_trainer_the_loss_is_the_old_one(tmp_path, padding_free):
+    tokenizer = tiny_tokenizer()
+    dataset = Dataset.from_dict({"input_ids": tokenizer(texts())["input_ids"]})
+    ours = losses(
+        Trainer(
+            tiny_model("llama"),
+            arguments(tmp_path, TrainingArguments),
+            train_dataset=dataset,
+            data_collator=collator_of(ANSWER, tokenizer=tokenizer, padding_free=padding_free),
+        )
+    )
+    # Float32, two layers: rounding of another order of summation.
+    torch.testing.assert_close(ours, old_losses(tmp_path), rtol=2e-4, atol=2e-4)
+    assert len(ours) == 4
+
+
+def test_the_flattening_sample_of_the_post_runs_with_its_import_changed(tmp_path):
+    from trl_packing import PackedCollator as DataCollatorWithFlattening
+
+    train_dataset = Dataset.from_dict({"input_ids": tiny_tokenizer()(texts())["input_ids"]})
+    model = tiny_model("llama")
+    data_collator = DataCollatorWithFlattening()
+    train_args = arguments(tmp_path, TrainingArguments)
+    trainer = Trainer(
+        args=train_args, model=model, train_dataset=train_dataset, data_collator=data_collator
+    )
+    assert len(losses(trainer)) == 4
+
+
+# --- with PackedSFTTrainer ------------------------------------------------------------------------
+
+
+def formatting_prompts_func(example):
+    output_texts = []
+    for i in range(len(example["instruction"])):
+        text = f"### Question: {example['instruction'][i]}\n ### Answer: {example['output'][i]}"
+        output_texts.append(text)
+    return output_texts
+
+
+def one_text(example):
+    return f"### Question: {example['instruction']}\n ### Answer: {example['output']}"
+
+
+def trainer_of(folder, collator, rows=ROWS, *, stream=False, formatting_func=None, **changes):
+    dataset = Dataset.from_list(rows)
+    return PackedSFTTrainer(
+        tiny_model("llama"),
+        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
+        args=arguments(folder, **changes),
+        formatting_func=formatting_func or formatting_prompts_func,
+        data_collator=collator,
+    )
+
+
+def test_the_sfttrainer_sample_of_the_post_trains_as_the_padded_run_did(tmp_path):
+    tokenizer = tiny_tokenizer()
+    dataset = Dataset.from_list(ROWS)
+    model = tiny_model("llama")
+    response_template = "\n ### Answer:"
+    response_template_ids = tokenizer.encode(response_template, add_special_tokens=False)[2:]
+    collator = DataCollatorForCompletionOnlyLM(
+        response_template_ids, tokenizer=tokenizer, padding_free=True
+    )
+    trainer = PackedSFTTrainer(
+        model,
+        train_dataset=dataset,
+        args=arguments(tmp_path),
+        formatting_func=formatting_prompts_func,
+        data_collator=collator,
+    )
+    assert type(trainer.data_collator) is PackedCollator
+    steps = [batch["cu_seq_lens_q"].numel() - 1 for batch in trainer.get_train_dataloader()]
+    assert steps == [8, 8, 8, 8]  # documents of an optimizer step: those of the padded run
+    torch.testing.assert_close(losses(trainer), old_losses(tmp_path), rtol=2e-4, atol=2e-4)
+    assert (collator.num_unfound, collator.num_seen) == (0, 32)
+
+
+def test_the_comparison_of_losses_sees_other_labels(tmp_path):
+    """The control of the test above: prompts trained as well make another loss."""
+    collator = collator_of("### Question:", tokenizer=tiny_tokenizer())
+    ours, old = losses(trainer_of(tmp_path, collator)), old_losses(tmp_path)
+    assert all(abs(one - other) > 1e-2 for one, other in zip(ours, old, strict=True))
+
+
+def test_pad_token_eos_as_in_the_post_and_a_template_that_merges_with_its_context(tmp_path):
+    tokenizer = merging_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    collator = DataCollatorForCompletionOnlyLM("### Answer:", tokenizer=tokenizer)
+    trainer = trainer_of(tmp_path, collator)
+    assert trainer.processing_class is tokenizer
+    assert len(trainer.train_dataset) == len(ROWS)
+    for row in trainer.train_dataset:
+        assert row["labels"] == collator.labels_of(row["input_ids"]).tolist()
+        trained = [label for label in row["labels"] if label != -100]
+        assert trained[-1] == tokenizer.eos_token_id
+        assert row["output"].endswith(tokenizer.decode(trained[:-1]).strip())
+        assert len(tokenizer.decode(trained[:-1])) >= len(row["output"]) - 4
+    assert len(losses(trainer)) == 4
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_has_the_labels_of_the_data_set(tmp_path, packing):
+    def trained(stream):
+        trainer = trainer_of(
+            tmp_path,
+            collator_of(ANSWER),
+            stream=stream,
+            packing=packing,
+            max_length=256,
+            max_steps=4,
+        )
+        labels = torch.cat([batch["labels"][0] for batch in trainer.get_train_dataloader()])
+        return sorted(labels[labels != -100].tolist())
+
+    assert trained(True) == trained(False)
+    assert len(trained(True)) > 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_labels_are_found_before_documents_are_cut(tmp_path, stream):
+    """Cut at the start, a document has lost its template, and its answer is still trained."""
+    trainer = trainer_of(
+        tmp_path,
+        collator_of(ANSWER),
+        stream=stream,
+        max_length=4,
+        truncation_mode="keep_end",
+        max_steps=4,
+    )
+    labels = torch.cat([batch["labels"][0] for batch in trainer.get_train_dataloader()])
+    assert (labels != -100).sum() == 3 * len(ROWS)  # all but the first token of each
+
+
+def test_a_stream_is_counted_each_time_that_it_is_read_and_not_before(tmp_path, caplog):
+    rows = [*ROWS[:15], {"instruction": "Lost?", "output": "Lost."}]
+    collator = collator_of(ANSWER)
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of(
+            tmp_path,
+            collator,
+            rows,
+            stream=True,
+            formatting_func=lambda row: one_text(row).replace(f"{ANSWER} Lost.", ""),
+            max_steps=2,
+        )
+        assert collator.num_seen == 0
+        batches = list(trainer.get_train_dataloader())
+    assert sum(batch["cu_seq_lens_q"].numel() - 1 for batch in batches) == 15
+    assert collator.num_seen == 16 * collator.num_unfound > 0  # once a reading
+    assert "1 of 16 documents (6.2%)" in caplog.text
+
+
+def test_rows_with_labels_and_packed_rows_are_labeled_by_the_template(tmp_path):
+    packed = {
+        "input_ids": [50, 10, 11, 60, 10, 11, 61],
+        "labels": [50, 10, 11, 60, 10, 11, 61],
+        "seq_lengths": [4, 3],
+    }
+    collator = collator_of()
+    trainer = trainer_of(tmp_path, collator, [packed] * 8)
+    assert trainer.train_dataset[0]["labels"] == [-100, -100, -100, 60, -100, -100, 61]
+    assert collator.num_seen == 16
+
+
+def test_evaluation_sees_the_same_labels(tmp_path):
+    collator = collator_of(ANSWER)
+    trainer = trainer_of(tmp_path, collator)
+    metrics = trainer.evaluate(Dataset.from_list(ROWS[:8]))
+    total = count = 0
+    for row in ROWS[:8]:
+        ids = tiny_tokenizer()(one_text(row) + "<eos>", return_tensors="pt")["input_ids"]
+        labels = torch.from_numpy(collator.labels_of(ids[0]))
+        number = int((labels[1:] != -100).sum())
+        with torch.no_grad():
+            loss = float(tiny_model("llama")(ids, labels=labels[None]).loss)
+        total, count = total + loss * number, count + number
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, caplog):
+    rows = [*ROWS[:15], {"instruction": "Lost?", "output": "Lost."}]
+
+    def formatted(example):
+        text = one_text(example)
+        return text.replace("Answer", "Reply") if example["output"] == "Lost." else text
+
+    collator = collator_of(ANSWER)
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of(tmp_path, collator, rows, formatting_func=formatted)
+    sentences = [
+        m for record in caplog.records if "response_template" in (m := record.getMessage())
+    ]
+    assert sentences == [
+        "[RANK 0] train dataset: 1 of 16 documents (6.2%) have no response_template "
+        "' ### Answer:', so "
+        "nothing in them is trained; one of them starts '### Question: Lost?\\n ### Reply: "
+        "Lost.<eos>'"
+    ]
+    assert (collator.num_unfound, collator.num_seen) == (1, 16)
+    assert [
+        (step.concerned, step.why, step.lost.documents)
+        for step in trainer.packing_report.preparation.steps
+    ] == [(1, "without a trained token: dropped", 1)]
+    assert len(trainer.train_dataset) == 15
+
+
+def test_where_no_document_has_the_template_the_error_names_it(tmp_path):
+    with pytest.raises(ValueError, match=r"trained token left: 32 of 32 .*'### Reply:'.*Question"):
+        trainer_of(tmp_path, collator_of("### Reply:"))
+
+
+def test_labels_cannot_be_left_to_a_preparation_that_is_skipped(tmp_path):
+    with pytest.raises(ValueError, match="skip_prepare_dataset=True skips the labels"):
+        trainer_of(
+            tmp_path,
+            collator_of(),
+            [{"input_ids": [50, 10, 11, 60]}],
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+
+
+def test_pad_to_multiple_of_is_that_of_the_collator(tmp_path):
+    trainer = trainer_of(tmp_path, collator_of(ANSWER, pad_to_multiple_of=64))
+    assert {batch["input_ids"].numel() % 64 for batch in trainer.get_train_dataloader()} == {0}
+
+
+# --- formatting functions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("func", [formatting_prompts_func, one_text])
+@pytest.mark.parametrize("stream", [False, True])
+def test_formatting_functions_of_both_kinds_make_one_text_an_example(func, stream):
+    dataset = Dataset.from_list(ROWS)
+    dataset = dataset.to_iterable_dataset() if stream else dataset
+    one = formatting_of_one(func, dataset)
+    assert [one(row) + "<eos>" for row in dataset] == texts()
+
+
+def test_a_formatting_function_that_makes_several_texts_of_an_example_is_refused():
+    dataset = Dataset.from_list(ROWS)
+    two = formatting_of_one(lambda batch: [*batch["output"], *batch["output"]], dataset)
+    with pytest.raises(ValueError, match="made 2 texts of one example"):
+        two(ROWS[0])
+
+
+def test_no_formatting_function_stays_none_and_a_failing_one_itself():
+    def fails(example):
+        raise KeyError("nothing")
+
+    dataset = Dataset.from_list(ROWS)
+    assert formatting_of_one(None, dataset) is None
+    assert formatting_of_one(fails, dataset) is fails

@@ -1,0 +1,244 @@
+"""`packing=False` trains, step by step, on the documents of TRL's padded run."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from helpers.distributed import same_steps
+from helpers.distributed.same_steps import (
+    TOLERANCE,
+    TRAINERS,
+    Run,
+    assert_same_steps,
+    joined,
+    on_ranks,
+    trained,
+)
+from helpers.tiny import documents_of_lengths
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+
+from trl_packing import PackedBatchSampler
+from trl_packing.packing.document_order import document_order
+
+LENGTHS = [3 + (i * 7) % 27 for i in range(41)]
+ROWS = documents_of_lengths(LENGTHS)
+TWO_EPOCHS = {"num_train_epochs": 2}
+
+SAME = {
+    "accumulated, with a smaller last step": {"gradient_accumulation_steps": 3},
+    "a seed": {"seed": 7},
+    "a seed of the data": {"seed": 7, "data_seed": 11},
+    "incomplete batches dropped": {
+        "dataloader_drop_last": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "in data-set order": {"train_sampling_strategy": "sequential"},
+    "grouped by length": {
+        "train_sampling_strategy": "group_by_length",
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 3,
+    },
+    "rebalanced, incomplete steps dropped": {
+        "train_sampling_strategy": "batch_rebalance",
+        "gradient_accumulation_steps": 2,
+        "dataloader_drop_last": True,
+    },
+    "a shuffled data set": {"shuffle_dataset": True},
+}
+
+
+def both(folder, ours=None, **arguments) -> list[dict]:
+    settings = TWO_EPOCHS | arguments.pop("settings", {})
+    return same_steps.both(folder, ours, settings=settings, **({"rows": ROWS} | arguments))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_every_step_holds_the_documents_of_the_padded_run(tmp_path, name):
+    assert_same_steps(*both(tmp_path, settings=SAME[name]))
+
+
+def some_untrained() -> list[dict]:
+    """A third trains nothing: one token, a label on the first token only, or none at all."""
+    rows = [dict(row) for row in ROWS]
+    for at in range(0, len(rows), 9):
+        rows[at] = {"input_ids": [7 + at], "labels": [7 + at]}
+    for at in range(3, len(rows), 9):
+        first = rows[at]["input_ids"]
+        rows[at] = {"input_ids": first, "labels": [first[0]] + [-100] * (len(first) - 1)}
+    for at in range(6, len(rows), 9):
+        rows[at] = rows[at] | {"labels": [-100] * len(rows[at]["input_ids"])}
+    return rows
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_length": None}, {"shuffle_dataset": True}, {"per_device_train_batch_size": 1}],
+    ids=str,
+)
+def test_documents_that_train_nothing_take_their_place_in_a_step(tmp_path, settings):
+    assert_same_steps(*both(tmp_path, rows=some_untrained(), settings=settings))
+
+
+def test_another_seed_fails_the_same_comparison(tmp_path):
+    theirs, ours = both(tmp_path, {"seed": 43}, settings={"seed": 42})
+    assert [*theirs["documents"]] == [*ours["documents"]]
+    with pytest.raises(AssertionError, match="step 0"):
+        assert_same_steps(theirs, ours)
+
+
+def test_packed_steps_of_so_many_documents_hold_those_of_the_padded_run(tmp_path):
+    assert_same_steps(*both(tmp_path, {"packing": True, "documents_per_step": 4}))
+
+
+def test_a_seed_given_to_torch_before_training_counts_as_in_a_padded_run(tmp_path):
+    theirs, ours = both(tmp_path, seeded_before_training=3)
+    assert_same_steps(theirs, ours)
+    plain = trained(Run(str(tmp_path), "PackedSFTTrainer", ROWS, TWO_EPOCHS))
+    assert plain["documents"] != ours["documents"]
+
+
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 15])
+def test_a_resumed_run_holds_the_documents_of_the_padded_run(tmp_path, step):
+    """Eleven steps an epoch; both runs save, and go on from, the same step."""
+    settings = {"save_strategy": "steps", "save_steps": step}
+    whole = both(tmp_path, settings=settings)
+    resumed = both(tmp_path, settings=settings, resume=step)
+    assert_same_steps(*resumed)
+    later = {s: documents for s, documents in whole[0]["documents"].items() if s >= step}
+    assert resumed[1]["documents"].keys() == later.keys()
+    for s, documents in later.items():
+        assert sorted(resumed[1]["documents"][s]) == sorted(documents)
+
+
+# --- the order alone, against the samplers of accelerate and transformers -------------------------
+
+
+def order_of(strategy, epoch, seed=5, documents_per_rank=8):
+    return document_order(
+        strategy,
+        np.asarray(LENGTHS),
+        seed=seed,
+        epoch=epoch,
+        documents_per_rank=documents_per_rank,
+    ).tolist()
+
+
+def test_the_random_order_is_that_of_accelerate():
+    sampler = SeedableRandomSampler(LENGTHS, data_seed=5)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert order_of("random", epoch) == list(sampler)
+
+
+def test_the_rebalanced_order_is_that_of_transformers():
+    sampler = BatchRebalanceSampler(LENGTHS, 8, 1, 1, drop_last=False)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        order = order_of("batch_rebalance", epoch, seed=sampler.seed)
+        steps = [sorted(order[at : at + 8]) for at in range(0, len(order), 8)]
+        assert steps == [sorted(batch) for batch in sampler]
+
+
+def test_the_order_by_length_is_that_of_transformers():
+    """Each epoch of a padded run draws the seed of its workers before its permutation."""
+    torch.manual_seed(5)
+    sampler = LengthGroupedSampler(8, lengths=LENGTHS)
+    for epoch in range(3):
+        torch.empty((), dtype=torch.int64).random_()
+        assert order_of("group_by_length", epoch) == list(sampler)
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "batch_rebalance"])
+def test_every_epoch_is_another_order_of_all_documents(strategy):
+    epochs = [order_of(strategy, epoch) for epoch in range(4)]
+    for before, after in pairwise(epochs):
+        assert before != after
+        assert sorted(after) == [*range(len(LENGTHS))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_is_the_same_on_any_number_of_ranks(ranks, accumulation):
+    for epoch in range(2):
+        samplers = [
+            PackedBatchSampler(
+                LENGTHS,
+                documents_per_step=12,
+                num_ranks=ranks,
+                rank=rank,
+                accumulation=accumulation,
+                seed=5,
+            )
+            for rank in range(ranks)
+        ]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        order = order_of("random", epoch)
+        for number, groups in enumerate(samplers[0].steps()):
+            step = sorted(document for group in groups for document in group)
+            assert step == sorted(order[12 * number : 12 * number + 12])
+        seen = [document for s in samplers for group in s for document in group]
+        assert sorted(seen) == [*range(len(LENGTHS))]
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+RANKS = 2
+ON_RANKS = {
+    "a full epoch": {"rows": ROWS[:40], "settings": TWO_EPOCHS},
+    "accumulated": {
+        "rows": ROWS[:32],
+        "settings": TWO_EPOCHS | {"gradient_accumulation_steps": 2},
+    },
+    "a last step that is filled up": {"rows": ROWS[:37], "settings": TWO_EPOCHS},
+    "incomplete batches dropped": {
+        "rows": ROWS,
+        "settings": TWO_EPOCHS | {"dataloader_drop_last": True},
+    },
+    "grouped by length": {
+        "rows": ROWS[:40],
+        "settings": TWO_EPOCHS | {"train_sampling_strategy": "group_by_length"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs_of_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    runs = {
+        f"{trainer}: {name}": Run(str(folder / trainer / name), trainer, **arguments)
+        for name, arguments in ON_RANKS.items()
+        for trainer in TRAINERS
+    }
+    save = {"save_strategy": "steps", "save_steps": 7}
+    for trainer in TRAINERS:
+        for name, step in (("saving", None), ("resumed", 7)):
+            runs[f"{trainer}: {name}"] = Run(
+                str(folder / trainer / "saved"), trainer, ROWS[:40], TWO_EPOCHS | save, resume=step
+            )
+    return on_ranks(runs, folder / "results", RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(n for n in ON_RANKS if "filled up" not in n), "resumed"])
+def test_two_ranks_train_the_steps_of_two_padded_ranks(runs_of_two_ranks, name):
+    assert_same_steps(*(joined(runs_of_two_ranks[f"{trainer}: {name}"]) for trainer in TRAINERS))
+
+
+@pytest.mark.slow
+def test_two_ranks_do_not_repeat_the_documents_that_fill_up_a_padded_step(runs_of_two_ranks):
+    """37 documents in steps of 8: accelerate repeats three in the fifth, and ours trains five."""
+    theirs, ours = (
+        joined(runs_of_two_ranks[f"{trainer}: a last step that is filled up"])
+        for trainer in TRAINERS
+    )
+    for step, documents in theirs["documents"].items():
+        expected = documents
+        if step % 5 == 4:
+            seen = [d for s in range(step - 4, step) for d in theirs["documents"][s]]
+            expected = [document for document in documents if document not in seen]
+            assert len(expected) == 5 < len(documents) == 8
+        assert sorted(expected) == sorted(ours["documents"][step])
+    torch.testing.assert_close(ours["losses"][:4], theirs["losses"][:4], rtol=0, atol=TOLERANCE)

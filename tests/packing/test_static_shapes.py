@@ -1,0 +1,589 @@
+"""Every packed batch has one shape, which changes neither a loss nor a gradient, and one graph.
+
+Tolerances, float32: a masked document at the end of the row moves no document, so kernels that go
+by documents compute the same bits; those that go by rows (T×T masks, products of other widths) sum
+in another order, which is what 1e-5 allows, as in test_exact.py.
+"""
+
+import shutil
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers import flash_attn_double
+from helpers.distributed.train import Scenario, run, run_on_ranks
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, other_rows
+from trl_packing.attention.backends import AttentionChoice, install_attention, resolve_attention
+from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
+from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.packing.static_shapes import StaticShapes
+from trl_packing.tools import tiny_models as architectures
+
+TOLERANCE = 1e-5
+SHAPES = StaticShapes(num_tokens=64, max_length=32, num_documents=8, longest_tail=32)
+
+
+def collated(lengths, shapes=SHAPES, **options):
+    return PackedCollator(pad_token_id=3, static_shapes=shapes, **options)(
+        documents_of_lengths(lengths, prompt=1)
+    )
+
+
+# --- the batch ----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 32), max_size=7).filter(lambda lengths: sum(lengths) <= 64),
+    st.sampled_from(["token", "document", "sqrt"]),
+)
+@settings(deadline=None)
+def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, weighting):
+    shapes = StaticShapes(num_tokens=64, max_length=32, num_documents=16, longest_tail=20)
+    batch = collated(lengths, shapes, loss_weighting=weighting)
+    assert batch["max_length_q"] == batch["max_length_k"] == 32
+    assert batch["cu_seq_lens_q"].shape == (17,)
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    for name in ("input_ids", "labels", "position_ids", "seq_idx"):
+        assert batch[name].shape == (1, 64), name
+
+    real = sum(lengths)
+    all_lengths = batch["cu_seq_lens_q"].diff().tolist()
+    tails = [n for n in all_lengths[len(lengths) :] if n]
+    empty = 16 - len(lengths) - len(tails)
+    assert empty >= 1, "the first one says where the padding begins"
+    assert all_lengths == [*lengths, *[0] * empty, *tails]
+    assert max(tails, default=0) <= 20
+    row = collated(lengths, shapes, tensors_only=True).host
+    assert row.lengths.tolist() == list(lengths), "without padding: what the trainer counts"
+    assert row.boundaries.tolist() == batch["cu_seq_lens_q"].tolist()
+    assert (batch["labels"][0, real:] == -100).all()
+    assert (batch["input_ids"][0, real:] == 3).all()
+    assert batch["position_ids"][0].tolist() == [i for n in (*lengths, *tails) for i in range(n)]
+    assert (
+        batch["seq_idx"][0].tolist()
+        == np.repeat(np.arange(len(lengths) + len(tails)), [*lengths, *tails]).tolist()
+    ), "without a gap"
+
+    plain = collated(lengths, None, loss_weighting=weighting)
+    real_or_one = max(real, 1)  # a batch without documents has one masked token
+    for name in ("input_ids", "labels", "position_ids", "loss_weights"):
+        if name in plain:
+            assert torch.equal(batch[name][:, :real_or_one], plain[name]), name
+            if name == "loss_weights":
+                assert not batch[name][:, real:].any()
+
+
+def test_more_documents_than_there_is_room_for_take_twice_the_room():
+    # With two masked documents behind them, and at least one without tokens.
+    for number, boundaries in ((5, 9), (6, 17), (13, 17), (14, 33)):
+        batch = collated([2] * number, tensors_only=True)
+        assert len(batch["cu_seq_lens_q"]) == boundaries
+        assert batch.host.lengths.tolist() == [2] * number
+
+
+def test_a_row_of_more_tokens_takes_twice_the_tokens():
+    assert collated([32, 32, 20])["input_ids"].shape == (1, 128)
+    assert collated([40])["max_length_q"] == 40, "rows that were packed before may be longer"
+
+
+def test_sources_of_padding_are_none():
+    documents = [row | {"source_ids": 2} for row in documents_of_lengths([3, 4])]
+    batch = PackedCollator(static_shapes=SHAPES)(documents)
+    assert batch["source_ids"].tolist() == [[2] * 7 + [-1] * 57]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, StaticShapes(128, 64, 8, 64)),
+        ({"bins": 1, "most_documents": 20}, StaticShapes(64, 64, 32, 64)),
+        ({"pad_to_multiple_of": 48}, StaticShapes(144, 64, 8, 64)),
+        ({"capacity": 1024}, StaticShapes(2048, 1024, 72, 512)),
+    ],
+    ids=str,
+)
+def test_the_shape_follows_capacity_bins_and_what_the_model_bears(options, expected):
+    arguments = {"model": "llama", "capacity": 64, "bins": 2} | options
+    model = tiny_model(arguments.pop("model"))
+    assert StaticShapes.of(model, **arguments) == expected
+
+
+def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
+    """Longrope looks at the longest position of the row: 32 is where it changes."""
+    model = architectures.tiny_model("phi3+longrope")
+    install_attention(model, resolve_attention(model))
+    short = [9, 20, 30]
+    expected = logits_of(model, collated(short, None), sum(short))
+    allowed = StaticShapes.of(model, capacity=64, bins=2)
+    beyond = StaticShapes(128, 64, 8, longest_tail=64)
+    held, moved = (
+        logits_of(model, collated(short, shapes), sum(short)) for shapes in (allowed, beyond)
+    )
+    torch.testing.assert_close(held, expected, rtol=0, atol=TOLERANCE)
+    assert allowed.longest_tail == 32
+    assert (moved - expected).abs().max() > 1e-2
+
+
+def test_the_most_documents_of_a_micro_batch_are_counted():
+    lengths = np.random.default_rng(0).integers(1, 40, 200)
+    for documents_per_step in (None, 12):
+        sampler = PackedBatchSampler(
+            lengths,
+            64,
+            bins_per_batch=2,
+            num_ranks=2,
+            accumulation=2,
+            documents_per_step=documents_per_step,
+        )
+        assert sampler.most_documents() == max(map(len, sampler.micro_batches()))
+
+
+# --- every way of keeping documents apart -------------------------------------------------------
+
+WAYS = [
+    *[(name, "documents") for name in ("llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe")],
+    *[("llama", way) for way in ("model", "mask", "padded", "equal_lengths")],
+    *[("mistral", way) for way in ("mask", "padded")],
+    ("falcon_mamba", "padded"),
+]
+LENGTHS = [9, 1, 20, 13]  # windows are of 8
+
+
+def logits_of(model, batch, num_tokens):
+    batch = {name: value for name, value in batch.items() if name != "labels"}
+    batch["input_ids"] = batch["input_ids"] % model.config.vocab_size
+    return model(**batch).logits[:, :num_tokens]
+
+
+def logits_and_gradients(model, shapes):
+    model.zero_grad()
+    logits = logits_of(model, collated(LENGTHS, shapes), sum(LENGTHS))
+    (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+    return {"logits": logits} | {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def assert_same_with_static_shapes(model):
+    plain = {name: value.clone() for name, value in logits_and_gradients(model, None).items()}
+    held = logits_and_gradients(model, SHAPES)
+    assert plain.keys() == held.keys()
+    for name, expected in plain.items():
+        atol = TOLERANCE * (1 + expected.abs().max().item())
+        torch.testing.assert_close(held[name], expected, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_static_shapes_change_neither_logits_nor_gradients(name, way):
+    model = tiny_model(name)
+    install_attention(model, resolve_attention(model, way))
+    assert_same_with_static_shapes(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_they_change_nothing_through_flash_attention(name, monkeypatch):
+    double = flash_attn_double.install(monkeypatch)
+    model = tiny_model(name, attn_implementation="flash_attention_2")
+    assert_same_with_static_shapes(model)
+    assert double.calls[-1]["longest"] == (32, 32)
+    assert 0 in double.calls[-1]["cu_seqlens"][0].diff()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_documents_without_tokens_are_none_on_other_devices(window):
+    q, k, v = (torch.randn(12, 2, 8) for _ in range(3))
+    held = torch.tensor([0, 5, 5, 5, 12], dtype=torch.int32)
+    for attention in (
+        lambda cu: _sdpa_with_autograd(q, k, v, cu, 0.4, window or 0),
+        lambda cu: document_attention(q, k, v, cu, scale=0.4, window=window),
+    ):
+        torch.testing.assert_close(attention(held), attention(held[[0, 1, 4]]), rtol=0, atol=0)
+
+
+def test_compiled_attention_is_one_call_on_other_devices_too():
+    def attention(q, k, v, cu_seqlens):
+        return document_attention(q, k, v, cu_seqlens, scale=0.4)
+
+    tensors = [torch.randn(12, 2, 8, device="meta") for _ in range(3)]
+    boundaries = torch.tensor([0, 5, 12], dtype=torch.int32, device="meta")
+    graphs = []
+    torch.compile(
+        attention, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True
+    )(*tensors, boundaries)
+    (graph,) = graphs
+    assert "trl_packing.document_attention" in graph.code
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+MANY = [3 + (i * 11) % 29 for i in range(41)]
+RUNS = {
+    "accumulated": {"accumulation": 2},
+    "two bins a micro-batch": {"batch_size": 2},
+    "weighted by document": {"weighted": True, "options": {"loss_weighting": "document"}},
+    "a stream": {"stream": True, "max_steps": 6, "accumulation": 2},
+    "a multiple of 48": {"options": {"pad_to_multiple_of": 48}},
+    "checkpointed activations": {"options": {"gradient_checkpointing": True}},
+    "checked": {"options": {"isolation_check": "error"}},
+}
+ON_TWO_RANKS = {
+    "two ranks": {},
+    "two ranks, one idle": {"lengths": [32, 32, 32]},
+    "two ranks, weighted by document": {"options": {"loss_weighting": "document"}},
+    "two ranks, a stream": {"stream": True, "max_steps": 6},
+    # Evaluated first, which once left every rank to train by itself, compiled (transformers 5.23).
+    "two ranks, compiled": {"compiles": True},
+}
+COMPILES = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
+def scenarios(folder, arguments):
+    """The run without and with static shapes, and compiled if `arguments` say so."""
+    arguments = dict(arguments)
+    held_options = COMPILES if arguments.pop("compiles", False) else {}
+    options = {"optim": "sgd", "learning_rate": 0.05, **arguments.get("options", {})}
+    arguments = {"lengths": MANY, "eval_lengths": MANY[:7], **arguments}
+    held_options = options | {"static_shapes": True} | held_options
+    return [
+        Scenario(str(folder / "plain"), **arguments | {"options": options}),
+        Scenario(str(folder / "held"), **arguments | {"options": held_options}),
+    ]
+
+
+def assert_same_runs(plain, held):
+    assert plain["steps"] == held["steps"] > 1
+    assert held["losses"] == pytest.approx(plain["losses"], abs=TOLERANCE)
+    assert held["grad_norms"] == pytest.approx(plain["grad_norms"], abs=TOLERANCE)
+    assert held["metrics"]["eval_loss"] == pytest.approx(plain["metrics"]["eval_loss"], abs=1e-6)
+    for name, expected in plain["parameters"].items():
+        torch.testing.assert_close(held["parameters"][name], expected, rtol=0, atol=TOLERANCE)
+
+
+def shapes_of(result):
+    return {inputs["input_ids"].shape for inputs in result["inputs"]}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_static_shapes_ends_where_it_ends_without(name, tmp_path):
+    plain, held = map(run, scenarios(tmp_path, RUNS[name]))
+    assert_same_runs(plain, held)
+    assert len(shapes_of(held)) == 1
+    if name != "a multiple of 48":
+        assert len(shapes_of(plain)) > 1
+
+
+def test_a_trained_tail_would_end_elsewhere(tmp_path, monkeypatch):
+    """The comparison sees padding that takes part."""
+    plain, held = scenarios(tmp_path, {})
+    expected = run(plain)
+    call = PackedCollator.__call__
+
+    def trained(self, documents):
+        batch = call(self, documents)
+        if self.static_shapes is not None:
+            batch["labels"][0, -1] = 7
+        return batch
+
+    monkeypatch.setattr(PackedCollator, "__call__", trained)
+    with pytest.raises(AssertionError):
+        assert_same_runs(expected, run(held))
+
+
+@pytest.mark.slow
+def test_two_ranks_with_static_shapes_end_where_they_end_without(tmp_path):
+    made = {
+        f"{name} {held}": scenario
+        for name, arguments in ON_TWO_RANKS.items()
+        for held, scenario in enumerate(scenarios(tmp_path / name, arguments))
+    }
+    results = run_on_ranks(made, tmp_path / "results")
+    for name in ON_TWO_RANKS:
+        for plain, held in zip(results[f"{name} 0"], results[f"{name} 1"], strict=True):
+            assert_same_runs(plain, held)
+        assert len(set.union(*map(shapes_of, results[f"{name} 1"]))) == 1
+
+
+def trainer_for(folder, model="llama", lengths=MANY, model_options=None, **options):
+    arguments = {
+        "output_dir": str(folder),
+        "max_length": 32,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 2,
+        "gradient_checkpointing": False,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "static_shapes": True,
+    }
+    data = options.pop("train_dataset", None) or Dataset.from_list(documents_of_lengths(lengths))
+    collator = options.pop("data_collator", None)
+    return PackedSFTTrainer(
+        tiny_model(model, **model_options or {}),
+        PackedSFTConfig(**arguments | options),
+        train_dataset=data,
+        eval_dataset=Dataset.from_list(documents_of_lengths(MANY[:9], seed=1)),
+        processing_class=tiny_tokenizer(),
+        data_collator=collator,
+    )
+
+
+def test_tokens_are_counted_without_the_padding(tmp_path):
+    counts = []
+    for held in (False, True):
+        trainer = trainer_for(tmp_path, num_train_epochs=1, static_shapes=held)
+        trainer.train()
+        counts.append([e["num_tokens"] for e in trainer.state.log_history if "num_tokens" in e][-1])
+    assert counts == [sum(MANY), sum(MANY)]
+
+
+def test_the_report_says_what_is_padding(tmp_path):
+    report = trainer_for(tmp_path, max_length=40).packing_report
+    bins = report.micro_batches_per_epoch
+    assert report.tokens_per_micro_batch == 40
+    share = 1 - sum(MANY) / (40 * bins)
+    line = f"shapes       every micro-batch has 40 tokens · {share:.2%} padding in all"
+    assert line in str(report).splitlines()
+    assert "shapes" not in str(trainer_for(tmp_path, static_shapes=False).packing_report)
+
+
+def test_evaluation_holds_the_shape_of_its_own_micro_batches(tmp_path):
+    trainer = trainer_for(tmp_path)
+    batches = list(trainer.get_eval_dataloader())
+    assert {batch["input_ids"].shape for batch in batches} == {(1, 64)}
+    assert trainer.data_collator.static_shapes.num_tokens == 32
+    documents = trainer_for(tmp_path, eval_packing=False)
+    assert len({batch["input_ids"].shape for batch in documents.get_eval_dataloader()}) > 1
+
+
+def test_a_smaller_batch_that_was_found_has_smaller_rows(tmp_path):
+    trainer = trainer_for(tmp_path, per_device_train_batch_size=4)
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, 128)
+    trainer._update_auto_batch_size(2)
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, 64)
+
+
+def test_padded_rows_say_that_their_shapes_follow_the_documents(tmp_path, caplog):
+    """The gate finds that falcon_mamba needs them; the dataloader is there by then."""
+    run = trainer_for(tmp_path, "falcon_mamba", max_steps=2)
+    assert run.data_collator.static_shapes is not None
+    run.train()
+    assert run.attention.backend == "padded"
+    assert run.data_collator.static_shapes is None
+    assert "static_shapes=True does nothing here: FalconMambaForCausalLM runs by" in caplog.text
+    assert run.packing_report.tokens_per_micro_batch is None
+    assert run.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": False}, r"static_shapes=True needs packing=True"),
+        ({"documents_per_step": 4}, r"static_shapes=True and documents_per_step=4"),
+        ({"attention": "padded"}, r"static_shapes=True with attention='padded'"),
+        ({"attention": "equal_lengths"}, r"static_shapes=True with attention='equal_lengths'"),
+        (
+            {"model": "qwen3_moe", "router_aux_loss_coef": 0.01},
+            r"static_shapes=True would let padding take part in the balance of experts",
+        ),
+        (
+            {"data_collator": lambda rows: rows},
+            r"static_shapes=True, but data_collator is your own",
+        ),
+    ],
+    ids=["unpacked", "by documents", "padded", "equal lengths", "experts", "own collator"],
+)
+def test_what_static_shapes_cannot_serve_is_refused_by_name(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, **options)
+
+
+def test_rows_that_were_packed_before_are_held_too(tmp_path):
+    plain, held = (
+        trainer_for(
+            tmp_path,
+            max_steps=3,
+            max_length=512,
+            static_shapes=held,
+            train_dataset=tiny_dataset("packed"),
+        )
+        for held in (False, True)
+    )
+    for trainer in (plain, held):
+        trainer.train()
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, held)]
+    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+# Documents of 5 to 60 tokens in bins of 128; 50 steps are 50 micro-batches of different documents.
+COMPILED = {
+    "lengths": np.random.default_rng(0).integers(5, 60, 260).tolist(),
+    "max_length": 128,
+    "max_steps": 50,
+    "torch_compile": True,
+    "torch_compile_backend": "aot_eager",
+}
+# Ours, and meant: the loss head scores the trained positions, whose number is another every batch.
+MEANT_BREAK = "function _score at"
+
+
+@pytest.fixture
+def dynamo():
+    """Return graphs compiled (forward graphs that reached the backend) and reasons for breaks."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: (counters["stats"]["unique_graphs"], list(counters["graph_break"]))
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def losses_of(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def uncompiled(tmp_path_factory):
+    """Return the losses of 50 steps without torch.compile."""
+    options = {name: v for name, v in COMPILED.items() if not name.startswith("torch_compile")}
+    return losses_of(trainer_for(tmp_path_factory.mktemp("eager"), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fifty_batches_share_one_graph_and_compute_the_same(
+    checkpointing, tmp_path, dynamo, uncompiled
+):
+    run = trainer_for(tmp_path, gradient_checkpointing=checkpointing, **COMPILED)
+    losses = losses_of(run)
+    num_graphs, breaks = dynamo()
+    assert num_graphs == 1
+    assert len(breaks) == 1
+    assert MEANT_BREAK in breaks[0]
+    assert len(losses) == 50
+    assert losses == pytest.approx(uncompiled, abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_without_static_shapes_there_are_more_graphs(tmp_path, dynamo, uncompiled):
+    run = trainer_for(tmp_path, **COMPILED | {"static_shapes": False})
+    assert losses_of(run) == pytest.approx(uncompiled, abs=TOLERANCE)
+    assert dynamo()[0] > 1
+
+
+def counting(graphs):
+    return lambda graph, example_inputs: graphs.append(graph) or graph.forward
+
+
+def fifty_batches(shapes):
+    rng = np.random.default_rng(1)
+    for number in range(50):
+        lengths = rng.multinomial(128, rng.dirichlet([1] * rng.integers(2, 9)))
+        rows = documents_of_lengths(lengths[lengths > 0][:-1], seed=number)
+        batch = PackedCollator(static_shapes=shapes)(rows)
+        del batch["labels"]
+        yield batch
+
+
+def compiled_graphs(model, fullgraph, num_batches=50):
+    """Return the graphs of the first batches; each is compared with the model itself."""
+    graphs = []
+    compiled = torch.compile(model, backend=counting(graphs), fullgraph=fullgraph)
+    for batch in islice(fifty_batches(StaticShapes(128, 128, 16, 128)), num_batches):
+        torch.testing.assert_close(
+            compiled(**batch).logits, model(**batch).logits, rtol=0, atol=TOLERANCE
+        )
+    return graphs
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_a_model_has_one_graph_without_a_break(name, dynamo):
+    model = tiny_model(name)
+    install_attention(model, resolve_attention(model))
+    assert len(compiled_graphs(model, fullgraph=True)) == 1
+
+
+@pytest.mark.slow
+def test_a_loop_over_documents_has_more(dynamo):
+    """What the custom op is for: the same shapes, and a graph for every set of boundaries."""
+
+    def loop(q, k, v, cu_seqlens, max_length, *, scale, **_):
+        return _sdpa_with_autograd(q, k, v, cu_seqlens, scale, 0)
+
+    register_packed_kernel("packed_loop", loop)
+    model = tiny_model("llama")
+    install_attention(model, AttentionChoice("documents", "packed_loop", "a test"))
+    assert len(compiled_graphs(model, fullgraph=False, num_batches=4)) > 2
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_graph_of_packed_calls_serves_no_other(name, dynamo):
+    """Of the very shape of a packed row, and without a mask: only boundaries tell them apart."""
+    model = tiny_model(name).eval()
+    install_attention(model, resolve_attention(model))
+    compiled = torch.compile(model, backend=counting([]))
+    packed = collated(LENGTHS)
+    del packed["labels"]
+    row = {"input_ids": packed["input_ids"], "use_cache": False}
+    left_padded = row | {"attention_mask": torch.tensor([[0] * 9 + [1] * 55])}
+    calls = [packed, row, packed, left_padded, packed]
+    with torch.no_grad(), other_rows():  # else the row's tokens are known, and kept apart
+        expected = [model(**call).logits for call in calls]
+        for call, logits in zip(calls, expected, strict=True):
+            got = compiled(**call).logits[:, 9:]
+            torch.testing.assert_close(got, logits[:, 9:], rtol=0, atol=TOLERANCE)
+        assert (expected[0] - expected[1]).abs().max() > 0.1, "documents that see each other"
+
+
+@pytest.mark.slow
+def test_evaluation_and_generation_after_compiled_steps_are_as_without(tmp_path, dynamo):
+    found = []
+    for compiles in (False, True):
+        options = COMPILED | {"max_steps": 6, "torch_compile": compiles}
+        if not compiles:
+            del options["torch_compile_backend"]
+        run = trainer_for(tmp_path, **options)
+        before = run.evaluate()["eval_loss"]  # a model that is evaluated first is compiled for it
+        run.train()
+        losses = [before, run.evaluate()["eval_loss"]]
+        run.compute_metrics = lambda p: {"size": float(np.abs(p.predictions).mean())}
+        padded = run.evaluate()
+        losses += [padded["eval_loss"], padded["eval_size"]]
+        ids = torch.randint(6, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+        mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+        model = run.model_wrapped.eval()
+        assert hasattr(model, "_orig_mod") == compiles
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        found.append((losses, logits, tokens))
+    (losses, logits, tokens), (compiled_losses, compiled_logits, compiled_tokens) = found
+    assert compiled_losses == pytest.approx(losses, abs=TOLERANCE)
+    torch.testing.assert_close(compiled_logits, logits, rtol=0, atol=10 * TOLERANCE)
+    assert torch.equal(compiled_tokens, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++: no g++ here")
+def test_inductor_computes_the_same_from_one_graph(tmp_path, dynamo):
+    options = COMPILED | {"max_steps": 8, "model_options": {"num_hidden_layers": 1}}
+    inductor = trainer_for(tmp_path, **options | {"torch_compile_backend": "inductor"})
+    losses = losses_of(inductor)
+    assert dynamo()[0] == 1
+    del options["torch_compile"], options["torch_compile_backend"]
+    # AdamW divides by the root of small second moments, which enlarges roundings step by step.
+    expected = losses_of(trainer_for(tmp_path, **options))
+    assert losses == pytest.approx(expected, abs=10 * TOLERANCE)

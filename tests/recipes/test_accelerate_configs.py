@@ -1,0 +1,145 @@
+"""recipes/accelerate/*.yaml: accelerate reads them, and the recipe trains with them.
+
+Not started here: fsdp2.yaml, which accelerate 1.15 turns into DDP on a CPU without a message.
+tests/models/test_sharding.py trains with FSDP2.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from helpers.tiny import save_tiny_model
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CONFIGS = RECIPES / "accelerate"
+NAMES = ["single", "ddp", "fsdp2", "zero2", "zero3", "multi_node"]
+
+
+def test_every_config_is_known_here():
+    assert sorted(path.stem for path in CONFIGS.glob("*")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_reads_it(name):
+    """Its loader raises for a key that it does not know."""
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    kind = {"single": "NO", "ddp": "MULTI_GPU", "multi_node": "MULTI_GPU", "fsdp2": "FSDP"}
+    assert config.distributed_type == DistributedType(kind.get(name, "DEEPSPEED"))
+    assert config.num_machines == (2 if name == "multi_node" else 1)
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    if name.startswith("zero"):
+        assert config.deepspeed_config["zero_stage"] == int(name[-1])
+
+
+def test_an_unknown_key_is_refused(tmp_path):
+    """Control: the loader does look."""
+    path = tmp_path / "wrong.yaml"
+    path.write_text((CONFIGS / "single.yaml").read_text() + "num_proceses: 2\n")
+    with pytest.raises(ValueError, match="num_proceses"):
+        load_config_from_file(str(path))
+
+
+def started(name: str, folder: Path, launcher: list[str], arguments: list[str]) -> subprocess.Popen:
+    """Start the recipe on a tiny model with a config, on CPUs."""
+    data = folder / "data.jsonl"
+    if not data.exists():
+        rows = [{"prompt": f"What is {i}?", "completion": f" {i} and {i}."} for i in range(24)]
+        data.write_text("\n".join(map(json.dumps, rows)))
+        save_tiny_model(folder, "qwen2", chat=False)
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(CONFIGS / f"{name}.yaml"), *launcher]
+    command += [str(RECIPES / "sft_packed.py"), "--model_name_or_path", "tiny-qwen2"]
+    command += ["--dataset_name", str(data), "--output_dir", "out", "--max_steps", "3"]
+    command += ["--max_length", "64", "--per_device_train_batch_size", "1"]
+    command += ["--logging_steps", "1", "--report_to", "none"]
+    command += ["--learning_rate", "0.01", "--optim", "sgd", "--save_strategy", "no"]
+    command += arguments
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def outputs(*processes: subprocess.Popen, timeout_seconds: int = 240) -> str:
+    """Wait for all and return what the first printed. Processes that hang are killed."""
+    said = []
+    try:
+        for process in processes:
+            said.append(process.communicate(timeout=timeout_seconds)[0])
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    for process, output in zip(processes, said, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return said[0]
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"'loss': '?([0-9.]+)", output)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> list[str]:
+    """The losses of one process with twice the accumulation, as they are printed: 4 digits."""
+    folder = tmp_path_factory.mktemp("single")
+    process = started("single", folder, [], ["--gradient_accumulation_steps", "2"])
+    found = losses(outputs(process))
+    assert len(found) == 3
+    assert len(set(found)) > 1
+    assert (folder / "out" / "model.safetensors").exists()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp_path):
+    if name != "ddp" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: `make .venv/.all`")
+    output = outputs(
+        started(name, tmp_path, ["--num_processes", "2", "--mixed_precision", "no"], [])
+    )
+    assert losses(output) == alone
+    assert "2 ranks" in output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_one_process_with_twice_the_accumulation(alone, tmp_path):
+    """Two launchers on this machine, with machine_rank 0 and 1."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        launcher = ["--machine_rank", str(rank), "--num_processes", "2"]
+        processes.append(
+            started("multi_node", folder, [*launcher, "--main_process_port", port], [])
+        )
+    output = outputs(*processes)
+    assert losses(output) == alone
+    assert "2 ranks" in output
+
+
+@pytest.mark.slow
+def test_another_accumulation_prints_other_losses(alone, tmp_path):
+    """Control: four digits tell runs apart."""
+    assert losses(outputs(started("single", tmp_path, [], []))) != alone

@@ -1,0 +1,121 @@
+"""recipes/compare_packing.py and padding_free.py: what they compare, and that they run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import compare_packing
+import padding_free
+from recipe_data import InputError
+
+RECIPES = Path(compare_packing.__file__).parent
+SMALL = ["--num_documents", "24", "--max_length", "256", "--per_device_train_batch_size", "2"]
+
+
+def run(script: str, *arguments: str, cwd: Path, processes: int = 1) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(RECIPES / script)]
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def rows_of(printed: str, names) -> dict[str, list[str]]:
+    """The columns behind each name, of the table that was printed."""
+    lines = printed.splitlines()
+    found = {n: next(line for line in lines if line.startswith(n + "  ")) for n in names}
+    return {name: line.removeprefix(name).split() for name, line in found.items()}
+
+
+def test_the_table_has_a_line_a_run_and_its_speed_against_the_first():
+    result = compare_packing.Result(10, 4.0, 1e-3, 20.0, 0.1, 2.5, [])
+    faster = result._replace(seconds=5.0, fill=0.99)
+    rows = rows_of(compare_packing.table({"padding": result, "ours": faster}), ["padding", "ours"])
+    assert rows["padding"] == ["10", "4.0", "1.0e-03", "20.0", "1.0×", "10.0%", "2.5000"]
+    assert rows["ours"][4:6] == ["4.0×", "99.0%"]
+
+
+def test_what_is_missing_is_said_in_one_sentence():
+    with pytest.raises(InputError, match="needs --model_name_or_path and --dataset_name"):
+        compare_packing.main(["--model_name_or_path", "m"])
+    with pytest.raises(InputError, match=r"nothing\.yaml"):
+        compare_packing.main(["--config", "nothing.yaml"])
+
+
+def test_the_config_and_the_demo_are_read():
+    data_args, args, _ = compare_packing.parse(
+        ["--config", str(RECIPES / "compare_packing.yaml"), "--num_documents", "7"],
+        compare_packing.DEMO,
+    )
+    assert (data_args.num_documents, data_args.completion_column) == (7, "answer")
+    assert (args.max_length, args.learning_rate, args.warmup_steps) == (2048, 5e-5, 0.1)
+    demo, _, _ = compare_packing.parse([], compare_packing.DEMO)
+    assert demo.dataset_name.endswith("demo/data")
+
+
+@pytest.mark.slow
+def test_the_comparison_runs_and_its_numbers_are_those_of_the_plans(tmp_path):
+    done = run("compare_packing.py", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = rows_of(done.stdout, compare_packing.RUNS)
+    assert rows_of(compare_packing.__doc__.replace("\n    ", "\n"), compare_packing.RUNS).keys()
+    steps = {name: int(row[0]) for name, row in rows.items()}
+    fill = {name: float(row[5].rstrip("%")) for name, row in rows.items()}
+    assert steps["padding to max"] == steps["padding to longest"] == 12
+    assert steps["... in padded steps"] == 12
+    assert steps["this project"] < 6
+    assert fill["padding to max"] < fill["padding to longest"] < fill["this project"]
+    assert fill["greedy"] <= fill["this project"]
+    # Padding changes nothing but time: both padded runs see the same documents in every step.
+    losses = [float(rows[name][6]) for name in ("padding to max", "padding to longest")]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    # Packed, but the documents of the padded steps in every step.
+    assert float(rows["... in padded steps"][6]) == pytest.approx(losses[0], abs=2e-4)
+    # Fewer steps, a higher rate; the row with the padded steps keeps it.
+    assert float(rows["this project"][2]) > float(rows["padding to max"][2])
+    assert rows["... in padded steps"][2] == rows["padding to max"][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_padding_free_makes_the_same_steps_and_the_same_validation_loss(tmp_path, processes):
+    done = run("padding_free.py", *SMALL, cwd=tmp_path, processes=processes)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = rows_of(done.stdout, padding_free.RUNS)
+    padded, free = rows["padded"], rows["padding-free"]
+    assert padded[0] == free[0] == str(12 // processes)
+    assert float(padded[6]) == pytest.approx(float(free[6]), abs=2e-4)
+    furthest = done.stdout.split("steps differ by ")[1].split()[0]
+    assert float(furthest) < 1e-4
+    assert done.stdout.count("steps differ by") == 1
+
+
+@pytest.mark.slow
+def test_they_take_data_and_a_model_of_ones_own(tmp_path):
+    from helpers.tiny import save_tiny_model
+
+    rows = [{"q": f"What is {i}?", "a": f"The number {i}."} for i in range(30)]
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_tiny_model(tmp_path, "llama")
+    done = run(
+        "padding_free.py",
+        *("--config", str(RECIPES / "compare_packing.yaml"), "--num_documents", "12"),
+        *("--model_name_or_path", model, "--dataset_name", str(path), "--test_split_size", "0.2"),
+        *("--prompt_column", "q", "--completion_column", "a"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows_found = rows_of(done.stdout, padding_free.RUNS)
+    assert rows_found["padded"][0] == rows_found["padding-free"][0] == "3"

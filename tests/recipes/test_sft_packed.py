@@ -1,0 +1,361 @@
+"""recipes/sft_packed.py: what it reads, what it refuses, and that its demo learns."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+from filelock import FileLock
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import make_demo_data
+import sft_packed
+from recipe_data import DataArguments, InputError, load_documents
+
+RECIPES = Path(sft_packed.__file__).parent
+SHARED = RECIPES.parents[1] / "shared"
+ROWS = [{"question": f"What is {i}?", "answer": f"A number: {i}.", "n": i} for i in range(10)]
+NAMED = {"prompt_column": "question", "completion_column": "answer"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Write `rows` in the format of the file's ending, and return its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(
+    name: str, *, has_chat_template: bool = False, prompt_template: str | None = None, **named: Any
+) -> Any:
+    return load_documents(
+        DataArguments(dataset_name=name, **named),
+        prompt_template=prompt_template,
+        has_chat_template=has_chat_template,
+    )
+
+
+# --- what it reads ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
+def test_named_columns_of_a_file_become_prompt_and_completion(tmp_path, ending):
+    train, test, _ = load(write(tmp_path / f"data{ending}", ROWS), **NAMED)
+    assert test is None
+    assert train.column_names == ["prompt", "completion"]
+    assert train[3] == {"prompt": "What is 3?", "completion": "A number: 3."}
+
+
+def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS[:7])
+    write(tmp_path / "test.jsonl", ROWS[7:])
+    arguments = DataArguments(dataset_name=str(tmp_path), **NAMED)
+    train, test, notes = load_documents(arguments, needs_test=True)
+    assert (len(train), len(test)) == (7, 3)
+    assert test[0]["prompt"] == "What is 7?"
+    assert not any("not read" in note for note in notes)
+
+
+def test_a_file_of_the_folder_that_is_in_no_split_is_named(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "more.jsonl", ROWS)
+    notes = load(str(tmp_path), **NAMED).notes
+    assert any("more.jsonl" in note for note in notes)
+
+
+def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
+    name = write(tmp_path / "data.jsonl", ROWS)
+    template = r"{n}. {question} {{brief}}\nAnswer: "  # as a shell passes it: \ and n
+    train = load(name, prompt_template=template, completion_column="answer").train
+    assert train[2]["prompt"] == "2. What is 2? {brief}\nAnswer: "
+
+
+def test_a_share_is_held_out_where_there_is_no_test_split(tmp_path):
+    train, test, _ = load(write(tmp_path / "data.jsonl", ROWS), test_split_size=0.2, **NAMED)
+    assert (len(train), len(test)) == (8, 2)
+    assert not set(train["prompt"]) & set(test["prompt"])
+
+
+def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_path):
+    name = write(tmp_path / "data.jsonl", ROWS)
+    train, _, notes = load(name, has_chat_template=True, **NAMED)
+    assert train[0] == {
+        "prompt": [{"role": "user", "content": "What is 0?"}],
+        "completion": [{"role": "assistant", "content": "A number: 0."}],
+    }
+    assert any("--chat false" in note for note in notes)  # decided for the user, so said
+    assert load(name, has_chat_template=True, chat=False, **NAMED).train[0] == {
+        "prompt": "What is 0?",
+        "completion": "A number: 0.",
+    }
+
+
+def test_the_user_is_told_when_prompt_and_completion_touch(tmp_path):
+    (note,) = load(write(tmp_path / "data.jsonl", ROWS), **NAMED).notes
+    assert "'What is 0?A number: 0.'" in note
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "Why?"}]},
+        {"conversations": [{"role": "user", "content": "Why?"}]},
+        {"text": "Why?"},
+        {"input_ids": [1, 2], "completion_mask": [0, 1]},
+        {"prompt": "Why? ", "completion": "Because."},
+        {
+            "prompt": [{"role": "user", "content": "Why?"}],
+            "completion": [{"role": "assistant", "content": "Because."}],
+        },
+    ],
+)
+def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row):
+    train, _, notes = load(write(tmp_path / "data.jsonl", [row] * 3))
+    assert train[0] == row
+    assert notes == []
+
+
+def test_a_named_column_holds_the_messages(tmp_path):
+    rows = [{"chat": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "id": 1}]
+    train = load(write(tmp_path / "data.jsonl", rows), messages_column="chat").train
+    assert train[0] == {"messages": rows[0]["chat"]}  # the trainer knows these keys and roles
+
+
+def test_a_stream_gives_the_same_documents(tmp_path):
+    name = write(tmp_path / "data.jsonl", ROWS)
+    stream = load(name, dataset_streaming=True, **NAMED).train
+    assert isinstance(stream, IterableDataset)
+    assert list(stream) == list(load(name, **NAMED).train)
+
+
+# --- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "sentence"),
+    [
+        ("data.jsonl", {"prompt_column": "query"}, "'query' among question, answer, n: .*--prompt"),
+        ("data.jsonl", {"prompt_column": "question"}, "'completion' among .*--completion_column"),
+        ("data.jsonl", {"prompt_template": "{query}"}, "'query' among .*--prompt_template"),
+        ("data.jsonl", {"prompt_template": "{query"}, "cannot be read"),
+        ("data.jsonl", {"prompt_template": "question"}, "no field in braces"),
+        ("data.jsonl", {"messages_column": "chat"}, "'chat' among .*--messages_column"),
+        ("data.jsonl", {"prompt_template": "{n}", **NAMED}, "not both"),
+        ("data.jsonl", {"messages_column": "chat", **NAMED}, "name no prompt"),
+        ("data.jsonl", {"chat": True, **NAMED}, "--chat needs a chat template"),
+        ("data.jsonl", {"test_split_size": 1.5, **NAMED}, "between 0 and 1"),
+        ("data.jsonl", {"test_split_size": 0.01, **NAMED}, "a document on each side"),
+        ("data.jsonl", {"dataset_train_split": "dev", **NAMED}, "no split 'dev', only train"),
+        ("data.jsonl", {}, "no column to train on among question, answer, n"),
+        ("nothing.jsonl", NAMED, "nothing.jsonl does not exist"),
+        ("no/such/folder", NAMED, "does not exist"),
+        ("data.txt", NAMED, "must end in one of .json, .jsonl, .parquet"),
+        ("folder", NAMED, "holds no file that ends in"),
+        ("empty.jsonl", NAMED, "it is empty"),
+        ("empty.json", NAMED, "it is empty"),
+        ("broken.jsonl", NAMED, "cannot load"),
+        ("missing.jsonl", NAMED, "row 1 has no value in the column 'answer'"),
+    ],
+)
+def test_bad_data_is_refused_in_one_sentence(tmp_path, file, arguments, sentence):
+    write(tmp_path / "data.jsonl", ROWS)
+    write(tmp_path / "empty.jsonl", [])
+    write(tmp_path / "empty.json", [])
+    write(tmp_path / "missing.jsonl", [ROWS[0], ROWS[1] | {"answer": None}])
+    (tmp_path / "broken.jsonl").write_text('{"question": \n')
+    (tmp_path / "data.txt").write_text("What is text?")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=sentence) as refusal:
+        load(str(tmp_path / file), **arguments)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_stream_cannot_hold_out_a_share(tmp_path):
+    name = write(tmp_path / "data.jsonl", ROWS)
+    with pytest.raises(InputError, match="stream"):
+        load(name, dataset_streaming=True, test_split_size=0.2, **NAMED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model_name_or_path", "a/model"], "needs --model_name_or_path and --dataset_name"),
+        (["--dataset_name", "data.jsonl"], "needs --model_name_or_path and --dataset_name"),
+        (["--config", "nothing.yaml"], "nothing.yaml"),
+        (["--max_length", "0"], "max_length"),
+        (["--model_name_or_path", "no/model", "--dataset_name", "data.jsonl"], "load the model"),
+        (["--max_length", "4", "--overflow", "drop"], "max_length"),  # no document is left
+    ],
+)
+def test_bad_arguments_write_nothing(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=sentence):
+        sft_packed.main(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the demo -----------------------------------------------------------------------------------
+
+
+def test_the_demos_settings_do_not_leak_into_a_real_run():
+    _, demo, _ = sft_packed.parse([])
+    _, real, _ = sft_packed.parse(["--model_name_or_path", "m", "--dataset_name", "d"])
+    assert demo.learning_rate == sft_packed.DEMO_ARGUMENTS["learning_rate"]
+    assert real.learning_rate == 2e-5  # TRL's
+    assert real.output_dir != demo.output_dir
+
+
+def test_what_the_user_says_wins_over_the_demo_and_the_yaml_file(tmp_path):
+    assert sft_packed.parse(["--learning_rate", "0.5"])[1].learning_rate == 0.5
+    config = ["--config", str(RECIPES / "sft_gsm8k.yaml")]
+    data_args, training_args, model_args = sft_packed.parse([*config, "--use_peft"])
+    assert data_args.completion_column == "answer"
+    assert training_args.learning_rate == 5e-5
+    assert model_args.use_peft
+    assert sft_packed.parse([*config, "--learning_rate", "0.5"])[1].learning_rate == 0.5
+
+
+def test_the_committed_demo_is_what_its_script_writes(tmp_path):
+    make_demo_data.main(tmp_path)
+    written = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    demo = RECIPES / "demo"
+    assert written == {p.relative_to(demo): p.read_bytes() for p in demo.rglob("*") if p.is_file()}
+    assert sum(map(len, written.values())) < 1_500_000
+
+
+def test_no_held_out_prompt_is_trained_on():
+    train, test, _ = load_documents(
+        DataArguments(dataset_name=str(RECIPES / "demo" / "data")), needs_test=True
+    )
+    assert len(test) == 200
+    assert not set(train["prompt"]) & set(test["prompt"])
+
+
+def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    out = str(tmp_path / "out")
+    metrics = sft_packed.main(["--max_steps", "2", "--num_samples", "4", "--output_dir", out])
+    assert metrics["exact_match_before"] == 0
+    assert metrics["eval_loss"] > 0
+    assert "Exact match on 4 held-out prompts: 0.0% before" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+# --- whole commands -----------------------------------------------------------------------------
+
+
+def run(*arguments: str, processes: int = 1, cwd: Path, timeout: int = 900) -> str:
+    """Run the recipe as a user does, from any folder, and return what it printed."""
+    launcher = (
+        ["accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+        if processes == 1
+        else ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    )
+    command = [sys.executable, "-m", *launcher, str(RECIPES / "sft_packed.py"), *arguments]
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    if processes > 1:
+        environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-5000:]
+    return output
+
+
+@pytest.mark.slow
+def test_the_demo_learns_its_task(tmp_path):
+    output = run(cwd=tmp_path)
+    found = re.search(r"Exact match on 200 held-out prompts: (.+)% before, (.+)% after", output)
+    assert found, output[-5000:]
+    before, after = map(float, found.groups())
+    assert before <= 10
+    assert after >= 80
+    assert "packed into" in output
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_print_once(tmp_path):
+    output = run("--max_steps", "3", "--num_samples", "4", processes=2, cwd=tmp_path)
+    assert output.count("Exact match on 4 held-out prompts") == 1
+    assert "2 ranks" in output
+    assert (tmp_path / "outputs" / "demo" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_refusal_is_one_line_without_a_traceback(tmp_path):
+    command = [sys.executable, str(RECIPES / "sft_packed.py"), "--dataset_name", "nothing.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("sft_packed.py: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """Return the folder of SmolLM2-135M-Instruct, made on first use."""
+    folder = Path.home() / ".cache" / "trl_packing_tests" / "smollm2"
+    folder = Path(os.environ.get("TRL_PACKING_SMOLLM2", folder))
+    script = SHARED / "tools" / "get_smollm2.py"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "model.safetensors").exists():
+            if not script.exists():
+                pytest.skip(f"no model in {folder}, and no {script} to make it")
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "gguf"]
+            for command in (install, [sys.executable, str(script), str(folder)]):
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    pytest.skip(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return str(folder)
+
+
+@pytest.fixture
+def gsm8k(tmp_path) -> str:
+    """Return a file with the first 100 documents of GSM8K."""
+    source = SHARED / "data" / "gsm8k_train.jsonl"
+    if not source.exists():
+        pytest.skip(f"no real data in {source}")
+    rows = [json.loads(line) for line in source.read_text().splitlines()[:100]]
+    return write(tmp_path / "gsm8k.jsonl", rows)
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("options", "processes", "saved"),
+    [
+        ([], 1, "model.safetensors"),
+        (["--use_peft", "--lora_r", "4"], 1, "adapter_model.safetensors"),
+        (["--use_peft", "--lora_r", "4"], 2, "adapter_model.safetensors"),
+    ],
+    ids=["full", "lora", "lora on two ranks"],
+)
+def test_a_real_model_trains_on_real_data(tmp_path, smollm2, gsm8k, options, processes, saved):
+    out = tmp_path / "out"
+    output = run(
+        *("--model_name_or_path", smollm2, "--dataset_name", gsm8k),
+        *("--prompt_column", "question", "--completion_column", "answer"),
+        *("--test_split_size", "0.04", "--max_length", "512", "--max_steps", "2"),
+        *("--per_device_train_batch_size", "1", "--learning_rate", "1e-4"),
+        *("--report_to", "none", "--output_dir", str(out), *options),
+        processes=processes,
+        cwd=tmp_path,
+    )
+    metrics = json.loads((out / "all_results.json").read_text())
+    assert metrics["train_loss"] < 3  # a pretrained model that sees what it expects to see
+    assert metrics["eval_loss"] < 3
+    assert (out / saved).exists()
+    assert "96 documents" in output or "documents    96" in output

@@ -1,0 +1,283 @@
+"""A loss of the user's own may call the model on a packed row without its boundaries.
+
+TRL pads to the right, so `model(input_ids=inputs["input_ids"])` is exact there. Here the row's
+documents must stay apart under any call of its tokens, or the call is refused.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from helpers.by_hand import assert_same_step, by_hand
+from helpers.distributed.train import launch
+from helpers.model_calls import CALLS, DOCUMENTS, a_copy, backbone, embedded, ids_only, trainer_with
+from helpers.tiny import tiny_model
+from peft import LoraConfig
+
+from trl_packing import PackedSFTTrainer, enable_packing, other_rows
+from trl_packing.recognition import current_row
+
+
+def trained(call, folder, **options):
+    trainer, kept = trainer_with(call, folder, **options)
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], kept.gradients
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_loss_that_says_nothing_of_documents_trains_them_apart(call, tmp_path):
+    expected = by_hand(tiny_model("llama"), DOCUMENTS)
+    assert_same_step(trained(call, tmp_path), expected)
+    trainer, _ = trainer_with(call, tmp_path)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected[0], rel=1e-4)
+    assert trainer.predict(Dataset.from_list(DOCUMENTS)).metrics["test_loss"] == pytest.approx(
+        expected[0], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_training_step": True},
+        {"packing": False},
+        {"attention": "model"},
+        {"attention": "mask"},
+        {"attention": "padded"},
+        {"attention": "equal_lengths"},
+        {"gradient_checkpointing": True},
+        {"isolation_check": "off"},
+        {"per_device_train_batch_size": 1, "max_length": 48, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", [ids_only, backbone, embedded], ids=lambda call: call.__name__)
+def test_however_the_documents_are_kept_apart(call, options, tmp_path):
+    expected = by_hand(tiny_model("llama"), DOCUMENTS)
+    assert_same_step(trained(call, tmp_path, **options), expected)
+
+
+@pytest.mark.parametrize("call", [ids_only, backbone], ids=lambda call: call.__name__)
+def test_under_lora(call, tmp_path):
+    def lora():
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    torch.manual_seed(0)
+    trainer, kept = trainer_with(call, tmp_path, peft=lora())
+    expected = by_hand(trainer.model, DOCUMENTS)
+    trainer.train()
+    assert_same_step((trainer.state.log_history[0]["loss"], kept.gradients), expected)
+
+
+def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(current_row, "completed_call", lambda model, call: call)
+    monkeypatch.setattr("trl_packing.recognition.calls.completed_call", lambda model, call: call)
+    expected = by_hand(tiny_model("llama"), DOCUMENTS)
+    with pytest.raises(AssertionError):
+        assert_same_step(trained(ids_only, tmp_path), expected)
+
+
+def of_its_labels(labels_of):
+    def call(trainer, model, inputs):
+        output = model(input_ids=inputs["input_ids"], labels=labels_of(inputs))
+        trainer.own_loss = output.loss
+        return output.logits
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("labels_of", "trains_all"),
+    [(lambda inputs: inputs["labels"], False), (lambda inputs: inputs["input_ids"].clone(), True)],
+    ids=["its labels", "its tokens"],
+)
+def test_the_models_own_loss_is_a_mean_over_documents_alone(labels_of, trains_all, tmp_path):
+    """No document predicts the first token of the next one, also if all tokens are labels."""
+    trainer, _ = trainer_with(of_its_labels(labels_of), tmp_path)
+    trainer.train()
+    documents = [d | {"labels": d["input_ids"] if trains_all else d["labels"]} for d in DOCUMENTS]
+    assert trainer.own_loss.item() == pytest.approx(
+        by_hand(tiny_model("llama"), documents)[0], rel=1e-4
+    )
+
+
+REFUSED = {
+    "two copies": lambda ids: ids.repeat(2, 1),
+    "two halves": lambda ids: ids[:, : ids.shape[1] // 2 * 2].reshape(2, -1),
+    "a slice in a document": lambda ids: ids[:, 1:],
+    "another token in front": lambda ids: F.pad(ids, (1, 0)),
+    "every second token": lambda ids: ids[:, ::2],
+    "a copy of a part": lambda ids: ids[:, :50].clone(),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=list(REFUSED))
+def test_rows_that_nobody_can_tell_are_refused(change, tmp_path):
+    def call(trainer, model, inputs):
+        return model(input_ids=change(inputs["input_ids"])).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    with pytest.raises(ValueError, match="other_rows"):
+        trainer.train()
+    with pytest.raises(ValueError, match="other_rows"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "is_refused"),
+    [
+        (lambda ids: (torch.arange(ids.shape[1])[None] > 4).long(), True),
+        (lambda ids: torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().bool(), True),
+        (lambda ids: torch.eye(ids.shape[1]).bool()[None, None], False),
+    ],
+    ids=["hides tokens", "causal", "of the user's own, block-diagonal"],
+)
+def test_a_mask_under_which_documents_see_each_other_is_refused(mask_of, is_refused, tmp_path):
+    def call(trainer, model, inputs):
+        ids = inputs["input_ids"]
+        return model(input_ids=ids, attention_mask=mask_of(ids)).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    if not is_refused:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match="attention_mask"):
+        trainer.train()
+
+
+def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
+    ids = torch.randint(6, 90, (2, 11), generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def call(trainer, model, inputs):
+        with other_rows():
+            seen.append(model(input_ids=ids).logits.detach())
+        with torch.no_grad():
+            bare = trainer.accelerator.unwrap_model(model)
+            seen.append(bare.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
+        return model(input_ids=inputs["input_ids"]).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    trainer.train()
+    plain = tiny_model("llama")
+    torch.testing.assert_close(seen[0], plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(
+        seen[1], plain.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    )
+
+
+def test_after_a_step_and_after_an_error_the_model_takes_any_row(tmp_path):
+    ids = torch.randint(6, 90, (1, 11), generator=torch.Generator().manual_seed(1))
+    expected = tiny_model("llama")(input_ids=ids).logits
+
+    def fails(trainer, model, inputs):
+        raise KeyError("somebody's mistake")
+
+    for call in (ids_only, fails):
+        trainer, _ = trainer_with(call, tmp_path)
+        try:
+            trainer.train()
+        except KeyError:
+            assert call is fails
+        found = trainer.model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def a_step_by_hand(trainer):
+    trainer.current_gradient_accumulation_steps = 1  # transformers sets it in `train`
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.training_step(trainer.model, batch)
+
+
+RUNS = {
+    "train": lambda trainer: trainer.train(),
+    "evaluate": lambda trainer: trainer.evaluate(),
+    "predict": lambda trainer: trainer.predict(trainer.eval_dataset),
+    "evaluation_loop": lambda trainer: trainer.evaluation_loop(
+        trainer.get_eval_dataloader(), "by hand", prediction_loss_only=True
+    ),
+    "training_step": a_step_by_hand,
+    "prediction_step": lambda trainer: PackedSFTTrainer.prediction_step(
+        trainer, trainer.model, next(iter(trainer.get_eval_dataloader())), True
+    ),
+}
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "works"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=list(RUNS))
+def test_no_row_is_current_after_a_run_that_fails_or_works(run, fails, tmp_path):
+    """The error is held, as a notebook does, with the frames and the batches in them."""
+
+    def call(trainer, model, inputs):
+        if fails:
+            raise KeyError("somebody's mistake")
+        return model(input_ids=inputs["input_ids"]).logits
+
+    ids = torch.randint(6, 90, (1, 17), generator=torch.Generator().manual_seed(1))
+    trainer, _ = trainer_with(call, tmp_path)
+    held = None
+    try:
+        run(trainer)
+    except KeyError as error:
+        held = error
+    assert (held is not None) == fails
+    found = trainer.model.eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, tiny_model("llama")(input_ids=ids).logits)
+    assert enable_packing(tiny_model("llama")) is not None
+
+
+def test_an_evaluation_within_a_step_leaves_the_row_of_the_step(tmp_path):
+    def call(trainer, model, inputs):
+        if trainer.model.training and not trainer.evaluated:
+            trainer.evaluated = True
+            trainer.evaluate()
+            model.train()
+        return a_copy(trainer, model, inputs)
+
+    trainer, kept = trainer_with(call, tmp_path)
+    trainer.evaluated = False
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert trainer.evaluated
+    assert_same_step((loss, kept.gradients), by_hand(tiny_model("llama"), DOCUMENTS))
+
+
+def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):
+    def call(trainer, model, inputs):
+        reference = copy.deepcopy(trainer.accelerator.unwrap_model(model))
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(1.1)
+            trainer.said = reference(input_ids=inputs["input_ids"]).logits
+        trainer.reference = reference
+        trainer.row = inputs
+        return model(input_ids=inputs["input_ids"]).logits
+
+    trainer, _ = trainer_with(call, tmp_path)
+    trainer.train()
+    plain = tiny_model("llama")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.1)
+        ends = trainer.row["cu_seq_lens_q"].tolist()
+        alone = [
+            plain(input_ids=trainer.row["input_ids"][:, a:b].clone()).logits
+            for a, b in itertools.pairwise(ends)
+        ]
+    torch.testing.assert_close(trainer.said, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_documents_apart(tmp_path):
+    """The user's loss is a rank's sum by the items of all ranks, and DDP takes the mean of it."""
+    launch("helpers.distributed.own_loss", str(tmp_path), ranks=2)
+    loss, gradients = by_hand(tiny_model("llama"), DOCUMENTS)
+    expected = loss / 2, {name: gradient / 2 for name, gradient in gradients.items()}
+    for rank in range(2):
+        results = torch.load(tmp_path / f"rank{rank}.pt")
+        assert len(results) == 6
+        for found in results.values():
+            of_model = {name.removeprefix("module."): g for name, g in found[1].items()}
+            assert_same_step((found[0], of_model), expected)

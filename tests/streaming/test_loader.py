@@ -1,0 +1,308 @@
+"""Ranks end a stream with the same step, and go on from the position that they saved."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from datasets import Dataset, IterableDataset
+from helpers.streams import CAPACITY, LENGTHS, SOURCES, documents, names, sharded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing.data.counts import PreparationCounts, fit_and_count
+from trl_packing.data.overflow import Overflow
+from trl_packing.data.stream import fit_stream
+from trl_packing.streaming.loader import StreamBatches
+from trl_packing.streaming.reader import StreamSettings
+
+# Two workers are tested on machines with one core too.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class InStep:
+    """Threads that agree as ranks do; one that stops answering is an error for the others."""
+
+    def __init__(self, num_ranks: int):
+        self.values = [0] * num_ranks
+        self.barrier = threading.Barrier(num_ranks, timeout=600)
+
+    def of(self, rank: int):
+        def agree(value: int) -> int:
+            self.values[rank] = value
+            self.barrier.wait()
+            largest = max(self.values)
+            self.barrier.wait()
+            return largest
+
+        return agree
+
+
+def stream_of(source, *, capacity=CAPACITY, bins_per_batch=1, num_ranks=1, seed=0, **options):
+    made = StreamSettings(
+        capacity, bins_per_batch=bins_per_batch, num_ranks=num_ranks, seed=seed, window_bins=4
+    )
+    return StreamBatches(source, made, list, **options)
+
+
+def read(stream) -> list[list[int]]:
+    return [names(batch) for batch in stream]
+
+
+def on_ranks(num_ranks, work):
+    """Return what `work(rank, agree)` returns on each rank, all at the same time."""
+    in_step = InStep(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        futures = [pool.submit(work, rank, in_step.of(rank)) for rank in range(num_ranks)]
+        return [future.result() for future in futures]
+
+
+def read_all(source, num_ranks, **options) -> list[list[list[int]]]:
+    return on_ranks(
+        num_ranks,
+        lambda rank, agree: read(
+            stream_of(source(), num_ranks=num_ranks, rank=rank, agree=agree, **options)
+        ),
+    )
+
+
+def assert_in_step(ranks, num_documents, accumulation=1):
+    """Every document in exactly one micro-batch, and whole steps, equally many on all ranks."""
+    assert sorted(d for batches in ranks for b in batches for d in b) == list(range(num_documents))
+    assert len({len(batches) for batches in ranks}) == 1
+    assert len(ranks[0]) % accumulation == 0
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, CAPACITY), min_size=8, max_size=60),
+    num_ranks=st.integers(1, 4),
+    num_shards=st.integers(0, 8),
+    bins_per_batch=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    capacity=st.sampled_from([CAPACITY, None]),
+)
+def test_ranks_have_equally_many_micro_batches(
+    lengths, num_ranks, num_shards, bins_per_batch, accumulation, capacity
+):
+    ranks = read_all(
+        lambda: sharded(lengths, num_shards) if num_shards else documents(lengths),
+        num_ranks,
+        bins_per_batch=bins_per_batch,
+        accumulation=accumulation,
+        capacity=capacity,
+    )
+    assert_in_step(ranks, len(lengths), accumulation)
+
+
+@pytest.mark.parametrize("damage", ["dropped", "repeated", "moved"])
+def test_the_check_notices_a_damaged_epoch(damage):
+    ranks = read_all(lambda: documents([10] * 40), 2)
+    assert_in_step(ranks, 40)
+    if damage == "dropped":
+        ranks[1][3] = ranks[1][3][1:]
+    elif damage == "repeated":
+        ranks[0][2] = [*ranks[0][2], ranks[1][0][0]]
+    else:
+        ranks[0].append(ranks[1].pop())
+    with pytest.raises(AssertionError):
+        assert_in_step(ranks, 40)
+
+
+def test_a_rank_whose_shards_end_early_goes_on_with_empty_micro_batches():
+    lengths = [CAPACITY] * 6 + [4] * 6  # the first shard fills six bins, the second one
+    ranks = read_all(lambda: sharded(lengths, 2), 2)
+    assert [[len(batch) for batch in batches] for batches in ranks] == [[1] * 6, [6] + [0] * 5]
+
+
+def test_the_last_step_is_completed_for_all_its_accumulated_micro_batches():
+    """`Trainer` would carry the gradient of half a step over to the next epoch."""
+    ranks = read_all(lambda: documents([CAPACITY] * 5), 2, accumulation=2, seed=None)
+    assert ranks == [[[0], [2], [4], []], [[1], [3], [], []]]
+
+
+def test_readers_take_turns_and_those_that_end_are_left_out():
+    lengths = [CAPACITY] * 4 + [11] * 4  # four bins and two
+    (batches,) = [read(stream_of(sharded(lengths, 2), seed=None, num_workers=2))]
+    assert [batch[0] < 4 for batch in batches] == [True, False, True, False, True, True]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, 3, 4])
+def test_dataloader_workers_read_every_document_once(num_ranks, num_workers, num_shards):
+    """One rank behind the other, since threads must not fork: none waits for another here."""
+    source = sharded([9, 30, 14] * 9, num_shards)
+    ranks = [
+        read(stream_of(source, num_ranks=num_ranks, rank=rank, num_workers=num_workers))
+        for rank in range(num_ranks)
+    ]
+    assert sorted(d for batches in ranks for b in batches for d in b) == list(range(27))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_what_is_read_and_lost_is_counted_once(num_ranks, num_workers, num_shards):
+    """Two documents of every nine are too long, and the last shards hold nothing else."""
+    rows = [row | {"labels": row["input_ids"]} for row in documents([9, 30, 14, 21] * 9 + [40] * 9)]
+    data, overflow = Dataset.from_list(rows), Overflow("drop", 29)
+    source = fit_stream(data.to_iterable_dataset(num_shards), overflow)
+    list(source.take(3))  # the isolation check reads some first
+    streams = [
+        stream_of(source, num_ranks=num_ranks, rank=rank, num_workers=num_workers)
+        for rank in range(num_ranks)
+    ]
+    for stream in streams:
+        read(stream)
+    counts = [stream.counts for stream in streams]
+    expected = fit_and_count(data, overflow)[1]
+    if num_ranks == 2 and num_shards == 1:  # both read all of it
+        assert max(counts, key=lambda c: c.before.documents) == expected
+    else:
+        assert sum(counts, PreparationCounts()) == expected
+    assert streams[0].counts != PreparationCounts()
+
+
+def test_a_stream_without_documents_is_an_error():
+    source: IterableDataset = sharded([9], 1)
+    nothing = source.filter(lambda document: False)
+    for num_workers in (0, 1):
+        with pytest.raises(ValueError, match="the stream has no documents left to train on"):
+            read(stream_of(nothing, num_workers=num_workers))
+
+
+def test_a_rank_without_any_document_takes_part():
+    lengths = [CAPACITY, CAPACITY, 0, 0]
+    source = lambda: sharded(lengths, 2).filter(lambda row: row["input_ids"])  # noqa: E731
+    assert read_all(source, 2, seed=None) == [[[0], [1]], [[], []]]
+
+
+def test_a_rank_that_cannot_read_stops_the_others_with_a_sentence():
+    lengths = [CAPACITY] * 4 + [CAPACITY + 1] * 4  # the second shard does not fit
+
+    def work(rank, agree):
+        stream = stream_of(sharded(lengths, 2), num_ranks=2, rank=rank, agree=agree)
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            read(stream)
+        return str(error.value)
+
+    messages = on_ranks(2, work)
+    assert messages[0].startswith("another rank cannot read its part of the stream")
+    assert "has 33 tokens but capacity is 32" in messages[1]
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+class Run:
+    """Reads epoch after epoch, in steps of `accumulation`, and saves a position after each."""
+
+    def __init__(self, folder, source, accumulation=1, **options):
+        self.folder, self.accumulation, self.global_step = folder, accumulation, 0
+        self.rank = options.get("rank", 0)
+        self.stream = stream_of(
+            source,
+            accumulation=accumulation,
+            global_step=lambda: self.global_step,
+            **options,
+        )
+
+    def file(self, step: int) -> str:
+        return str(self.folder / f"{step}_{self.rank}.json")
+
+    def steps(self, last_epoch: int, *, after: int = 0):
+        """Return the steps of all epochs up to `last_epoch`, or of those left `after` a step."""
+        found, start, skipped = [], 0, 0
+        if after:
+            self.global_step = after
+            start, skipped = self.stream.load(self.file(after))
+        for epoch in range(start, last_epoch + 1):
+            self.stream.set_epoch(epoch)
+            batches = iter(self.stream)
+            for _ in range(skipped * self.accumulation):
+                assert next(batches) == {}
+            skipped = 0
+            while step := [
+                names(b) for _, b in zip(range(self.accumulation), batches, strict=False)
+            ]:
+                found.append(step)
+                self.global_step += 1
+                self.stream.save(self.file(self.global_step))
+        return found
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_run_goes_on_from_any_step(kind, num_ranks, tmp_path):
+    def work(rank, agree, after=0):
+        options = {"num_ranks": num_ranks, "rank": rank, "agree": agree}
+        run = Run(tmp_path, SOURCES[kind](), accumulation=2, bins_per_batch=2, **options)
+        return run.steps(1, after=after)
+
+    whole = on_ranks(num_ranks, work)
+    for after in range(1, len(whole[0]), 8):
+        rest = on_ranks(num_ranks, lambda rank, agree, after=after: work(rank, agree, after))
+        assert rest == [steps[after:] for steps in whole]
+
+
+def test_a_position_of_another_step_leads_elsewhere(tmp_path):
+    """The control of the test before."""
+    whole = Run(tmp_path, documents(LENGTHS)).steps(1)
+    assert Run(tmp_path, documents(LENGTHS)).steps(1, after=5) == whole[5:] != whole[6:]
+    (tmp_path / "6_0.json").write_text((tmp_path / "5_0.json").read_text())
+    assert Run(tmp_path, documents(LENGTHS)).steps(1, after=6) != whole[6:]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("now", [0, 1, 3])
+def test_the_number_of_workers_may_change(before, now, tmp_path):
+    source = sharded(LENGTHS, 4)
+    whole = Run(tmp_path, source, num_workers=before).steps(0)
+    assert Run(tmp_path, source, num_workers=now).steps(0, after=7) == whole[7:]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_a_saved_position_the_stream_is_read_again(num_ranks, tmp_path):
+    """As with a checkpoint that was killed half written: one rank has its file, one has not."""
+
+    def work(rank, agree, after=0):
+        run = Run(tmp_path, sharded(LENGTHS, 3), num_ranks=num_ranks, rank=rank, agree=agree)
+        return run.steps(2, after=after)
+
+    whole = on_ranks(num_ranks, work)
+    after = len(whole[0]) // 2
+    (tmp_path / f"{after}_0.json").unlink()
+    rest = on_ranks(num_ranks, lambda rank, agree: work(rank, agree, after))
+    assert rest == [steps[after:] for steps in whole]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "saved with a stream of seed=0, and now it is 1"),
+        ({"bins_per_batch": 2}, "bins_per_batch=1, and now it is 2"),
+        ({"num_ranks": 2}, "num_ranks=1, and now it is 2"),
+    ],
+)
+def test_a_position_of_other_settings_is_refused(change, message, tmp_path):
+    Run(tmp_path, sharded(LENGTHS, 3)).steps(0)
+    with pytest.raises(ValueError, match=message):
+        Run(tmp_path, sharded(LENGTHS, 3), **change).steps(0, after=3)
+
+
+def test_a_position_of_other_shards_is_refused(tmp_path):
+    Run(tmp_path, sharded(LENGTHS, 3)).steps(0)
+    with pytest.raises(ValueError, match="num_shards=3, and now it is 4"):
+        Run(tmp_path, sharded(LENGTHS, 4)).steps(0, after=3)
+
+
+def test_a_position_is_small(tmp_path):
+    """It names a window and does not hold its documents."""
+    Run(tmp_path, SOURCES["batched map"]()).steps(0)
+    written = (tmp_path / "9_0.json").read_text()
+    assert json.loads(written)["steps"] == 9
+    assert len(written) < 4000

@@ -1,0 +1,367 @@
+"""A stream is packed in windows as it is read: no document lost or repeated by any reader."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from datasets.distributed import split_dataset_by_node
+from helpers.streams import CAPACITY, LENGTHS, SOURCES, documents, names, sharded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing.packing.bins import pack
+from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
+from trl_packing.streaming.shards import division_of
+
+
+def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, division=None, **options):
+    """Return the documents of the micro-batches of one reader, by name."""
+    where = {name: options.pop(name) for name in ("epoch", "place") if name in options}
+    made = StreamSettings(capacity, window_bins=window_bins, **options)
+    stream = PackedStream(source, made, rank=rank, reader=reader, division=division, **where)
+    return [names(batch) for batch, *_ in stream]
+
+
+def read_all(source, num_ranks, num_workers=0, **options):
+    """Return the micro-batches of all readers of each rank, one reader behind the other."""
+    division = division_of(source, num_ranks, num_workers)
+    return [
+        [
+            batch
+            for reader in range(division.num_readers)
+            for batch in read(
+                source, rank=rank, reader=reader, division=division, num_ranks=num_ranks, **options
+            )
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+def assert_exactly_once(ranks, num_documents):
+    """Every document is in exactly one micro-batch of one rank."""
+    assert sorted(d for batches in ranks for b in batches for d in b) == list(range(num_documents))
+
+
+# --- bins -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, CAPACITY), max_size=80),
+    window_bins=st.integers(1, 8),
+    bins_per_batch=st.integers(1, 3),
+    strategy=st.sampled_from(["bfd", "next_fit", "greedy", "wrapped"]),
+    seed=st.sampled_from([None, 0, 7]),
+)
+def test_bins_hold_every_document_once_and_no_more_than_capacity(
+    lengths, window_bins, bins_per_batch, strategy, seed
+):
+    batches = read(
+        documents(lengths),
+        window_bins=window_bins,
+        bins_per_batch=bins_per_batch,
+        strategy=strategy,
+        seed=seed,
+    )
+    assert_exactly_once([batches], len(lengths))
+    most = bins_per_batch * CAPACITY
+    assert all(sum(lengths[d] for d in batch) <= most for batch in batches)
+
+
+def test_rows_packed_before_stay_as_they_are():
+    rows = [
+        {"input_ids": [0] * 5, "seq_lengths": [3, 2]},
+        {"input_ids": [1] * 4, "seq_lengths": [4]},
+    ]
+    assert read(rows) == [[0], [1]]
+    loose = [{"input_ids": [0] * 5}, {"input_ids": [1] * 4}]
+    assert read(loose) == [[0, 1]], "the control"
+
+
+@pytest.mark.parametrize("row", [{}, {"seq_lengths": [20, 20]}])
+def test_a_document_or_row_beyond_capacity_is_an_error(row):
+    stream = [*documents([3]), {"input_ids": [1] * 40, **row}]
+    with pytest.raises(
+        ValueError, match="document 1 of the stream has 40 tokens but capacity is 32"
+    ):
+        read(stream)
+
+
+def test_micro_batches_of_a_window_are_of_about_equal_size():
+    """Ten bins by four a micro-batch: not 4, 4, 2."""
+    batches = read(documents([CAPACITY] * 10), window_bins=10, bins_per_batch=4)
+    assert sorted(map(len, batches)) == [3, 3, 4]
+
+
+def test_without_capacity_a_micro_batch_is_a_number_of_documents_in_their_order():
+    batches = read(documents([5] * 200), None, bins_per_batch=3, seed=0)
+    assert [name for batch in batches for name in batch] == list(range(200))
+    assert [len(batch) for batch in batches] == [3] * 66 + [2]
+
+
+def chat_lengths(mean: float, number: int) -> np.ndarray:
+    lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.32, 0.8, number)
+    return lengths.astype(int).clip(8, 4096)
+
+
+def fill(lengths, window_bins: int) -> float:
+    stream = [{"input_ids": range(length)} for length in lengths]
+    made = StreamSettings(4096, window_bins=window_bins, seed=0)
+    return lengths.sum() / (sum(1 for _ in PackedStream(stream, made)) * 4096)
+
+
+@pytest.mark.parametrize("mean", [300, 550])
+def test_chat_lengths_fill_bins_to_99_percent(mean):
+    """Log-normal lengths of mean 299 and 547: 99.7 and 99.6 % were measured."""
+    lengths = chat_lengths(mean, 20_000)
+    assert fill(lengths, StreamSettings(4096).window_bins) >= 0.99
+    assert fill(lengths[:1_000], window_bins=2) < 0.99, "the control: too few bins at a time"
+
+
+@pytest.mark.parametrize("window_bins", [8, 4096])
+def test_a_document_is_packed_once_whatever_the_window(monkeypatch, window_bins):
+    packed = []
+    monkeypatch.setattr(
+        "trl_packing.streaming.reader.pack",
+        lambda lengths, *a: packed.extend(lengths) or pack(lengths, *a),
+    )
+    lengths = chat_lengths(300, 2_000)
+    fill(lengths, window_bins)
+    assert sorted(packed) == sorted(lengths)
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+class Watched:
+    """Documents of one bin each that count how many were read."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.num_read = 0
+
+    def __iter__(self):
+        for document in documents([CAPACITY] * self.number):
+            self.num_read += 1
+            yield document
+
+
+@pytest.mark.parametrize("number", [100, 1000])
+def test_two_windows_at_most_are_in_memory(number):
+    source = Watched(number)
+    stream = PackedStream(source, StreamSettings(CAPACITY, window_bins=8, seed=0))
+    ahead = [source.num_read - taken for taken, _ in enumerate(stream)]
+    assert max(ahead) <= 2 * 8
+
+
+def test_reading_is_spread_over_the_micro_batches():
+    """Or a worker would let the device wait for a whole window, once a window."""
+    source, counts = Watched(100), []
+    for _ in PackedStream(source, StreamSettings(CAPACITY, window_bins=8, seed=0)):
+        counts.append(source.num_read)
+    assert max(after - before for before, after in pairwise(counts)) == 1
+
+
+def test_bins_of_a_window_leave_in_random_order():
+    """Documents of one bin each, as of a sorted file; without a seed they stay sorted."""
+    ordered = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64)]
+    shuffled = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64, seed=0)]
+    assert ordered == sorted(ordered) == sorted(shuffled)
+    assert abs(np.corrcoef(shuffled, np.arange(64))[0, 1]) < 0.3
+
+
+def test_every_epoch_is_drawn_anew_and_again_the_same():
+    lengths = [3 + (i * 7) % 29 for i in range(60)]
+    first, second, again, other = (
+        read(documents(lengths), window_bins=8, seed=seed, epoch=epoch)
+        for seed, epoch in ((0, 0), (0, 1), (0, 1), (1, 1))
+    )
+    assert second == again
+    assert first != second != other
+    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}
+
+
+def test_a_stream_that_shuffles_is_told_the_epoch():
+    source = sharded([CAPACITY] * 30, 1).shuffle(seed=0, buffer_size=10)
+    epochs = [read(source, window_bins=2, epoch=epoch) for epoch in (0, 1, 1)]
+    assert epochs[0] != epochs[1] == epochs[2]
+    for epoch in epochs:
+        assert_exactly_once([epoch], 30)
+
+
+# --- ranks and readers ----------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, CAPACITY), min_size=8, max_size=60),
+    num_ranks=st.integers(1, 4),
+    num_workers=st.integers(0, 3),
+    num_shards=st.integers(0, 8),
+    bins_per_batch=st.integers(1, 3),
+    capacity=st.sampled_from([CAPACITY, None]),
+    shuffles=st.booleans(),
+)
+def test_every_document_reaches_exactly_one_reader_of_one_rank(
+    lengths, num_ranks, num_workers, num_shards, bins_per_batch, capacity, shuffles
+):
+    source = sharded(lengths, num_shards) if num_shards else documents(lengths)
+    if num_shards and shuffles:
+        source = source.shuffle(seed=0, buffer_size=5)
+    for epoch in (0, 1):
+        ranks = read_all(
+            source,
+            num_ranks,
+            num_workers,
+            capacity=capacity,
+            bins_per_batch=bins_per_batch,
+            seed=0,
+            epoch=epoch,
+        )
+        assert_exactly_once(ranks, len(lengths))
+
+
+@pytest.mark.parametrize("damage", ["dropped", "repeated"])
+def test_the_exactly_once_check_notices_a_damaged_epoch(damage):
+    ranks = read_all(documents([10] * 40), 2)
+    assert_exactly_once(ranks, 40)
+    if damage == "dropped":
+        ranks[1][3] = ranks[1][3][1:]
+    else:
+        ranks[0][2] = [*ranks[0][2], ranks[1][0][0]]
+    with pytest.raises(AssertionError):
+        assert_exactly_once(ranks, 40)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "num_ranks", "num_workers", "by_rank", "num_readers"),
+    [
+        (8, 2, 2, True, 2),
+        (8, 2, 9, True, 4),  # a worker more would have no shard
+        (8, 2, 0, True, 1),
+        (3, 2, 2, False, 2),  # two shards against one: a rank would idle for half of the epoch
+        (17, 2, 1, True, 1),  # nine against eight
+        (1, 2, 2, False, 1),
+        (4, 1, 2, False, 2),
+    ],
+)
+def test_ranks_read_shards_of_their_own_if_these_are_about_equally_many(
+    num_shards, num_ranks, num_workers, by_rank, num_readers
+):
+    source = sharded([9] * 40, num_shards)
+    division = division_of(source, num_ranks, num_workers)
+    assert (division.by_rank, division.num_readers) == (by_rank, num_readers)
+    assert_exactly_once(read_all(source, num_ranks, num_workers), 40)
+
+
+@pytest.mark.parametrize(("num_shards", "expected"), [(4, [20, 20]), (3, [40, 40])])
+def test_a_rank_prepares_only_the_documents_of_its_shards(num_shards, expected):
+    prepared = []
+
+    def prepare(document):
+        prepared.append(document)
+        return document
+
+    counts = []
+    for rank in range(2):
+        prepared.clear()
+        read(sharded([9] * 40, num_shards).map(prepare), rank=rank, num_ranks=2)
+        counts.append(len(prepared))
+    assert counts == expected
+
+
+@pytest.mark.parametrize("num_shards", [4, 17])
+def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run(num_shards):
+    """accelerate calls `shard` for them; packed, shards come from all over the stream."""
+    source = sharded(range(1, 61), num_shards)
+    packed, unpacked = (division_of(source, 2, 0, packs=packs) for packs in (True, False))
+    for rank in range(2):
+        theirs = names(source.shard(2, rank))
+        assert names(unpacked.part(source, 2, rank, 0)) == theirs
+        assert names(packed.part(source, 2, rank, 0)) != theirs
+
+
+WHOLE_ONLY = {
+    "take": lambda source: source.take(20),
+    "skip": lambda source: source.skip(3),
+    "row numbers": lambda source: source.filter(lambda row, i: i < 20, with_indices=True),
+    "whole batches": lambda source: source.map(
+        lambda batch: batch, batched=True, batch_size=9, drop_last_batch=True
+    ),
+}
+
+
+@pytest.mark.parametrize("change", WHOLE_ONLY)
+def test_a_stream_whose_parts_are_not_the_whole_is_not_divided(change):
+    source = WHOLE_ONLY[change](sharded([9 + i % 5 for i in range(40)], 4))
+    whole = sorted(names(source))
+    ranks = read_all(source, 2, num_workers=2)
+    assert sorted(name for batches in ranks for batch in batches for name in batch) == whole
+    parts = [names(source.shard(2, index)) for index in range(2)]
+    assert sorted(parts[0] + parts[1]) != whole, "the control: dividing it changes it"
+
+
+def test_a_stream_divided_among_ranks_before_is_refused():
+    source = split_dataset_by_node(sharded([9] * 8, 2), rank=0, world_size=2)
+    with pytest.raises(ValueError, match="divided among ranks already"):
+        PackedStream(source.select_columns(["input_ids"]), StreamSettings(CAPACITY, num_ranks=2))
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("capacity", [CAPACITY, None])
+def test_a_stream_goes_on_from_any_place(kind, epoch, capacity):
+    made = StreamSettings(capacity, bins_per_batch=2, window_bins=6, seed=0)
+    whole = list(PackedStream(SOURCES[kind](), made, epoch=epoch))
+    for number, (_, place, _) in list(enumerate(whole))[::3]:
+        rest = read(
+            SOURCES[kind](),
+            capacity,
+            bins_per_batch=2,
+            window_bins=6,
+            seed=0,
+            epoch=epoch,
+            place=place,
+        )
+        assert rest == [names(batch) for batch, *_ in whole[number + 1 :]]
+
+
+def test_a_place_of_another_micro_batch_leads_elsewhere():
+    """The control of the test before."""
+    whole = list(PackedStream(documents(LENGTHS), StreamSettings(CAPACITY, window_bins=6, seed=0)))
+    rest = read(documents(LENGTHS), window_bins=6, seed=0, place=whole[4][1])
+    assert rest != [names(batch) for batch, *_ in whole[6:]]
+
+
+@pytest.mark.parametrize(("shuffles", "most"), [(False, 60), (True, 100)])
+def test_only_a_stream_that_shuffles_is_read_again_from_its_start(shuffles, most):
+    """datasets 5.2 forgets what waited in its shuffle buffer: the one way back is to read again."""
+    lengths = [16] * 100
+    prepared = []
+
+    def prepare(document):
+        prepared.append(document)
+        return document
+
+    source = sharded(lengths, 1)
+    source = (source.shuffle(seed=0, buffer_size=10) if shuffles else source).map(prepare)
+    made = StreamSettings(CAPACITY, window_bins=10, seed=0)
+    place = list(PackedStream(source, made))[24][1]
+    prepared.clear()
+    assert len(read(source, window_bins=10, seed=0, place=place)) == 25
+    assert (len(prepared) > 60) is shuffles
+    assert len({int(document["input_ids"][0]) for document in prepared}) <= most
+
+
+def test_a_place_in_other_documents_is_refused():
+    made = StreamSettings(CAPACITY, window_bins=6, seed=0)
+    place = list(PackedStream(sharded(LENGTHS, 3), made))[20][1]
+    with pytest.raises(ValueError, match="the stream has other ones than when the checkpoint was"):
+        read(sharded(LENGTHS[::-1], 3), window_bins=6, seed=0, place=place)
+
+
+def test_the_start_is_a_place():
+    assert read(documents(LENGTHS), place=Place()) == read(documents(LENGTHS))

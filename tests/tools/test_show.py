@@ -1,0 +1,235 @@
+"""A document is shown as it reads, its trained tokens told from the others; rows as they lie."""
+
+import contextlib
+import io
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from helpers.tiny import tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing import pack, show_document, show_rows
+from trl_packing.formatting.printable import escape_hidden, escape_text
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import multipack_picture
+from helpers.attacks import ATTACKS, harmful
+
+
+def document(tokenizer, *parts: tuple[str, bool]) -> dict:
+    ids, labels = [], []
+    for text, trained in parts:
+        tokens = tokenizer(text)["input_ids"]
+        ids += tokens
+        labels += tokens if trained else [-100] * len(tokens)
+    return {"input_ids": ids, "labels": labels}
+
+
+def test_trained_tokens_are_marked():
+    tokenizer = tiny_tokenizer()
+    shown = show_document(document(tokenizer, ("Why? ", False), ("So.<eos>", True)), tokenizer)
+    heading, text = shown.split("\n")
+    assert text == "Why? ⟦So.<eos>⟧"
+    assert "ends in '<eos>', trained" in heading
+
+
+def test_color_takes_the_place_of_brackets():
+    tokenizer = tiny_tokenizer()
+    parts = (("Why? ", False), ("So.", True))
+    shown = show_document(document(tokenizer, *parts), tokenizer, color=True)
+    assert shown.endswith("Why? \x1b[1;32mSo.\x1b[0m")
+
+
+def test_weights_are_written_before_their_tokens():
+    tokenizer = tiny_tokenizer()
+    example = document(tokenizer, ("Why? ", False), ("So.", True))
+    trained = sum(label != -100 for label in example["labels"])
+    example["loss_weights"] = [1.0] * (len(example["labels"]) - trained) + [0.5] * trained
+    assert show_document(example, tokenizer).endswith("Why? ⟦0.5×So.⟧")
+
+
+def test_the_first_token_is_shown_as_what_it_is_no_target():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("So.")["input_ids"]
+    first = tokenizer.decode(ids[:1])
+    shown = show_document({"input_ids": ids, "labels": ids}, tokenizer)
+    assert shown.endswith(f"{first}⟦{'So.'[len(first) :]}⟧")
+
+
+def test_an_empty_document_is_said_to_be_empty():
+    assert "empty" in show_document({"input_ids": [], "labels": []}, tiny_tokenizer())
+
+
+def test_labels_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="labels"):
+        show_document({"input_ids": [5, 6], "labels": [5]}, tiny_tokenizer())
+
+
+@settings(max_examples=60)
+@given(parts=st.lists(st.tuples(st.text(max_size=6), st.booleans()), max_size=6))
+def test_nothing_is_added_or_lost_but_the_marks_and_the_escapes(parts):
+    tokenizer = tiny_tokenizer()
+    example = document(tokenizer, *parts)
+    if not example["input_ids"]:
+        return
+    _, _, body = show_document(example, tokenizer).partition("\n")
+    whole = tokenizer.decode(example["input_ids"])
+    assert "".join(unescaped(text) for text in re.split("[⟦⟧]", body)) == whole
+
+
+class TextOf:
+    """A tokenizer whose tokens are the characters of one text: it decodes to anything at all."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def decode(self, ids, **options):
+        return "".join(self.text[i] for i in ids)
+
+
+def shown(text: str, color: bool, trained: bool = True) -> str:
+    ids = list(range(len(text)))
+    labels = ids if trained else [-100] * len(ids)
+    return show_document({"input_ids": ids, "labels": labels}, TextOf(text), color=color)
+
+
+@pytest.mark.parametrize("color", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_document_cannot_act_on_the_terminal_or_fake_a_mark(attack, trained, color):
+    text = f"So: {ATTACKS[attack]}."
+    found = shown(text, color, trained)
+    if color:
+        found = found.replace("\x1b[1;32m", "", 1).replace("\x1b[0m", "", 1)
+    else:
+        assert found.count("⟦") == found.count("⟧") == trained
+    assert not harmful(found)
+    assert attack == "marks" or harmful(text), "the text holds nothing that could harm"
+    _, _, body = found.partition("\n")
+    assert "".join(unescaped(part) for part in re.split("[⟦⟧]", body)) == text
+    found.encode()  # a lone surrogate could not be printed
+
+
+def test_the_heading_shows_the_last_token_without_harm():
+    for attack in ATTACKS.values():
+        heading, *_ = shown(f"So: {attack}", color=False).split("\n")
+        assert not harmful(heading)
+        assert "⟧" not in heading
+
+
+def test_text_that_a_reader_sees_stays_as_it_is():
+    text = "Zażółć\t\\frac{1}{2}\n漢字 한글 العربية 🙂 é \\n × 0.5×"
+    assert shown(text, color=False).endswith(f"Z⟦{text[1:]}⟧")
+
+
+def test_a_text_cannot_fake_a_weight():
+    assert shown("x0.5×y", color=False).endswith("x⟦0.5\\xd7y⟧")
+
+
+@settings(max_examples=300)
+@given(
+    text=st.text(
+        st.one_of(
+            st.sampled_from("\\\\\\x1bu202eU\x1b\u202e⟧×\n"),
+            st.characters(categories=None),
+        ),
+        max_size=30,
+    )
+)
+def test_escapes_can_be_undone_so_no_two_texts_look_alike(text):
+    escaped = escape_text(text)
+    assert unescaped(escaped) == text
+    assert not harmful(escaped)
+    assert escape_hidden(escaped) == escaped
+    assert escape_hidden(escape_hidden(text)) == escape_hidden(text)
+
+
+def unescaped(text: str) -> str:
+    """Return the text of which `text` shows the escapes: the slow way, a character at a time."""
+    found, at = "", 0
+    while at < len(text):
+        run = re.compile(r"\\+").match(text, at)
+        if run is None:
+            found, at = found + text[at], at + 1
+            continue
+        at = run.end()
+        escape = re.compile("x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}").match(text, at)
+        if escape is None:
+            found += run[0]
+        else:
+            found += "\\" * (len(run[0]) // 2)
+            if len(run[0]) % 2:
+                found, at = found + chr(int(escape[0][1:], 16)), escape.end()
+    return found
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def test_rows_are_drawn_a_letter_a_document():
+    assert show_rows([[3, 2], [4], []], capacity=6) == "AAABB·\nCCCC··\n······"
+    assert show_rows([[3, 2], [4]]) == "AAABB\nCCCC"
+    assert show_rows([[3, 0, 2]]) == "AAACC"
+
+
+def test_rows_of_a_plan_keep_the_letters_of_their_documents():
+    lengths = [2, 5, 3]
+    plan = pack(lengths, 5)
+    rows = [[lengths[i] for i in documents] for documents in plan]
+    drawn = show_rows(rows, documents=[d.tolist() for d in plan])
+    assert sorted("".join(drawn.split())) == sorted("AABBBBBCCC")
+
+
+def test_a_cell_is_what_its_middle_token_belongs_to():
+    assert show_rows([[10, 6]], tokens_per_cell=4) == "AABB"
+    assert show_rows([[9, 7]], tokens_per_cell=4, capacity=24) == "AABB··"
+    assert show_rows([[2] * 54], tokens_per_cell=2)[-3:] == "zAB"
+
+
+def test_lines_break_where_asked():
+    assert show_rows([[3, 4]], cells_per_line=5) == "AAABB\nBB"
+
+
+@settings(max_examples=60)
+@given(rows=st.lists(st.lists(st.integers(1, 9), max_size=5), max_size=5), line=st.integers(1, 20))
+def test_every_token_is_drawn_once(rows, line):
+    drawn = show_rows(rows, capacity=45, cells_per_line=line)
+    lengths = [length for row in rows for length in row]
+    counted = [drawn.count(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(lengths)]]
+    assert counted == lengths
+    assert drawn.count("·") == 45 * len(rows) - sum(lengths)
+
+
+def test_colors_and_html_show_the_same_letters():
+    plain = show_rows([[3, 2], [4]], capacity=6)
+    colored = show_rows([[3, 2], [4]], capacity=6, color=True)
+    assert colored.startswith("\x1b[30;44mAAA\x1b[0m\x1b[30;43mBB\x1b[0m·")
+    html = show_rows([[3, 2], [4]], capacity=6, html=True)
+    tags = [part.partition(">") for part in html.split("<")]
+    assert "".join(text if mark else tag for tag, mark, text in tags) == plain
+    assert html.count("<span") == 3
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="7 tokens is beyond capacity=6"):
+        show_rows([[3, 4]], capacity=6)
+    with pytest.raises(ValueError, match="tokens_per_cell=0"):
+        show_rows([[3]], tokens_per_cell=0)
+
+
+def test_the_page_of_multipack_is_reproduced():
+    """axolotl's picture of a batch of 4 × 4,096 tokens, packed into one row, and its boundaries."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        multipack_picture.main()
+    assert "AAAAAAAAAAABBBBB\nBCCCCCCCDDDDEEEE\nEEEEFFFFFGGGHHHH\nIIIJJJJKKKKKLLL·" in (
+        printed.getvalue()
+    )
+    assert "[0, 11, 17, 24, 28, 36, 41, 44, 48, 51, 55, 60, 63]" in printed.getvalue()
+    expected = textwrap.indent(printed.getvalue().rstrip(), "    ")
+    assert expected in multipack_picture.__doc__

@@ -1,0 +1,227 @@
+"""A run that was killed resumes from its last whole checkpoint, and ends as if nothing had been."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from transformers.trainer_utils import get_last_checkpoint
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.training.checkpoints import (
+    MARK,
+    check_optimizer,
+    check_readable,
+    last_whole_checkpoint,
+)
+
+TESTS = Path(__file__).parents[1]
+
+
+def trainer_for(folder, **settings):
+    defaults = {
+        "max_length": 32,
+        "per_device_train_batch_size": 1,  # 6 bins an epoch, 12 steps
+        "num_train_epochs": 2,
+        "save_steps": 2,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "logging_steps": 1,
+    }
+    return PackedSFTTrainer(
+        tiny_model("llama"),
+        PackedSFTConfig(str(folder), **(defaults | settings)),
+        train_dataset=Dataset.from_list(documents_of_lengths([20] * 6)),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+
+
+def test_a_checkpoint_is_marked_while_it_is_written_and_not_after(tmp_path):
+    trainer = trainer_for(tmp_path)
+    seen = []
+    save = trainer._save_rng_state
+    trainer._save_rng_state = lambda folder: (seen.append(os.listdir(folder)), save(folder))
+    trainer.train()
+    assert seen
+    assert all(MARK in files for files in seen)
+    assert not list(tmp_path.glob(f"*/{MARK}"))
+
+
+def test_a_half_written_checkpoint_is_skipped_with_a_warning(tmp_path, caplog):
+    whole = trainer_for(tmp_path / "a")
+    whole.train()
+    trainer_for(tmp_path / "b").train()
+    last = tmp_path / "b" / "checkpoint-12"
+    (last / MARK).touch()
+    (last / "optimizer.pt").write_bytes(b"half")
+    assert get_last_checkpoint(str(tmp_path / "b")) == str(last)  # what Trainer would take
+    resumed = trainer_for(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-12 is half-written: resuming from" in caplog.text
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+def test_a_half_written_checkpoint_that_is_named_is_refused(tmp_path):
+    trainer_for(tmp_path).train()
+    (tmp_path / "checkpoint-4" / MARK).touch()
+    with pytest.raises(ValueError, match=r"checkpoint-4' is half-written .* True for the last"):
+        trainer_for(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_no_whole_checkpoint_is_said(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / MARK).touch()
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: checkpoint-2"):
+        trainer_for(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_old_checkpoints_go_only_when_the_new_one_is_whole(tmp_path):
+    trainer = trainer_for(tmp_path, save_total_limit=1)
+    save = trainer._save_rng_state
+
+    def stop_at_six(folder):
+        save(folder)
+        if folder.endswith("checkpoint-6"):
+            raise KeyboardInterrupt
+
+    trainer._save_rng_state = stop_at_six
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert last_whole_checkpoint(tmp_path)[0].name == "checkpoint-4"
+    assert trainer.args.save_total_limit == 1
+    trainer_for(tmp_path, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert steps_saved(tmp_path) == [12]
+
+
+def test_checkpoints_are_ordered_by_their_number(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "other-11"):
+        (tmp_path / name).mkdir()
+    assert last_whole_checkpoint(tmp_path)[0].name == "checkpoint-10"
+
+
+# --- files that are missing or damaged ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Return the folder of a run that has saved six checkpoints."""
+    folder = tmp_path_factory.mktemp("finished")
+    trainer_for(folder).train()
+    return folder
+
+
+def copy_of(finished: Path, folder: Path) -> Path:
+    """Return a copy of two checkpoints; the second one is there to be damaged."""
+    for name in ("checkpoint-4", "checkpoint-6"):
+        shutil.copytree(finished / name, folder / name)
+    return folder / "checkpoint-6"
+
+
+DAMAGED = ("trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "epoch.npz")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_cut_short_is_named_with_the_way_out(name, share, finished, tmp_path):
+    checkpoint = copy_of(finished, tmp_path)
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(content[: int(share * len(content))])
+    for asked in (str(checkpoint), checkpoint):
+        with pytest.raises(ValueError, match=rf"{name} is damaged .*\(checkpoint-4\)"):
+            check_readable(Path(asked))
+    if share == 0.5:
+        with pytest.raises(ValueError, match=rf"{name} is damaged"):
+            trainer_for(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_what_is_whole_is_not_called_damaged(finished):
+    """Control: nor does a file matter that nobody reads."""
+    for checkpoint in finished.glob("checkpoint-*"):
+        check_readable(checkpoint)
+        (checkpoint / "notes.json").write_text("{half")
+        check_readable(checkpoint)
+        (checkpoint / "notes.json").unlink()
+
+
+def test_a_folder_that_is_no_checkpoint_is_said(finished, tmp_path):
+    checkpoint = copy_of(finished, tmp_path)
+    (checkpoint / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"has no trainer_state.json, .*name one \(checkpoint-4\)"):
+        trainer_for(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("missing", [("optimizer.pt",), ("scheduler.pt",), None])
+def test_a_missing_optimizer_is_refused(missing, finished, tmp_path):
+    missing = missing or ("optimizer.pt", "scheduler.pt")
+    checkpoint = copy_of(finished, tmp_path)
+    for name in missing:
+        (checkpoint / name).unlink()
+    words = f"has no {' and no '.join(missing)}: .*save_only_model=True to go on with new ones"
+    with pytest.raises(ValueError, match=words):
+        trainer_for(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_save_only_model_is_said_when_it_is_resumed(tmp_path, caplog):
+    trainer_for(tmp_path, save_only_model=True).train()
+    caplog.clear()
+    for asked in (False, True):  # by the run that resumes
+        resumed = trainer_for(tmp_path / str(asked), save_only_model=asked)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert resumed.state.global_step == 12
+        assert "has no optimizer.pt and no scheduler.pt, as save_only_model=True" in caplog.text
+        caplog.clear()
+    resumed = trainer_for(tmp_path / "whole")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-6"))
+    assert "save_only_model" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_0/.metadata", "optimizer.pt_0"])
+def test_optimizers_of_sharded_checkpoints_are_not_missed(name, tmp_path):
+    (tmp_path / "scheduler.pt").touch()
+    (tmp_path / "rng_state_0.pth").touch()
+    with pytest.raises(ValueError, match=r"has no optimizer\.pt: "):
+        check_optimizer(tmp_path, save_only_model=False)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    check_optimizer(tmp_path, save_only_model=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks):
+    command = [
+        sys.executable,
+        "-m",
+        "helpers.distributed.kills",
+        str(tmp_path),
+        str(ranks),
+        "10",
+        "4",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=TESTS,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["same_weights"], result
+    assert result["kills"] == 10, result
+    assert result["half_written"] >= 3, result
+    assert max(result["epochs"]) >= 1, result

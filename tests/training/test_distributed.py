@@ -1,0 +1,280 @@
+"""Two ranks train what one rank with twice the accumulation trains: gloo processes, for real.
+
+Tolerance, float32: the two differ in the order of a sum over two micro-batches and in gloo's
+all-reduce, a few roundings of 6e-8 a step; ten steps of SGD stay far below 1e-5.
+"""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.distributed.train import Scenario, run, run_on_ranks
+from helpers.tiny import documents_of_lengths, tiny_model
+
+TOLERANCE = 1e-5
+SGD = {"optim": "sgd", "learning_rate": 0.05}
+LENGTHS = [3 + (i * 7) % 29 for i in range(23)]
+MANY = [3 + (i * 11) % 29 for i in range(41)]
+
+# Each as one rank with two accumulated micro-batches; two ranks accumulate none.
+SAME_STEPS = {
+    "packed": {"lengths": MANY, "epochs": 2},
+    "packed, two bins a micro-batch": {"lengths": MANY, "batch_size": 2, "epochs": 2},
+    "unpacked": {"lengths": LENGTHS, "packing": False},
+    "unpacked, three documents a micro-batch": {
+        "lengths": LENGTHS,
+        "packing": False,
+        "batch_size": 3,
+        "epochs": 2,
+    },
+    # Three bins of one document: rank 1 has none in the second step.
+    "a rank with an empty micro-batch": {"lengths": [32, 32, 32], "epochs": 3},
+    # 31, 1, 30 and 2 trained tokens.
+    "ranks with very unequal numbers of trained tokens": {
+        "lengths": [32, 2, 31, 3],
+        "packing": False,
+        "prompt": 1,
+    },
+    "stream": {"lengths": MANY, "stream": True, "max_steps": 8},
+    "stream with a worker": {"lengths": MANY, "stream": True, "max_steps": 8, "workers": 1},
+    # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
+    "the end of a stream": {"lengths": [32, 32, 32], "stream": True, "max_steps": 4},
+    "a class that ignores loss kwargs": {
+        "lengths": MANY,
+        "ignores_loss_kwargs": True,
+        "options": SGD,
+    },
+    "a recurrent model, on padded rows": {
+        "lengths": MANY,
+        "model": "falcon_mamba",
+        "options": SGD | {"isolation_check": "error"},
+    },
+}
+EVALUATIONS = {
+    "packed": {},
+    "packed, two bins a micro-batch": {"batch_size": 2},
+    "unpacked": {"options": {"eval_packing": False}},
+    "fewer documents than ranks": {"eval_lengths": [9]},
+    "stream": {"stream": True, "max_steps": 1},
+    "stream, by rank": {"stream": True, "max_steps": 1, "shards": 2},
+    "one padded row a document": {"counts_correct": True, "batch_size": 2},
+}
+# Each rank reads two of four shards; the documents of rank 1 fill a quarter of the bins.
+UNEVEN = [*[31] * 8, *[7] * 8] * 2
+BY_RANK = {
+    "packed": {},
+    "two bins a micro-batch, accumulated": {"batch_size": 2, "accumulation": 2},
+    "with two workers": {"workers": 2},
+    "unpacked": {"packing": False, "lengths": UNEVEN[:27]},  # 14 and 13 documents
+}
+REFUSED = {
+    "packed": {},
+    "unpacked": {"packing": False, "batch_size": 1},
+    "in data-set order": {"options": {"train_sampling_strategy": "sequential"}},
+}
+
+
+def scenarios(base, accumulation: int) -> dict[str, Scenario]:
+    """All scenarios of this file, so that two processes start only once."""
+    options = {"options": SGD, "accumulation": accumulation}
+    made = {f"same steps: {name}": options | arguments for name, arguments in SAME_STEPS.items()}
+    for name, arguments in EVALUATIONS.items():
+        made[f"evaluation: {name}"] = {"lengths": LENGTHS, "eval_lengths": MANY[:7], **arguments}
+    made["evaluation, then training"] = options | {"lengths": MANY, "eval_lengths": MANY[:3]}
+    made["a leak on one rank"] = {
+        "lengths": MANY,
+        "leaks_on_rank": 1,
+        "options": {"isolation_check": "error"},
+    }
+    for name, arguments in BY_RANK.items():
+        made[f"by rank: {name}"] = {
+            "lengths": UNEVEN,
+            "stream": True,
+            "shards": 4,
+            "max_steps": 20,
+            "options": SGD | {"max_grad_norm": 0.0},
+            **arguments,
+        }
+    for name, arguments in REFUSED.items():
+        made[f"refused: {name}"] = {"lengths": [9], **arguments}
+    return {
+        name: Scenario(str(base / f"{accumulation} {number}"), **arguments)
+        for number, (name, arguments) in enumerate(made.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
+    base = tmp_path_factory.mktemp("ranks")
+    return run_on_ranks(scenarios(base, 1), base / "results", timeout_seconds=400)
+
+
+@pytest.fixture
+def one_rank(tmp_path, request):
+    return run(scenarios(tmp_path, 2)[request.param])
+
+
+def both(name: str):
+    return pytest.mark.parametrize("one_rank", [name], indirect=True)
+
+
+def assert_same_training(ranks: list[dict], alone: dict):
+    """The same losses and parameters on all, and the same documents in every step."""
+    assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
+    for rank in ranks:
+        torch.testing.assert_close(rank["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(rank["parameters"], alone["parameters"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one_rank"),
+    [(name, f"same steps: {name}") for name in SAME_STEPS],
+    indirect=["one_rank"],
+    ids=SAME_STEPS,
+)
+def test_two_ranks_train_as_one_with_twice_the_accumulation(name, one_rank, two_ranks):
+    assert_same_training(two_ranks[f"same steps: {name}"], one_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one_rank"),
+    [(name, f"same steps: {name}") for name in SAME_STEPS if "stream" in name],
+    indirect=["one_rank"],
+)
+def test_two_ranks_count_a_stream_as_one(name, one_rank, two_ranks):
+    counts = [rank["documents_read"] for rank in two_ranks[f"same steps: {name}"]]
+    assert counts == [one_rank["documents_read"]] * 2
+    assert counts[0] >= len(SAME_STEPS[name]["lengths"])
+
+
+@pytest.mark.slow
+@both("same steps: packed")
+def test_ranks_that_train_other_documents_fail_the_same_comparison(one_rank, two_ranks):
+    with pytest.raises(AssertionError):
+        assert_same_training(two_ranks["same steps: packed, two bins a micro-batch"], one_rank)
+
+
+@pytest.mark.slow
+def test_the_rank_without_documents_runs_one_masked_token(two_ranks):
+    ranks = two_ranks["same steps: a rank with an empty micro-batch"]
+    assert [[len(batch) for batch in rank["batches"]] for rank in ranks] == [
+        [32, 32] * 3,
+        [32, 1] * 3,
+    ]
+
+
+@pytest.mark.slow
+def test_a_stream_reaches_two_ranks_exactly_once_an_epoch(two_ranks):
+    """Three documents that fill a bin each; the round is completed by one token of padding."""
+    ranks = two_ranks["same steps: the end of a stream"]
+    lengths = [[len(batch) for batch in rank["batches"]] for rank in ranks]
+    assert lengths == [[32, 32] * 2, [32, 1] * 2]
+    first, second, third = ranks[0]["batches"][0], ranks[1]["batches"][0], ranks[0]["batches"][1]
+    assert len({tuple(batch) for batch in (first, second, third)}) == 3
+
+
+def documents_of(inputs: dict) -> list[tuple[int, ...]]:
+    """Return the documents of a micro-batch that train anything."""
+    starts = [*(inputs["position_ids"][0] == 0).nonzero().flatten().tolist(), None]
+    found = []
+    for start, stop in pairwise(starts):
+        if (inputs["labels"][0, start:stop] != -100).any():
+            found.append(tuple(inputs["input_ids"][0, start:stop].tolist()))
+    return found
+
+
+def trained_by_hand(ranks: list[dict], accumulation: int, rate: float) -> dict:
+    """Return the parameters after SGD on the mean over all trained tokens of each step."""
+    model = tiny_model("llama")
+    num_batches = len(ranks[0]["inputs"])
+    for first in range(0, num_batches, accumulation):
+        step = [b for rank in ranks for b in rank["inputs"][first : first + accumulation]]
+        trained = sum(int((batch["labels"] != -100).sum()) for batch in step)
+        for batch in step:
+            # No mask and no cache: llama keeps documents apart by their positions.
+            logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+            loss = torch.nn.functional.cross_entropy(
+                logits.logits[0, :-1], batch["labels"][0, 1:], reduction="sum"
+            )
+            (loss / trained).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+        model.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_RANK)
+def test_ranks_that_read_their_own_shards_train_every_document_once_an_epoch(name, two_ranks):
+    """Rank 1 ends early and goes on with masked micro-batches; the weights are those by hand."""
+    ranks = two_ranks[f"by rank: {name}"]
+    lengths = BY_RANK[name].get("lengths", UNEVEN)
+    assert len(ranks[0]["inputs"]) == len(ranks[1]["inputs"])
+    made = documents_of_lengths(lengths, prompt=2, seed=0)
+    expected = Counter(tuple(row["input_ids"]) for row in made)
+    seen: Counter = Counter()
+    epoch = []
+    for batches in zip(*(rank["inputs"] for rank in ranks), strict=True):
+        documents = [document for batch in batches for document in documents_of(batch)]
+        epoch.append(documents)
+        seen.update(documents)
+        if seen == expected:
+            break
+    assert seen == expected, "the first epoch"
+    assert all(len(documents_of(b)) == 0 for b in ranks[1]["inputs"][len(epoch) - 1 : len(epoch)])
+    accumulation = BY_RANK[name].get("accumulation", 1)
+    weights = trained_by_hand(ranks, accumulation, SGD["learning_rate"])
+    for rank in ranks:
+        torch.testing.assert_close(rank["parameters"], weights, rtol=0, atol=TOLERANCE)
+    without_last = [rank | {"inputs": rank["inputs"][:-accumulation]} for rank in ranks]
+    weights = trained_by_hand(without_last, accumulation, SGD["learning_rate"])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(ranks[0]["parameters"], weights, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one_rank"),
+    [(name, f"evaluation: {name}") for name in EVALUATIONS],
+    indirect=["one_rank"],
+    ids=EVALUATIONS,
+)
+def test_two_ranks_evaluate_to_the_loss_of_one(name, one_rank, two_ranks):
+    expected = one_rank["metrics"]
+    for rank in two_ranks[f"evaluation: {name}"]:
+        assert rank["metrics"]["eval_loss"] == pytest.approx(expected["eval_loss"], abs=TOLERANCE)
+        for key in ("eval_rows", "eval_correct"):
+            assert rank["metrics"].get(key) == expected.get(key)
+
+
+@pytest.mark.slow
+@both("evaluation, then training")
+def test_ranks_stay_in_step_after_an_evaluation_before_training(one_rank, two_ranks):
+    """transformers 5.23 marks the model as prepared, and accelerate 1.15 then leaves DDP out."""
+    assert_same_training(two_ranks["evaluation, then training"], one_rank)
+
+
+@pytest.mark.slow
+@both("same steps: a recurrent model, on padded rows")
+def test_two_ranks_pad_the_rows_of_a_recurrent_model(one_rank, two_ranks):
+    ranks = two_ranks["same steps: a recurrent model, on padded rows"]
+    assert [result["attention"] for result in (one_rank, *ranks)] == ["padded"] * 3
+    assert all(len(result["losses"]) > 1 for result in ranks)
+
+
+@pytest.mark.slow
+def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
+    ranks = two_ranks["a leak on one rank"]
+    assert [rank["attention"] for rank in ranks] == ["padded", "padded"]
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_fewer_documents_than_ranks_are_refused_on_every_rank(name, two_ranks):
+    for rank in two_ranks[f"refused: {name}"]:
+        assert rank.get("error", "").startswith("1 documents cannot keep 2 ranks busy")

@@ -1,0 +1,104 @@
+"""Freed pages are found again by the next step, and given back after the last."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.training import malloc as allocator
+from trl_packing.training.malloc import pages_kept
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="mallopt is a function of Linux's C libraries"
+)
+
+STEPS = """
+import ctypes, resource, sys, torch
+from trl_packing.training.malloc import pages_kept
+
+# Huge pages come and go with what else the machine does: without them a fault is a page of 4 KiB.
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+with pages_kept(sys.argv[1] == "kept"):
+    before = faults()
+    for _ in range(40):
+        tensors = [torch.ones(2**23) for _ in range(4)]  # 32 MiB each
+        del tensors
+    print(faults() - before)
+"""
+
+
+def page_faults(how: str, **environment: str) -> int:
+    run = subprocess.run(
+        [sys.executable, "-c", STEPS, how],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout)
+
+
+@pytest.mark.slow
+def test_pages_are_zeroed_once_and_not_every_step():
+    # The first steps find pages, those after them find the same ones.
+    assert page_faults("kept") < 0.3 * page_faults("not") + 1000
+
+
+def test_whoever_has_tuned_malloc_is_left_alone(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("was asked"))
+    with pages_kept(True):
+        pass
+
+
+def test_another_device_or_c_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
+    with pages_kept(True):
+        pass
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("was asked"))
+    with pages_kept(False):
+        pass
+
+
+class Libc:
+    """Writes down what it is asked."""
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+
+    def mallopt(self, parameter, value):
+        self.calls.append((parameter, value))
+
+    def malloc_trim(self, pad):
+        self.calls.append(("trim", pad))
+
+
+def test_training_asks_and_takes_it_back(tmp_path, monkeypatch):
+    libc = Libc()
+    monkeypatch.setattr(allocator, "_glibc", lambda: libc)
+    trainer = PackedSFTTrainer(
+        tiny_model("llama"),
+        PackedSFTConfig(
+            str(tmp_path),
+            max_length=32,
+            max_steps=1,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_list(documents_of_lengths([8] * 4)),
+        processing_class=tiny_tokenizer(),
+    )
+    assert not libc.calls
+    trainer.train()
+    assert [parameter for parameter, _ in libc.calls] == [-4, -1, -2, -4, -1, -2, "trim"]
+    assert libc.calls[3:6] == [(-4, 65536), (-1, 131072), (-2, 131072)]

@@ -1,0 +1,458 @@
+"""Every figure that is logged equals its definition in docs/metrics.md, counted from the batches.
+
+Time is a counted clock: a second a micro-batch, a hundred an evaluation, a thousand a save.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.distributed.train import Scenario, run, run_on_ranks
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
+from trl_packing.models.flops import model_flops
+from trl_packing.training import metrics as measured
+from trl_packing.training.metrics import MeasuredTrainer, ThroughputOnBar
+
+LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
+PAD = 0  # no document holds it
+CAPACITY = 32
+INTERVAL = ("tokens_per_second", "trained_tokens_per_second", "documents_per_second")
+
+
+def scenario(folder, **arguments):
+    return Scenario(str(folder), LENGTHS, counted_clock=True, **arguments)
+
+
+def counted(batch):
+    """Return documents, tokens, trained tokens and the row's length of a recorded micro-batch."""
+    ids, positions, labels = (
+        batch[name].flatten() for name in ("input_ids", "position_ids", "labels")
+    )
+    real = ids != PAD
+    return (
+        int(((positions == 0) & real).sum()),
+        int(real.sum()),
+        int((labels != -100).sum()),
+        len(ids),
+    )
+
+
+def by_hand(ranks, steps, room):
+    """Return the metrics of `steps` (numbers from 0), from what every rank has trained."""
+    micro_batches = [
+        [
+            counted(batch)
+            for step, batch in zip(rank["trained_in"], rank["inputs"], strict=True)
+            if step in steps
+        ]
+        for rank in ranks
+    ]
+    documents, tokens, trained, cells = map(sum, zip(*itertools.chain(*micro_batches), strict=True))
+    seconds = len(micro_batches[0])
+    places = sum(map(len, micro_batches)) * room if room else cells
+    return {
+        "tokens_per_second": tokens / seconds,
+        "trained_tokens_per_second": trained / seconds,
+        "documents_per_second": documents / seconds,
+        "utilization": tokens / places,
+        "documents_per_step": documents / len(steps),
+    }
+
+
+def assert_logged(ranks, *, room, every=1):
+    logged = [entry for entry in ranks[0]["history"] if "tokens_per_second" in entry]
+    assert [entry["step"] for entry in logged] == list(range(every, ranks[0]["steps"] + 1, every))
+    so_far = 0
+    for entry in logged:
+        steps = range(entry["step"] - every, entry["step"])
+        expected = by_hand(ranks, steps, room)
+        assert {name: entry[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+        seconds = sum(step in steps for step in ranks[0]["trained_in"])
+        so_far += expected["tokens_per_second"] * seconds
+        assert entry["num_tokens"] == pytest.approx(so_far)
+        assert entry["peak_memory_gib"] > 0
+        assert "mfu" not in entry  # a CPU's peak is not known
+    totals, whole = ranks[0]["totals"], range(ranks[0]["steps"])
+    expected = by_hand(ranks, whole, room)
+    assert {n: totals[f"train_{n}"] for n in expected} == pytest.approx(expected, rel=1e-12)
+    assert totals["train_seconds"] == len(ranks[0]["inputs"])
+    assert totals["train_tokens"] == pytest.approx(so_far)
+    samples = totals["train_samples_per_second"] * totals["train_runtime"]
+    assert samples == pytest.approx(totals["train_documents"], rel=0.01)  # both are rounded
+    assert ranks[0]["history"][-1].items() >= totals.items()
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+RUNS = {
+    "packed": ({}, CAPACITY),
+    "packed, two bins": ({"batch_size": 2, "accumulation": 2, "epochs": 2}, 2 * CAPACITY),
+    "max_steps": ({"max_steps": 4}, CAPACITY),
+    "padding-free": ({"packing": False, "batch_size": 2, "accumulation": 2}, None),
+    "documents_per_step": ({"accumulation": 2, "options": {"documents_per_step": 5}}, None),
+    "stream": ({"stream": True, "max_steps": 5}, CAPACITY),
+    "stream, padding-free": (
+        {"stream": True, "max_steps": 5, "packing": False, "batch_size": 2},
+        None,
+    ),
+    "pad_to_multiple_of": ({"options": {"pad_to_multiple_of": 8}}, CAPACITY),
+    "padding-free, pad_to_multiple_of": (
+        {"packing": False, "batch_size": 3, "options": {"pad_to_multiple_of": 16}},
+        None,
+    ),
+    "document weights": ({"options": {"loss_weighting": "document"}}, CAPACITY),
+}
+
+
+FAST = ("packed, two bins", "padding-free", "stream", "pad_to_multiple_of")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
+)
+def test_what_is_logged_is_what_was_trained(name, tmp_path):
+    arguments, room = RUNS[name]
+    result = run(scenario(tmp_path, **arguments))
+    assert_logged([result], room=room)
+    if "pad_to" in name:  # the control: with the padding it is another number
+        padded = sum(len(batch) for batch in result["batches"])
+        assert padded > result["totals"]["train_tokens"]
+
+
+class OverridesStep(PackedSFTTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class OverridesLoss(PackedSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+class OverridesBoth(OverridesLoss, OverridesStep):
+    pass
+
+
+@pytest.mark.parametrize("own", [OverridesStep, OverridesLoss, OverridesBoth])
+def test_a_step_of_a_user_s_own_is_counted(own, tmp_path):
+    expected, found = (
+        trainer_of(documents_of_lengths(LENGTHS), tmp_path, cls=trainer).train().metrics
+        for trainer in (PackedSFTTrainer, own)
+    )
+    counts = ("train_documents", "train_tokens", "train_trained_tokens", "train_utilization")
+    assert {name: found[name] for name in counts} == {name: expected[name] for name in counts}
+    assert found["train_documents"] == len(LENGTHS)
+    assert found["train_tokens"] == sum(LENGTHS)
+    samples = found["train_samples_per_second"] * found["train_runtime"]
+    assert samples == pytest.approx(len(LENGTHS), rel=0.02)  # both are rounded
+
+
+def test_several_steps_are_logged_as_one_interval(tmp_path):
+    options = {"logging_steps": 3}
+    result = run(scenario(tmp_path, epochs=2, max_steps=9, options=options))
+    assert_logged([result], room=CAPACITY, every=3)
+
+
+def test_steps_after_the_last_log_are_in_the_totals(tmp_path):
+    result = run(scenario(tmp_path, max_steps=5, options={"logging_steps": 3}))
+    expected = by_hand([result], range(5), CAPACITY)
+    assert result["totals"]["train_tokens"] == 5 * expected["tokens_per_second"]
+    assert result["totals"]["train_documents"] == 5 * expected["documents_per_step"]
+
+
+def test_evaluation_and_saving_take_no_time_of_training(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    result = run(
+        scenario(tmp_path, eval_lengths=LENGTHS, save_steps=2, max_steps=5, options=options)
+    )
+    evaluated = [entry for entry in result["history"] if "eval_loss" in entry]
+    assert len(evaluated) == 4  # before, at the start, after 2 and after 4 steps
+    assert_logged([result], room=CAPACITY)
+    # The control: with a clock that never stops it would be another number.
+    before = Scenario(str(tmp_path), LENGTHS, counted_clock=True, max_steps=2, save_steps=1)
+    counting = MeasuredTrainer._not_timed
+    MeasuredTrainer._not_timed = lambda self: torch.no_grad()
+    try:
+        slow = run(before)
+    finally:
+        MeasuredTrainer._not_timed = counting
+    assert slow["totals"]["train_seconds"] > 1000
+
+
+def test_the_gate_takes_no_time_of_training(tmp_path):
+    now = [0.0]
+
+    class Counted(PackedSFTTrainer):
+        _clock = staticmethod(lambda: now[0])
+
+        def _pass_gate(self, *args, **kwargs):
+            now[0] += 1000
+            super()._pass_gate(*args, **kwargs)
+
+        def training_step(self, *args, **kwargs):
+            now[0] += 1
+            return super().training_step(*args, **kwargs)
+
+    rows = documents_of_lengths(LENGTHS)
+    trainer = trainer_of(rows, tmp_path, cls=Counted, max_steps=3, isolation_check="error")
+    assert trainer.train().metrics["train_seconds"] == 3
+    assert now == [1003]
+
+
+def test_num_tokens_are_those_of_training_also_at_an_evaluation(tmp_path):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "logging_steps": 2,
+        "pad_to_multiple_of": 16,
+    }
+    result = run(scenario(tmp_path, eval_lengths=LENGTHS, max_steps=3, options=options))
+    seen = [entry["eval_num_tokens"] for entry in result["history"] if "eval_num_tokens" in entry]
+    tokens = [counted(batch)[1] for batch in result["inputs"]]
+    assert seen == [*itertools.accumulate(tokens)]
+
+
+def test_a_resumed_run_counts_what_it_trains_itself(tmp_path):
+    whole = scenario(tmp_path, epochs=2, save_steps=4)
+    run(whole)
+    result = run(replace(whole, resume=str(tmp_path / "checkpoint-4")))
+    totals, trained = result["totals"], [counted(batch) for batch in result["inputs"]]
+    assert len(trained) == result["steps"] - 4
+    documents, tokens, targets, _ = map(sum, zip(*trained, strict=True))
+    assert totals["train_tokens"] == tokens
+    assert totals["train_trained_tokens"] == targets
+    assert totals["train_documents"] == documents
+    assert totals["train_documents_per_step"] == documents / len(trained)
+    # One interval begins where the resumed run does.
+    first = next(e for e in result["history"] if e["step"] == 5 and "tokens_per_second" in e)
+    assert first["tokens_per_second"] == trained[0][1]
+
+
+def test_transformers_own_count_leaves_out_padding_by_its_place(tmp_path):
+    options = {"include_num_input_tokens_seen": "non_padding", "pad_to_multiple_of": 16}
+    result = run(scenario(tmp_path, options=options))
+    seen = [e["num_input_tokens_seen"] for e in result["history"] if "loss" in e]
+    assert seen[-1] == sum(LENGTHS) == result["totals"]["train_tokens"]
+
+
+def test_eos_that_is_the_padding_token_is_counted(tmp_path):
+    rows = documents_of_lengths(LENGTHS)
+    for row in rows:
+        row["input_ids"][-1] = row["labels"][-1] = tiny_tokenizer().eos_token_id
+    trainer = trainer_of(
+        rows,
+        tmp_path,
+        tokenizer=tiny_tokenizer(pad="<eos>"),
+        include_num_input_tokens_seen="non_padding",
+    )
+    metrics = trainer.train().metrics
+    assert metrics["train_tokens"] == sum(LENGTHS)
+    assert trainer.state.num_input_tokens_seen == sum(LENGTHS)
+
+
+# --- where it is shown ----------------------------------------------------------------------------
+
+
+def trainer_of(rows, folder, *, tokenizer=None, cls=PackedSFTTrainer, collator=None, **options):
+    settings = {
+        "output_dir": str(folder),
+        "max_length": CAPACITY,
+        "per_device_train_batch_size": 1,
+        "logging_steps": 1,
+        "num_train_epochs": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+        "isolation_check": "off",
+    }
+    return cls(
+        tiny_model("llama"),
+        PackedSFTConfig(**settings | options),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer or tiny_tokenizer(),
+        data_collator=collator,
+    )
+
+
+def test_tensorboard_receives_them(tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path, report_to="tensorboard")
+    trainer.train()
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    logged = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry]
+    for name in (*INTERVAL, "utilization", "documents_per_step", "peak_memory_gib"):
+        sent = [event.value for event in events.Scalars(f"train/{name}")]
+        assert sent == pytest.approx([entry[name] for entry in logged], rel=1e-6)
+    assert events.Scalars("train/train_tokens")[0].value == sum(LENGTHS)
+
+
+def test_the_progress_bar_shows_them_once_a_log(tmp_path, monkeypatch, capsys):
+    shown = []
+
+    class Bar:
+        def __init__(self, *args, **kwargs): ...
+        def update(self, *args): ...
+        def write(self, text): ...
+        def close(self): ...
+        def set_postfix_str(self, text):
+            shown.append(text)
+
+    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
+    rows = documents_of_lengths(LENGTHS)
+    trainer = trainer_of(rows, tmp_path, disable_tqdm=False, logging_steps=2, max_steps=6)
+    trainer.train()
+    assert any(isinstance(c, ProgressCallback) for c in trainer.callback_handler.callbacks)
+    assert len(shown) == 3
+    assert all("tokens/s, " in text and "% full" in text for text in shown)
+
+
+def test_a_notebook_shows_them_before_its_bar(tmp_path):
+    class Notebook(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            from transformers.utils.notebook import NotebookProgressBar
+
+            self.training_tracker = NotebookProgressBar(8)
+
+    pytest.importorskip("IPython", reason="transformers' notebook bar needs IPython")
+    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path)
+    notebook = Notebook()
+    trainer.add_callback(notebook)
+    trainer.train()
+    assert "tokens/s" in notebook.training_tracker.prefix
+
+
+def test_a_bar_without_room_for_them_is_left_alone(tmp_path):
+    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path)
+
+    class Rich(TrainerCallback):
+        training_bar = object()
+        training_tracker = None
+
+    trainer.add_callback(Rich())
+    trainer.train()
+    assert any(isinstance(c, ThroughputOnBar) for c in trainer.callback_handler.callbacks)
+
+
+# --- who logs them --------------------------------------------------------------------------------
+
+
+def test_trl_s_path_logs_what_trl_logs(tmp_path):
+    rows = documents_of_lengths(LENGTHS)
+
+    def collate(documents):
+        batch = PackedCollator()(documents)
+        return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+
+    trainer = trainer_of(rows, tmp_path, collator=collate)
+    metrics = trainer.train().metrics
+    names = set().union(*trainer.state.log_history) | set(metrics)
+    assert "num_tokens" in names
+    assert not names & {*INTERVAL, "utilization", "documents_per_step", "train_tokens"}
+
+
+def test_a_collator_that_says_nothing_of_its_rows_logs_nothing(tmp_path):
+    class Own(PackedCollator):
+        def __call__(self, documents):
+            return super().__call__(documents)
+
+    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path, collator=Own())
+    trainer.train()
+    assert not any("utilization" in entry for entry in trainer.state.log_history)
+    assert any("loss" in entry for entry in trainer.state.log_history)
+
+
+def test_no_model_is_given_what_is_for_the_host(tmp_path):
+    seen = []
+
+    class Looks(PackedSFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(set(inputs))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path, cls=Looks)
+    assert next(iter(trainer.get_train_dataloader())).host.padding == 0
+    trainer.train()
+    assert seen
+    named = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+    assert all(names == named for names in seen)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_mfu_is_logged_where_the_peak_is_known(known, tmp_path, monkeypatch):
+    peak = 1e9 if known else None
+    monkeypatch.setattr(MeasuredTrainer, "_peak_flops", lambda self: peak)
+    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path)
+    metrics = trainer.train().metrics
+    if not known:
+        assert not any("mfu" in name for name in metrics)
+        return
+    import numpy as np
+
+    lengths = np.array(LENGTHS)
+    flops = model_flops(trainer.model).of(lengths, sum(LENGTHS) - len(LENGTHS))
+    assert metrics["train_mfu"] == pytest.approx(flops / metrics["train_seconds"] / peak)
+    assert all(math.isfinite(e["mfu"]) for e in trainer.state.log_history if "loss" in e)
+
+
+def test_a_model_that_cannot_be_counted_has_no_mfu(tmp_path, monkeypatch):
+    monkeypatch.setattr(MeasuredTrainer, "_peak_flops", lambda self: 1e9)
+
+    def refuse(model):
+        raise measured.NotCountable("made for this test")
+
+    monkeypatch.setattr(measured, "model_flops", refuse)
+    metrics = trainer_of(documents_of_lengths(LENGTHS), tmp_path).train().metrics
+    assert "train_tokens_per_second" in metrics
+    assert "train_mfu" not in metrics
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+RANKS = {
+    "packed": ({"epochs": 2}, CAPACITY),
+    "accumulated": ({"accumulation": 2}, CAPACITY),
+    "padding-free": ({"packing": False, "batch_size": 2, "accumulation": 2}, None),
+    # Three bins on two ranks: one of them ends with an empty micro-batch.
+    "idle rank": ({"lengths": [32, 32, 32]}, CAPACITY),
+    "stream": ({"stream": True, "max_steps": 4}, CAPACITY),
+    "document weights": ({"options": {"loss_weighting": "document"}}, CAPACITY),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    base = tmp_path_factory.mktemp("ranks")
+    scenarios = {
+        name: Scenario(str(base / name), counted_clock=True, **{"lengths": LENGTHS, **arguments})
+        for name, (arguments, _) in RANKS.items()
+    }
+    return run_on_ranks(scenarios, base / "results")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_log_what_both_trained(name, two_ranks):
+    _, room = RANKS[name]
+    ranks = two_ranks[name]
+    assert_logged(ranks, room=room)
+    if name == "idle rank":
+        assert sum(counted(b)[0] == 0 for rank in ranks for b in rank["inputs"]) == 1
+        assert ranks[0]["totals"]["train_documents"] == 3
+    # The control: what one rank trained is less.
+    own = by_hand(ranks[:1], range(ranks[0]["steps"]), room)
+    assert own["tokens_per_second"] < ranks[0]["totals"]["train_tokens_per_second"]

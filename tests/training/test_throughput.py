@@ -1,0 +1,166 @@
+"""The arithmetic of throughput: a clock that stands, rates of an interval and of a run."""
+
+import pytest
+
+from trl_packing.models.flops import peak_flops
+from trl_packing.training.throughput import (
+    GIB,
+    Counts,
+    Machine,
+    Stopwatch,
+    Throughput,
+    in_short,
+    machine_of,
+    metrics,
+)
+
+UNKNOWN = Machine()
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_stopwatch_counts_only_while_it_runs():
+    clock = Clock()
+    watch = Stopwatch(clock)
+    clock.now += 7  # not started
+    assert watch.seconds() == 0
+    with watch.paused():  # of a watch that stands
+        clock.now += 1
+    assert watch.seconds() == 0
+    watch.start()
+    clock.now += 3
+    watch.start()  # once more changes nothing
+    with watch.paused():
+        clock.now += 50
+        with watch.paused():  # a save inside an evaluation
+            clock.now += 5
+        clock.now += 50
+    clock.now += 2
+    assert watch.seconds() == 5
+
+
+def test_a_pause_ends_with_an_error_too():
+    clock = Clock()
+    watch = Stopwatch(clock)
+    watch.start()
+
+    def evaluate():
+        with watch.paused():
+            clock.now += 9
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        evaluate()
+    clock.now += 1
+    assert watch.seconds() == 1
+
+
+def test_intervals_add_up_to_the_run():
+    clock = Clock()
+    measured = Throughput(first_step=10, clock=clock)
+    measured.watch.start()
+    machine = Machine(peak_flops=100.0, peak_memory_bytes=3 * GIB)
+    logged = []
+    for step, seconds in ((11, 2.0), (13, 4.0)):
+        measured.add(Counts(1, 60, 40, 80, 90.0))
+        measured.add(Counts(2, 70, 50, 80, 110.0))
+        measured.add_shared(measured.take_local())
+        clock.now += seconds
+        logged.append(measured.interval_metrics(step, machine))
+    assert logged[0] == {
+        "tokens_per_second": 65.0,
+        "trained_tokens_per_second": 45.0,
+        "documents_per_second": 1.5,
+        "utilization": 130 / 160,
+        "documents_per_step": 3.0,
+        "peak_memory_gib": 3.0,
+        "mfu": 1.0,
+    }
+    assert logged[1]["tokens_per_second"] == 32.5
+    assert logged[1]["documents_per_step"] == 1.5
+    assert logged[1]["mfu"] == 0.5
+    whole = measured.run_metrics(13, machine)
+    assert whole["train_tokens"] == 260
+    assert whole["train_trained_tokens"] == 180
+    assert whole["train_documents"] == 6
+    assert whole["train_seconds"] == 6
+    assert whole["train_tokens_per_second"] == 260 / 6
+    assert whole["train_documents_per_step"] == 2
+    assert whole["train_mfu"] == pytest.approx(400 / 6 / 100)
+
+
+def test_what_is_not_known_is_left_out():
+    counts = Counts(1, 10, 5, 20, 7.0)
+    assert "mfu" not in metrics(counts, 1.0, 1, UNKNOWN)
+    assert "mfu" not in metrics(Counts(1, 10, 5, 20), 1.0, 1, Machine(peak_flops=1.0))
+    assert "peak_memory_gib" not in metrics(counts, 1.0, 1, UNKNOWN)
+    assert set(metrics(counts, 0.0, 0, UNKNOWN)) == {"utilization"}
+    assert metrics(Counts(), 1.0, 1, Machine(1.0, 1.0)) == {}
+
+
+def test_one_unknown_device_leaves_the_peak_unknown():
+    assert machine_of([2.0, 3.0], [5.0, 4.0]) == Machine(5.0, 5.0)
+    assert machine_of([2.0, 0.0], [0.0, 0.0]) == Machine(None, None)
+
+
+def test_ranks_that_hold_the_same_batch_count_it_once():
+    assert Counts(4, 20, 10, 64, 1e20).shared_by(2) == Counts(2, 10, 5, 32, 5e19)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
+        ("NVIDIA A100 80GB PCIe", "tf32", 156),
+        ("NVIDIA A100-PCIE-40GB", "float32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
+        ("NVIDIA H100 PCIe", "bfloat16", 756),
+        ("NVIDIA H200", "float16", 989),
+        ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA L4", "bfloat16", 121),
+        ("NVIDIA L40S", "bfloat16", 362),
+        ("NVIDIA A10", "bfloat16", 125),
+        ("Tesla T4", "float16", 65),
+        ("Tesla V100-SXM2-32GB", "float16", 125),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
+    ],
+)
+def test_peaks_of_known_devices(name, dtype, tera):
+    assert peak_flops(name, dtype) == tera * 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA A10G", "bfloat16"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16"),
+        ("NVIDIA H200 MIG 1g.18gb", "bfloat16"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"),
+        ("NVIDIA GeForce RTX 3090 Ti", "bfloat16"),
+        ("NVIDIA H100 of a later year", "bfloat16"),
+        ("AMD Instinct MI300X", "bfloat16"),
+        ("Tesla T4", "bfloat16"),  # it has none
+        ("NVIDIA B200", "float32"),
+        ("NVIDIA H100 80GB HBM3", "uint8"),
+    ],
+)
+def test_nothing_is_guessed_of_others(name, dtype):
+    assert peak_flops(name, dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"), [(7.0, "7"), (999.0, "999"), (45600.0, "45.6k"), (2.5e6, "2.5M")]
+)
+def test_the_bar_shows_rates_in_short(rate, words):
+    assert in_short({"tokens_per_second": rate}) == f"{words} tokens/s"
+
+
+def test_the_bar_shows_nothing_of_an_evaluation():
+    assert in_short({"eval_loss": 2.0, "epoch": 1.0}) == ""

@@ -1,0 +1,236 @@
+"""At most one wait of the host for the device per optimizer step comes from this project.
+
+`waits` says what counts as one, on a CPU. TRL and transformers wait several times a micro-batch
+themselves (`.item()` of entropy and accuracy, the check for NaN); that is theirs.
+"""
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from helpers.waits import Waits, counted_waits
+from peft import LoraConfig
+
+import trl_packing
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.loss.lm_head import use_own_head
+from trl_packing.tools.tiny_models import tiny_model as architecture
+
+LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
+STEPS = 2
+
+RUNS = {
+    "documents": {},
+    "window": {"model": "mistral"},
+    "soft-cap": {"model": "gemma2"},
+    "sinks": {"model": "gpt_oss"},
+    "padded rows": {"attention": "padded"},
+    "equal lengths": {"attention": "equal_lengths"},
+    "explicit mask": {"attention": "mask"},
+    "explicit mask, window": {"attention": "mask", "model": "mistral"},
+    "padding-free": {"packing": False, "per_device_train_batch_size": 2},
+    "documents weighted": {"loss_weighting": "document"},
+    "sqrt, dft": {"loss_weighting": "sqrt", "loss_type": "dft"},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "smoothing, weighted": {"label_smoothing_factor": 0.1, "loss_weighting": "document"},
+    "pad_to_multiple_of": {"pad_to_multiple_of": 8},
+    "stream": {"stream": True},
+    "LoRA": {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])},
+    "experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.01},
+    "TRL's kernels": {"kernels": True},
+    "TRL's kernels, padded": {"kernels": True, "attention": "padded"},
+    "own head": {"own_head": True},
+    "own head, padded": {"own_head": True, "attention": "padded"},
+}
+
+
+def trained(waits: Waits, folder, *, every=1, control=None, **options):
+    """Train `STEPS` steps of two micro-batches, counting the waits of each."""
+    model = options.pop("model", "llama")
+    model = tiny_model(model) if model in ("llama", "mistral", "gemma2") else architecture(model)
+    rows = documents_of_lengths(LENGTHS, prompt=2)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    rows = Dataset.from_list(
+        [{"input_ids": [i % vocabulary for i in r["input_ids"]]} for r in rows]
+    )
+    if options.pop("stream", False):
+        rows = rows.to_iterable_dataset()
+    own_head, peft_config = options.pop("own_head", False), options.pop("peft_config", None)
+
+    class Watched(PackedSFTTrainer):
+        def get_batch_samples(self, *args, **kwargs):
+            waits.step = self.state.global_step
+            waits.mark(list(self.model.parameters()), list(self.model.buffers()))
+            return super().get_batch_samples(*args, **kwargs)
+
+        def _prepare_inputs(self, inputs):
+            waits.mark({k: v for k, v in inputs.items() if torch.is_tensor(v)})
+            return super()._prepare_inputs(inputs)
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if control is not None:
+                control(inputs["labels"])
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def _maybe_log_save_evaluate(self, *args, **kwargs):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            waits.step = None
+
+    settings = {
+        "output_dir": str(folder),
+        "max_length": 32,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": every,
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+        "isolation_check": "off",
+    }
+    trainer = Watched(
+        model,
+        PackedSFTConfig(**settings | options),
+        train_dataset=rows,
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+    if own_head:
+        from trl_packing.attention.backends import install_attention
+
+        use_own_head(trainer._gate.base_model)
+        install_attention(trainer.model, trainer.attention)
+    trainer.train()
+
+
+def some(cases, fast):
+    """Return the names of `cases`, those marked slow that are not `fast`."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in cases]
+
+
+@pytest.mark.parametrize(
+    "name",
+    some(
+        RUNS, {"documents", "padded rows", "explicit mask", "experts", "own head", "TRL's kernels"}
+    ),
+)
+def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
+    with counted_waits(monkeypatch) as waits:
+        options = dict(RUNS[name])
+        if options.pop("kernels", False):
+            monkeypatch.setattr("trl_packing.loss.lm_head._has_triton", lambda weight: True)
+        trained(waits, tmp_path, **options)
+    assert waits.sites == {"wait_for at metrics.py:" + _line_of_wait(): STEPS}, waits.sites
+    assert waits.of("trl_packing") == [1] * STEPS
+    assert not waits.of("autograd")
+    assert min(waits.of("trl")) >= 4  # TRL's own are seen: two micro-batches, twice each at least
+
+
+def _line_of_wait() -> str:
+    import inspect
+
+    from trl_packing.training import metrics as measured
+
+    lines, first = inspect.getsourcelines(measured.MeasuredTrainer._wait_for_device)
+    return str(first + next(i for i, line in enumerate(lines) if "wait_for(self.args" in line))
+
+
+def test_a_step_that_is_not_logged_does_not_wait(tmp_path, monkeypatch):
+    with counted_waits(monkeypatch) as waits:
+        trained(waits, tmp_path, every=10)
+    assert not waits.of("trl_packing")
+    assert min(waits.of("trl")) >= 4
+
+
+def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
+    from trl_packing.training.metrics import MeasuredTrainer
+    from trl_packing.training.throughput import Counts, Throughput
+
+    with counted_waits(monkeypatch) as waits:
+        trained(waits, tmp_path / "run")
+        rows = Dataset.from_list(documents_of_lengths(LENGTHS))
+        args = PackedSFTConfig(
+            output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, max_length=32
+        )
+        trainer = PackedSFTTrainer(
+            tiny_model("llama"), args, train_dataset=rows, processing_class=tiny_tokenizer()
+        )
+        trainer._throughput = Throughput()
+        trainer._throughput.add(Counts(3, 30, 20, 32, 1e20))
+        monkeypatch.setattr(type(args), "world_size", 2)
+
+        def gather(tensor):
+            gathered = torch.cat([tensor, tensor])
+            waits.mark(gathered)
+            return gathered
+
+        monkeypatch.setattr(trainer.accelerator, "gather", gather)
+        waits.step = STEPS
+        MeasuredTrainer._share_counts(trainer)
+        trainer._wait_for_device()  # an evaluation after the log, in the same step
+        waits.step = None
+    assert waits.of("trl_packing")[-1] == 1
+    assert trainer._throughput.run == Counts(6, 60, 40, 64, 2e20)
+
+
+# --- the counting itself: each of these must be seen ----------------------------------------------
+
+_CONTROLS = {
+    "item": "labels.sum().item()",
+    "int": "int(labels.sum())",
+    "bool": "bool((labels > 0).all())",
+    "float": "float(labels.sum())",
+    "tolist": "labels.tolist()",
+    "cpu": "labels.cpu()",
+    "numpy": "labels.numpy()",
+    "mask": "labels[labels > 0]",
+    "nonzero": "labels.nonzero()",
+    "where": "torch.where(labels > 0)",
+    "unique": "labels.unique()",
+    "repeat": "torch.repeat_interleave(labels[0].clamp(0, 2))",
+    "equal": "torch.equal(labels, labels + 1)",
+    "blocking copy": "torch.arange(3).to(labels.device)",
+    "blocking constant": "torch.tensor(3, device=labels.device)",
+}
+
+
+@pytest.mark.parametrize("name", some(_CONTROLS, {"item", "mask", "blocking copy"}))
+def test_a_wait_that_is_added_is_counted(name, tmp_path, monkeypatch):
+    path = trl_packing.__file__.replace("__init__", "control")  # as if it were in the project
+    scope = {"torch": torch}
+    exec(compile(f"def control(labels):\n    {_CONTROLS[name]}\n", path, "exec"), scope)
+    with counted_waits(monkeypatch) as waits:
+        trained(waits, tmp_path, every=10, control=scope["control"])
+    assert min(waits.of("trl_packing")) >= 2  # each micro-batch of both steps
+    assert all("control.py:2" in site for site in waits.sites)
+
+
+def test_what_is_not_on_the_device_is_no_wait(tmp_path, monkeypatch):
+    path = trl_packing.__file__.replace("__init__", "control")
+    scope = {"torch": torch}
+    source = "def control(labels):\n    torch.arange(3).sum().item()\n    torch.ones(2).tolist()\n"
+    exec(compile(source, path, "exec"), scope)
+    with counted_waits(monkeypatch) as waits:
+        trained(waits, tmp_path, every=10, control=scope["control"])
+    assert not waits.of("trl_packing")
+
+
+@pytest.mark.parametrize(
+    "name", some(["documents", "padded rows", "explicit mask", "own head"], {"documents"})
+)
+def test_without_what_the_collator_knows_every_micro_batch_waits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_packing.documents.host_row.keep_row", lambda *args: None)
+    with counted_waits(monkeypatch) as waits:
+        trained(waits, tmp_path, every=10, **RUNS[name])
+    assert min(waits.of("trl_packing")) >= 2
+
+
+def test_the_backward_of_a_mask_is_seen(monkeypatch):
+    with counted_waits(monkeypatch) as waits:
+        values, mask = torch.randn(4, requires_grad=True), torch.ones(1, 4, dtype=torch.bool)
+        waits.mark(values, mask)
+        waits.step = 0
+        values.new_zeros(1, 4).masked_scatter(mask, values).sum().backward()
+    assert waits.of("autograd")

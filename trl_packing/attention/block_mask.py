@@ -1,0 +1,89 @@
+"""An explicit 4-D mask for packed calls: block-diagonal, causal, T×T.
+
+For models whose attention is their own and that build their mask without looking at `position_ids`
+(they would let documents see each other), but take a finished mask as it is.
+
+A finished mask replaces every mask that the model would build, so windows and chunks are drawn in
+here: one mask for all layers, or one a layer type where the model says that it has several.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trl_packing.attention.interface import wrap_packed_calls
+from trl_packing.documents.boundaries import mask_from_document_ids
+from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, sent
+from trl_packing.models.introspection import layer_values, text_config
+
+NAME = "mask"
+
+
+def mask_packed_calls(backbone: nn.Module) -> None:
+    """Let packed calls of `backbone` run with a 4-D mask instead of boundaries."""
+    text = text_config(backbone)
+
+    def masked(forward: Callable[..., Any], **kwargs: Any) -> Any:
+        lengths = np.diff(host_boundaries(kwargs["cu_seq_lens_q"]))
+        unmasked = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
+        mask = packed_mask(lengths, text, _dtype(backbone), kwargs["position_ids"].device)
+        return forward(**unmasked | {"attention_mask": mask})
+
+    wrap_packed_calls(backbone, masked)
+
+
+def packed_mask(
+    seq_lengths: Sequence[int] | np.ndarray,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Any:
+    """Return the additive mask ``(1, 1, T, T)`` on `device`, or a dict of them by layer type.
+
+    Only the document of each token goes to the device, from where nothing has to come back.
+    """
+    types = set(getattr(config, "layer_types", None) or ())
+    window = _one(config, "sliding_window")
+    chunk: Any = _one(config, "attention_chunk_size")
+
+    def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
+        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+        return mask_from_document_ids(sent(ids, device), window=window, dtype=dtype)
+
+    seq_lengths = np.asarray(seq_lengths)
+
+    masks = {
+        "full_attention": lambda: mask(seq_lengths),
+        "sliding_attention": lambda: mask(seq_lengths, window),
+        "chunked_attention": lambda: mask(_chunks(seq_lengths, chunk)),
+    }
+    if len(types) > 1 and types <= masks.keys():
+        return {name: masks[name]() for name in types}
+    if types:
+        return masks[types.pop()]() if types <= masks.keys() else masks["full_attention"]()
+    return masks["sliding_attention" if window else "full_attention"]()
+
+
+def _one(config: Any, name: str) -> int | None:
+    """Return the size of all windows or chunks: a layer type has one mask."""
+    sizes = set(layer_values(config, name))
+    if len(sizes) > 1:
+        raise NotImplementedError(f"layers have several sizes of {name}: {sorted(sizes)}")
+    return sizes.pop() if sizes else None
+
+
+def _chunks(seq_lengths: np.ndarray, chunk: int) -> np.ndarray:
+    """Return the lengths ``(pieces,)`` of documents cut into chunks, isolated like documents."""
+    pieces = [
+        min(chunk, length - start)
+        for length in seq_lengths.tolist()
+        for start in range(0, length, chunk)
+    ]
+    return np.array(pieces)
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)

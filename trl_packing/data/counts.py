@@ -1,0 +1,299 @@
+"""What preparation kept and lost, and what a training step is made of: numbers, then words.
+
+Everything here is a value object. `overflow` and the trainer fill it in; `str()` is what a user
+reads.
+"""
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field, replace
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+
+from trl_packing.data.overflow import Overflow, Pieces, fit_documents, pieces_of, prompt_lengths
+from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments
+from trl_packing.documents.labels import IGNORE_INDEX
+
+# Above this share of lost trained tokens, or of documents that lost a stop token, it warns.
+WARN_LOST_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Documents, their tokens, the trained ones of these, and the stop tokens of the trained."""
+
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0
+    stops: int = 0
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "Amount") -> "Amount":
+        return Amount(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        trained = f", {self.trained:,} trained" * bool(self.trained)
+        stops = f", {_number(self.stops, 'stop token')}" * bool(self.stops)
+        return _number(self.tokens, "token") + trained + stops
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of preparation lost: `concerned` documents (or pieces) are `why`.
+
+    `lost` is what there was before the step less what there was after it. Pieces are documents from
+    then on, so a step that splits documents loses a negative number of them.
+    `lost_a_stop` counts the documents that have fewer trained stop tokens than before, `empty`
+    those of the concerned that have no token at all.
+    """
+
+    concerned: int
+    why: str
+    lost: Amount = field(default_factory=Amount)
+    lost_a_stop: int = 0
+    way_out: str = ""
+    unit: str = "document"
+    empty: int = 0
+
+    def __add__(self, other: "Step") -> "Step":
+        """Return the same step on the documents of both."""
+        return replace(
+            self,
+            concerned=self.concerned + other.concerned,
+            lost=self.lost + other.lost,
+            lost_a_stop=self.lost_a_stop + other.lost_a_stop,
+            empty=self.empty + other.empty,
+            way_out=min(self.way_out, other.way_out, key=len),  # what helps the documents of both
+        )
+
+    def __str__(self) -> str:
+        empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
+        lost = f"; lost {self.lost}" * (self.lost.tokens > 0 or self.lost.trained > 0)
+        return f"{_number(self.concerned, self.unit)} {self.why}{empty}{lost}"
+
+
+@dataclass(frozen=True)
+class PreparationCounts:
+    """What came into the preparation of one data set, what came out, and each step between them.
+
+    `notes` are sentences on the documents that are no loss.
+    """
+
+    before: Amount = field(default_factory=Amount)
+    after: Amount = field(default_factory=Amount)
+    steps: tuple[Step, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def adds_up(self) -> bool:
+        """Whether the steps lost exactly what came in and did not come out."""
+        return self.before - sum((step.lost for step in self.steps), Amount()) == self.after
+
+    def __add__(self, other: "PreparationCounts") -> "PreparationCounts":
+        """Return the counts of two parts of a data set; of notes, those of the first with any."""
+        steps = {step.why: step for step in self.steps}
+        for step in other.steps:
+            steps[step.why] = steps[step.why] + step if step.why in steps else step
+        return PreparationCounts(
+            self.before + other.before,
+            self.after + other.after,
+            tuple(steps.values()),
+            self.notes or other.notes,
+        )
+
+    def with_note(self, note: str) -> "PreparationCounts":
+        return replace(self, notes=(*self.notes, note))
+
+    def __str__(self) -> str:
+        lines = [str(step) for step in self.steps]
+        if sum(step.lost.tokens > 0 or step.lost.trained > 0 for step in self.steps) > 1:
+            lines.append(f"lost in all: {self.before - self.after}")
+        return "\n".join(filter(None, [*lines, self._warning(), *self.notes]))
+
+    def _warning(self) -> str:
+        """Return a sentence if more than `WARN_LOST_SHARE` is lost, with the way out of most."""
+        shares = {
+            "{:.1%} of the trained tokens are lost": _share(
+                self.before.trained - self.after.trained, self.before.trained
+            ),
+            "{:.1%} of the documents lost a stop token": _share(
+                sum(step.lost_a_stop for step in self.steps), self.before.documents
+            ),
+        }
+        words = [text.format(n) for text, n in shares.items() if n > WARN_LOST_SHARE]
+        if not words:
+            return ""
+        most = max(self.steps, key=lambda step: (step.lost.trained, step.lost_a_stop))
+        return f"warning: {' and '.join(words)}{'; ' * bool(most.way_out)}{most.way_out}"
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _number(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'s' * (number != 1)}"
+
+
+# --- counts ---------------------------------------------------------------------------------------
+_VERB = {
+    "truncate": "cut at the end",
+    "truncate_start": "cut at the start",
+    "truncate_prompt": "prompt cut at the start",
+    "drop": "dropped",
+    "split": "split into pieces",
+}
+
+
+class _Counted(NamedTuple):
+    """Tokens, trained tokens and trained stop tokens of each piece, ``(pieces,)`` int64."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    stops: np.ndarray
+    labelled: np.ndarray  # with the first token, which is never a target
+
+    def amount(self, chosen: np.ndarray | None = None) -> Amount:
+        """Return the sums over all pieces, or over those that are `chosen`."""
+        counted = self.tokens, self.trained, self.stops
+        sums = [values if chosen is None else values[chosen] for values in counted]
+        return Amount(len(sums[0]), *(int(values.sum()) for values in sums))
+
+
+def fit_and_count(
+    dataset: datasets.Dataset,
+    overflow: Overflow,
+    *,
+    stop_ids: Iterable[int] = (),
+    num_proc: int | None = None,
+    name: str = "train",
+) -> tuple[datasets.Dataset, PreparationCounts]:
+    """Return the documents of `dataset` that fit (`fit_documents`), and what was lost on the way.
+
+    Trained tokens in `stop_ids` are counted apart.
+    """
+    fitted = fit_documents(dataset, overflow, num_proc=num_proc, name=name)
+    before, after = (ArrowDocuments(rows, TOKEN_COLUMNS) for rows in (dataset, fitted))
+    return fitted, count_losses(before, after, overflow, stop_ids)
+
+
+def count_losses(
+    documents: ArrowDocuments,
+    fitted: ArrowDocuments,
+    overflow: Overflow,
+    stop_ids: Iterable[int] = (),
+) -> PreparationCounts:
+    """Count what went in, what came out, and what each step between them lost.
+
+    The steps are counted from the pieces and not while `map` cuts, which a cache may answer for.
+    """
+    stops = np.array(sorted(stop_ids), np.int64)
+    whole = _whole(documents)
+    prompts = np.zeros_like(whole.rows)
+    if overflow.policy == "truncate_prompt":
+        prompts = _prompts(documents)
+    pieces = pieces_of(whole.stops, overflow, prompts)
+    before = cut = _count(documents, whole, stops)
+    if not np.array_equal(pieces, whole):
+        cut = _count(documents, pieces, stops)
+    steps = [
+        _overflow_step(overflow, before, cut, pieces),
+        *_drop_steps(overflow, before, cut, pieces),
+    ]
+    counts = PreparationCounts(
+        before=before.amount(),
+        after=_count(fitted, _whole(fitted), stops).amount(),
+        steps=tuple(step for step in steps if step.concerned),
+    )
+    assert counts.adds_up(), f"the steps do not explain what came out: {counts!r}"
+    return counts
+
+
+def _whole(documents: ArrowDocuments) -> Pieces:
+    lengths = documents.lengths()
+    return Pieces(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+
+
+def _prompts(documents: ArrowDocuments) -> np.ndarray:
+    chunks = [prompt_lengths(*chunk) for chunk in documents.readers["labels"].chunks]
+    stored = documents.stored_rows(np.arange(len(documents)))
+    return np.concatenate([*chunks, np.zeros(0, np.int64)])[stored]
+
+
+def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _Counted:
+    """Count the tokens of every piece, one chunk of the Arrow table at a time."""
+    labels = documents.readers["labels"]
+    stored = documents.stored_rows(pieces.rows)
+    order = np.argsort(stored, kind="stable")
+    groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
+    counted = _Counted(pieces.stops - pieces.starts, *np.zeros((3, len(stored)), np.int64))
+    for (values, offsets), first, chosen in zip(
+        labels.chunks, labels.first_row[:-1], groups, strict=False
+    ):
+        start = offsets[stored[chosen] - first] + pieces.starts[chosen]
+        stop = start + counted.tokens[chosen]
+        begin = np.minimum(start + 1, stop)  # the first token of a piece is never a target
+        masks = values != IGNORE_INDEX, np.isin(values, stop_ids)
+        for result, mask in zip(counted[1:3], masks, strict=True):
+            at = np.flatnonzero(mask)  # a search costs less than a running sum over all tokens
+            result[chosen] = np.searchsorted(at, stop) - np.searchsorted(at, begin)
+            if result is counted.trained:
+                counted.labelled[chosen] = np.searchsorted(at, stop) - np.searchsorted(at, start)
+    return counted
+
+
+def _overflow_step(overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces) -> Step:
+    number = len(before.tokens)
+    intact = int((cut.tokens == before.tokens[pieces.rows]).sum())
+    stops_left = np.bincount(pieces.rows, cut.stops, minlength=number)
+    why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
+    if overflow.policy == "wrapped":
+        why = f"cut where rows of max_length={overflow.capacity} end"
+    suggests_split = not overflow.makes_pieces and _are_running_text(overflow, before, cut, pieces)
+    return Step(
+        number - intact,
+        why,
+        before.amount() - cut.amount(),
+        lost_a_stop=int((stops_left < before.stops).sum()),
+        way_out="raise max_length" + " or set overflow='split'" * suggests_split,
+    )
+
+
+def _are_running_text(overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces) -> bool:
+    """Return whether pieces of the documents that are cut would make sense alone.
+
+    Those of a conversation, or of an answer without its prompt, would not: these have tokens that
+    are not trained, or stop tokens between their turns.
+    """
+    is_cut = np.ones(len(before.tokens), bool)
+    is_cut[pieces.rows[cut.tokens == before.tokens[pieces.rows]]] = False
+    trained = before.trained[is_cut] >= before.tokens[is_cut] - 1
+    return overflow.running_text and bool(trained.all() and (before.stops[is_cut] < 2).all())
+
+
+def _drop_steps(
+    overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces
+) -> tuple[Step, Step]:
+    """Return what went for having nothing to train: from the beginning, and because of the cut."""
+    untrained = cut.trained == 0
+    if overflow.drops_as_padded:
+        untrained = cut.tokens == 0 if overflow.capacity is None else cut.labelled == 0
+    never = untrained & (before.trained[pieces.rows] == 0)
+    documents = np.unique(pieces.rows[never])
+    empty = int((before.tokens[documents] == 0).sum())
+    return (
+        Step(
+            len(documents),
+            "without a trained token: dropped",
+            cut.amount(never),
+            empty=empty,
+        ),
+        Step(
+            int((untrained & ~never).sum()),
+            "with no trained token left: dropped",
+            cut.amount(untrained & ~never),
+            unit="piece" if overflow.makes_pieces else "document",
+        ),
+    )

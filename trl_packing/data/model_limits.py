@@ -1,0 +1,151 @@
+"""What a model can read: the ids that it embeds, the labels that it scores, learned positions.
+
+    input_ids    0 … vocabulary − 1             a row of the embeddings each
+    labels       the same, or −100              what is not trained
+    length       positions learned (GPT-2), or any
+
+What is beyond would be an index error deep inside the model on a CPU, a device assert on CUDA that
+ends the process, and on some kernels a wrong number. So every data set is looked at before a model
+runs on it: one pass over the Arrow table, a stream document by document.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from torch import nn
+
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.bad_rows import and_others
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.models.introspection import text_config
+
+# How the modules of learned positions are called, from GPT-2 to BERT's decoder and OPT.
+_POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """The ids, labels and lengths that a model can read; None where there is no limit."""
+
+    vocabulary: int | None = None
+    positions: int | None = None
+
+    def check(self, dataset: Any, name: str) -> None:
+        """Raise ValueError naming the first document of a tokenized data set that is beyond.
+
+        Other data sets than those of `datasets`, and streams, are not looked at.
+        """
+        if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+            return
+        present = set(dataset.column_names)
+        columns = [c for c in ("input_ids", "labels", "seq_lengths") if c in present]
+        if "input_ids" in columns:
+            self.check_documents(ArrowDocuments(dataset, columns), f"of the {name} dataset")
+
+    def check_documents(
+        self, documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
+    ) -> None:
+        """Raise ValueError naming the first document that is beyond, and how many are.
+
+        numbers: what documents are called, if not 0, 1, 2, …
+        """
+        numbers = range(len(documents)) if numbers is None else numbers
+        for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
+            if column in documents.columns:
+                wrong = documents.rows_where(column, is_beyond)
+                if len(wrong):
+                    values = documents[int(wrong[0])][column]
+                    problem = self._problem(column, values[is_beyond(values)][0])
+                    which = f"document {numbers[wrong[0]]} {where}"
+                    raise ValueError(f"{which} {problem}{and_others(wrong)}")
+        if self.positions is not None:
+            column = "seq_lengths" if "seq_lengths" in documents.columns else "input_ids"
+            wrong, length = self._too_long(documents, column)
+            if len(wrong):
+                raise ValueError(
+                    f"document {numbers[wrong[0]]} {where} {self._problem('length', length)}"
+                    f"{and_others(wrong)}"
+                )
+
+    def check_document(self, document: Mapping[str, Any], which: str) -> None:
+        """Raise ValueError if a document that was read from a stream is beyond."""
+        for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
+            values = np.asarray(document.get(column, ()))
+            if values.size and (wrong := is_beyond(values)).any():
+                raise ValueError(f"{which} {self._problem(column, values[wrong][0])}")
+        lengths = document.get("seq_lengths")
+        longest = len(document["input_ids"]) if lengths is None else max(lengths, default=0)
+        if self.positions is not None and longest > self.positions:
+            raise ValueError(f"{which} {self._problem('length', longest)}")
+
+    def checked(self, document: dict[str, Any], number: int) -> dict[str, Any]:
+        """Return document `number` of a stream, for `IterableDataset.map`, or raise ValueError."""
+        self.check_document(document, f"document {number} of the stream")
+        return document
+
+    def _too_long(self, documents: ArrowDocuments, column: str) -> tuple[np.ndarray, int]:
+        if column == "input_ids":
+            lengths = documents.lengths()
+            wrong = np.flatnonzero(lengths > self.positions)
+            return wrong, int(lengths[wrong[0]]) if len(wrong) else 0
+        wrong = documents.rows_where(column, lambda lengths: lengths > self.positions)
+        return wrong, int(documents[int(wrong[0])][column].max()) if len(wrong) else 0
+
+    def _no_ids(self, values: np.ndarray) -> np.ndarray:
+        if self.vocabulary is None:
+            return values < 0
+        if values.dtype.kind == "i":  # as unsigned numbers, negative ones are large: one pass
+            return values.view(f"u{values.dtype.itemsize}") >= self.vocabulary
+        return values >= self.vocabulary
+
+    def _no_labels(self, values: np.ndarray) -> np.ndarray:
+        return self._no_ids(values) & (values != IGNORE_INDEX)
+
+    def _problem(self, column: str, value: Any) -> str:
+        if column == "length":
+            return (
+                f"has {value:,} tokens, but the model has learned {self.positions:,} positions; "
+                f"set max_length={self.positions}"
+            )
+        if self.vocabulary is None:
+            allowed = "an id is 0 or more"
+            if column == "labels":
+                allowed = f"a label is a token id, or {IGNORE_INDEX} where nothing is trained"
+            return f"has {_NAMES[column]} {value}, but {allowed}"
+        beside = f" (and {IGNORE_INDEX} for what is not trained)" * (column == "labels")
+        return (
+            f"has {_NAMES[column]} {value}, but the model's vocabulary has {self.vocabulary} ids"
+            f"{beside}; was it tokenized with another tokenizer?"
+        )
+
+
+_NAMES = {"input_ids": "token id", "labels": "label"}
+
+
+NO_LIMITS = ModelLimits()
+
+
+def limits_of(model: Any) -> ModelLimits:
+    """Return what `model` can read; ask before it is wrapped or sharded."""
+    return ModelLimits(_vocabulary(model), _learned_positions(model))
+
+
+def _vocabulary(model: Any) -> int | None:
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if weight is None:
+        return getattr(text_config(model), "vocab_size", None)
+    return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves none of it here
+
+
+def _learned_positions(model: Any) -> int | None:
+    """Return the positions of a module of learned ones that the config knows of; None without."""
+    stated = getattr(text_config(model), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS & set(name.split(".")):
+            rows = module.num_embeddings - int(getattr(module, "offset", 0))
+            if rows == stated:  # not those of an image encoder
+                return rows
+    return None

@@ -1,0 +1,235 @@
+"""Documents of any length → documents that fit, every loss counted.
+
+    documents           input_ids, labels, any length       (TRL renders and tokenizes)
+        │  pieces.py    which [start, stop) of which document survives the overflow policy
+        │  drop         pieces without a trained token
+        ▼
+    documents           each ≤ capacity, each with something to train
+
+A policy only decides on (document, start, stop) triples, from lengths alone. `pieces.gather` cuts
+all of a batch at once, and what is lost is counted from the triples. A piece is a document from
+then on.
+
+An overflow policy as arithmetic: which tokens of which document survive, as pieces.
+
+    lengths    3  6  4        capacity 4        policy "split"
+    rows       0  1  1  2
+    starts     0  0  4  0
+    stops      3  4  6  4     document 1 becomes [0, 4) and [4, 6)
+
+Everything is decided from lengths, for all documents at once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from trl import SFTConfig
+
+from trl_packing.config import PackingOptions
+from trl_packing.documents.arrow import (
+    TOKEN_COLUMNS,
+    ArrowDocuments,
+    FlatLists,
+    count_after_first,
+    list_column,
+    token_lists,
+)
+from trl_packing.documents.labels import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What happens to documents longer than `capacity` tokens (None: nothing is too long).
+
+    `policy` is one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
+    or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
+    `running_text`: pieces of such documents may make sense alone; those of an answer do not.
+    `drops_as_padded` leaves out what TRL's padded run does: documents without any label, if there
+    is a capacity. A label on the first token alone trains nothing, but takes a place in a step.
+    """
+
+    policy: str
+    capacity: int | None
+    running_text: bool = True
+    drops_as_padded: bool = False
+
+    @property
+    def makes_pieces(self) -> bool:
+        """Whether more than one piece of a document may survive."""
+        return self.policy in ("split", "wrapped")
+
+
+class Pieces(NamedTuple):
+    """Piece i is tokens ``[starts[i], stops[i])`` of document ``rows[i]``; ``(pieces,)`` int64."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+def is_kept(labels: FlatLists, overflow: Overflow) -> np.ndarray:
+    """Return which documents are not dropped for having nothing to train, ``(documents,)`` bool."""
+    values, offsets = labels
+    if not overflow.drops_as_padded:
+        return count_after_first(values, offsets, IGNORE_INDEX) > 0
+    if overflow.capacity is None:
+        return np.diff(offsets) > 0
+    running = np.concatenate([[0], np.cumsum(values != IGNORE_INDEX)])
+    return running[offsets[1:]] > running[offsets[:-1]]
+
+
+def prompt_lengths(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return how many tokens of each document come before its first trained one."""
+    trained = np.append(np.flatnonzero(labels != IGNORE_INDEX), len(labels))
+    first = trained[np.searchsorted(trained, offsets[:-1])]
+    return np.minimum(first, offsets[1:]) - offsets[:-1]
+
+
+def pieces_of(lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray) -> Pieces:
+    """Return the pieces that survive, in the order of the documents.
+
+    `lengths` and `prompts` are ``(documents,)`` int64: tokens, and those before the first trained
+    one. Raises ValueError if a document is too long under ``"error"``.
+
+    >>> pieces_of(np.array([3, 6]), Overflow("split", 4), np.zeros(2, int)).stops.tolist()
+    [3, 4, 6]
+    """
+    rows, capacity = np.arange(len(lengths)), overflow.capacity
+    zeros = np.zeros_like(lengths)
+    if capacity is None:
+        return Pieces(rows, zeros, lengths)
+    if overflow.policy == "drop":
+        kept = rows[lengths <= capacity]
+        return Pieces(kept, zeros[kept], lengths[kept])
+    if overflow.policy == "error":
+        if lengths.max(initial=0) > capacity:
+            raise too_long_error("a document of the stream", lengths.max(), capacity)
+        return Pieces(rows, zeros, lengths)
+    if overflow.policy == "truncate":
+        return Pieces(rows, zeros, np.minimum(lengths, capacity))
+    if overflow.policy == "truncate_start":
+        return Pieces(rows, np.maximum(lengths - capacity, 0), lengths)
+    if overflow.policy == "truncate_prompt":
+        # The last token of the prompt stays: a document's first token is never a target.
+        excess = np.maximum(lengths - capacity, 0)
+        starts = np.minimum(excess, np.maximum(prompts - 1, 0))
+        return Pieces(rows, starts, np.minimum(starts + capacity, lengths))
+    # split cuts each document at multiples of capacity, wrapped the documents laid end to end.
+    first = (
+        np.concatenate([[0], np.cumsum(lengths)[:-1]]) if overflow.policy == "wrapped" else zeros
+    )
+    first_cut, last_cut = first // capacity, (first + np.maximum(lengths, 1) - 1) // capacity
+    per_row = last_cut - first_cut + 1
+    piece_rows = np.repeat(rows, per_row)
+    nth = np.arange(len(piece_rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    boundary = (first_cut[piece_rows] + nth) * capacity - first[piece_rows]
+    starts = np.maximum(boundary, 0)
+    return Pieces(piece_rows, starts, np.minimum(boundary + capacity, lengths[piece_rows]))
+
+
+def gather(lists: FlatLists, pieces: Pieces) -> FlatLists:
+    """Return values and offsets of the pieces, given those of the documents."""
+    values, offsets = lists
+    sizes = pieces.stops - pieces.starts
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    first = offsets[pieces.rows] + pieces.starts
+    return values[np.arange(ends[-1]) + np.repeat(first - ends[:-1], sizes)], ends
+
+
+def too_long_error(which: str, length: int, capacity: int | None) -> ValueError:
+    """Return the error for a document that the policy refuses."""
+    return ValueError(
+        f"{which} has {length} tokens but max_length is {capacity}; raise max_length or set "
+        "overflow='truncate' or 'drop'"
+    )
+
+
+def fit_documents(
+    dataset: datasets.Dataset,
+    overflow: Overflow,
+    *,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> datasets.Dataset:
+    """Return `dataset` with every document within capacity and something to train in each.
+
+    `dataset` has `input_ids` and `labels`; other columns are kept (and repeated for pieces), and
+    `loss_weights` are cut as the tokens are.
+    Raises ValueError if a document is too long under ``"error"``, or if nothing is left.
+    """
+    documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
+    lengths = documents.lengths()
+    too_long = np.zeros(len(lengths), bool)
+    if overflow.capacity is not None:
+        too_long = lengths > overflow.capacity
+    if overflow.policy == "error" and too_long.any():
+        row = int(np.argmax(too_long))
+        raise too_long_error(
+            f"document {row} of the {name} dataset", lengths[row], overflow.capacity
+        )
+    if overflow.policy == "wrapped" or (overflow.policy != "drop" and too_long.any()):
+        # `map` caches by the function and its arguments, so a second run reads the result.
+        fitted = dataset.with_format("arrow").map(
+            fit_table,
+            fn_kwargs={"overflow": overflow},
+            batched=True,
+            batch_size=len(dataset) if overflow.policy == "wrapped" else 1000,
+            num_proc=None if overflow.policy == "wrapped" else num_proc,
+            desc=f"Fitting {name} dataset to max_length",
+        )
+        fitted = fitted.with_format(None)
+    else:
+        stored = [is_kept(chunk, overflow) for chunk in documents.readers["labels"].chunks]
+        mapped = documents.stored_rows(np.arange(len(documents)))
+        kept = np.flatnonzero(np.concatenate([*stored, np.zeros(0, bool)])[mapped] & ~too_long)
+        fitted = dataset if len(kept) == len(dataset) else dataset.select(kept)
+    after = ArrowDocuments(fitted, TOKEN_COLUMNS)
+    if not len(fitted) or not after.num_trained().any():
+        raise ValueError(
+            f"no document of the {name} dataset has a trained token left "
+            f"({len(lengths)} read, {int(too_long.sum())} longer than max_length="
+            f"{overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or check the "
+            "completion or assistant masks"
+        )
+    return fitted
+
+
+def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
+    """Apply `overflow` to a table of documents and drop pieces without a trained token."""
+    tokens = token_lists(table)
+    lengths = np.diff(tokens["input_ids"][1])
+    pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]))
+    cut = {name: gather(lists, pieces) for name, lists in tokens.items()}
+    kept = pa.array(np.flatnonzero(is_kept(cut["labels"], overflow)))
+    columns = [
+        list_column(*cut[field.name], field).take(kept)
+        if field.name in cut
+        else table.column(field.name).take(pa.array(pieces.rows)).take(kept)
+        for field in table.schema
+    ]
+    return pa.table(columns, names=table.column_names)
+
+
+def overflow_of(args: SFTConfig, packing: bool) -> Overflow:
+    """Return the overflow policy that `args` ask for, in TRL's terms and ours.
+
+    Raises ValueError for a truncation_mode that does not exist.
+    """
+    if args.truncation_mode not in ("keep_start", "keep_end"):
+        raise ValueError(
+            f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or "
+            "'keep_end'"
+        )
+    policy = PackingOptions.of(args).overflow
+    if packing and args.packing_strategy == "wrapped":
+        policy = "wrapped"
+    elif policy is None:
+        policy = "split" if packing and args.packing_strategy == "bfd_split" else "truncate"
+    if policy == "truncate" and args.truncation_mode == "keep_end":
+        policy = "truncate_start"
+    # With another policy documents are not TRL's anyway.
+    as_padded = not packing and policy in ("truncate", "truncate_start")
+    return Overflow(policy, args.max_length, drops_as_padded=as_padded)

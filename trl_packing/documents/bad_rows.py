@@ -1,0 +1,103 @@
+"""Rows of a data set that cannot be trained, all of a kind counted in one sentence.
+
+    row 4, 9 and 17     its 'completion' is int 5       row 4 …: its 'completion' is int 5 (2 such
+    row 9               its 'completion' is int 7       rows)
+    row 17              message 1 has no role           row 17 …: message 1 has no role
+
+A data set has bad rows by the dozen; told one at a time, each would cost a run.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trl_packing.documents.arrow import TOKEN_COLUMNS
+from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, WEIGHT_COLUMN
+
+# The numbers and quotations in which sentences on rows of a kind differ.
+_VALUES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
+_MOST_KINDS = 5
+
+
+class BadRows:
+    """The rows that are wrong and what is wrong with them; `str()` counts those of a kind.
+
+    >>> bad = BadRows()
+    >>> for row, size in ((4, 7), (9, 8)):
+    ...     bad.add(f"row {row}: it has {size} weights")
+    >>> str(bad)
+    'row 4: it has 7 weights (2 such rows)'
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._number: Counter[str] = Counter()
+
+    def add(self, sentence: str) -> None:
+        """Add a row, whose number the sentence names."""
+        kind = _VALUES.sub("", sentence)
+        self._first.setdefault(kind, sentence)
+        self._number[kind] += 1
+
+    def __bool__(self) -> bool:
+        return bool(self._first)
+
+    def __str__(self) -> str:
+        shown = self._number.most_common(_MOST_KINDS)
+        sentences = [
+            self._first[kind] + f" ({times:,} such rows)" * (times > 1) for kind, times in shown
+        ]
+        others = self._number.total() - sum(times for _, times in shown)
+        if others:
+            sentences.append(f"{others:,} rows for other reasons")
+        return "; also ".join(sentences)
+
+
+def and_others(rows: np.ndarray) -> str:
+    """Return how many rows there are beside the first, for the sentence that names that one.
+
+    >>> and_others(np.array([4, 9])), and_others(np.array([4]))
+    (' (2 such rows)', '')
+    """
+    return f" ({len(rows):,} such rows)" * (len(rows) > 1)
+
+
+def lone_surrogate(text: str) -> str | None:
+    """Return what is wrong with a text that is no Unicode; None if it is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"its text has half a character, the lone surrogate {text[error.start]!r}; repair it: "
+            "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        )
+    return None
+
+
+def check_same_columns(
+    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Iterable[str]
+) -> None:
+    """Raise ValueError naming the first row of a stream whose columns are not those of row 0.
+
+    columns: those of row 0; columns that say nothing of tokens may come and go.
+    """
+    expected = {*_BY_TOKEN} & set(columns)
+    for column in [*_BY_TOKEN]:
+        is_null = [value is None for value in batch.get(column, [None] * len(rows))]
+        wrong = np.flatnonzero(np.array(is_null) == (column in expected))
+        if len(wrong):
+            differs = (
+                f"no {column!r}, but others have"
+                if column in expected
+                else f"{column!r}, but its first row has none"
+            )
+            raise ValueError(
+                f"row {rows[wrong[0]]} of the stream has {differs}; give all rows the same columns"
+                f", and no null values{and_others(wrong)}"
+            )
+
+
+_BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)

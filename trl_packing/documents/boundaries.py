@@ -1,0 +1,245 @@
+"""Where documents begin and end inside a packed row, in the forms that kernels ask for.
+
+    seq_lengths    3, 2, 4                      one number per document      (N,)
+    cu_seqlens     0, 3, 5, 9                   boundaries, varlen kernels   (N + 1,) int32
+    position_ids   0 1 2 | 0 1 | 0 1 2 3        restart at every document    (T,) int64
+    document_ids   0 0 0 | 1 1 | 2 2 2 2        equal iff same document      (T,) int64
+
+Everything takes one row, `seq_lengths` (N,), or a whole batch of rows, (B, N), in which rows with
+fewer documents are filled up with zeros. There is no loop over rows, documents or tokens:
+
+    seq_lengths    [[3, 2], [4, 0]]
+    position_ids   [[0 1 2 0 1], [0 1 2 3 | 0]]      (B, T), T tokens of the longest row
+    document_ids   [[0 0 0 1 1], [0 0 0 0 | -1]]     what is past a row's documents is padding
+
+Padding is a document of its own, with id -1: it sees itself and nobody sees it, so no row of a
+mask is empty (softmax over an empty row is NaN). A document of length 0 owns no token; it keeps
+its place in the count, so that ids still index `seq_lengths`.
+
+Shape letters: B rows, N documents, T tokens in a row.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
+    """Return document boundaries ``(N + 1,)`` int32, starting at 0 and ending at T.
+
+    seq_lengths: tokens of every document, ``(N,)`` or ``(B, N)`` integers.
+
+    A batch ``(B, N)`` gives ``(B, N + 1)``, each row counted from its own start; a document of
+    length 0 repeats a boundary. Raises ValueError for lengths that are not integers ≥ 0.
+
+    >>> cu_seqlens_from_lengths(torch.tensor([3, 2, 4])).tolist()
+    [0, 3, 5, 9]
+    """
+    ends = _checked_lengths(seq_lengths).cumsum(-1, dtype=torch.int32)
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
+    """Return each token's offset in its document: ``(T,)`` or ``(B, T)`` int64.
+
+    seq_lengths: tokens of every document, ``(N,)`` or ``(B, N)`` integers.
+    num_tokens: T, where rows end in padding; the default is the tokens of the longest row.
+
+    Raises ValueError for lengths that are not integers ≥ 0 or need more than `num_tokens`.
+
+    >>> position_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
+    [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    >>> position_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
+    [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+    """
+    lengths = _with_padding(seq_lengths, num_tokens)
+    starts = lengths.cumsum(-1) - lengths
+    starts = _repeat_by_token(starts, lengths)
+    return torch.arange(starts.shape[-1], device=starts.device) - starts
+
+
+def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
+    """Return the index of each token's document: ``(T,)`` or ``(B, T)`` int64, -1 on padding.
+
+    seq_lengths, num_tokens: as in `position_ids_from_lengths`; raises ValueError as it does.
+
+    >>> document_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
+    [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    >>> document_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
+    [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]
+    """
+    lengths = _with_padding(seq_lengths, num_tokens)
+    ids = torch.arange(lengths.shape[-1], device=lengths.device)
+    ids[-1] = -1
+    return _repeat_by_token(ids.expand_as(lengths), lengths)
+
+
+def lengths_from_eos(input_ids: Tensor, eos_token_id: int | Sequence[int]) -> Tensor:
+    """Return the lengths of documents ended by EOS: ``(N,)`` or, zero-filled, ``(B, N)`` int64.
+
+    An EOS belongs to the document that it ends; tokens after the last EOS are a document. Further
+    EOS tokens right after one (a row padded with EOS) are together one document of their own, so
+    padding stays apart and the lengths of a row always sum to T.
+
+    input_ids: ``(T,)`` or ``(B, T)`` integers.
+    eos_token_id: one id, or all of them where a model has several.
+
+    Raises ValueError if `input_ids` are not integers ``(T,)`` or ``(B, T)``.
+
+    >>> lengths_from_eos(torch.tensor([5, 6, 0, 7, 0, 8, 9]), 0).tolist()
+    [3, 2, 2]
+    >>> lengths_from_eos(torch.tensor([[5, 6, 0, 7, 8, 9, 0], [5, 0, 6, 0, 0, 0, 0]]), 0).tolist()
+    [[3, 4, 0], [2, 2, 3]]
+    """
+    _check_integers("input_ids", input_ids)
+    rows = torch.atleast_2d(input_ids)
+    is_eos = torch.isin(rows, torch.as_tensor(eos_token_id, device=rows.device))
+    before = torch.nn.functional.pad(is_eos[:, :-1], (1, 0), value=False)
+    after = torch.nn.functional.pad(is_eos[:, 1:], (0, 1), value=False)
+    ends = is_eos & ~(before & after)  # the first EOS of a run, and the last
+    ends[:, -1:] = True
+
+    row, _ = ends.nonzero(as_tuple=True)
+    document = ends.cumsum(-1)[ends] - 1
+    # Every row ends with an end, so distances between ends of the flattened batch are lengths.
+    flat_ends = ends.flatten().nonzero().squeeze(-1)
+    num_documents = int(document.max()) + 1 if len(document) else 0
+    lengths = flat_ends.new_zeros(len(rows), num_documents)
+    lengths[row, document] = flat_ends.diff(prepend=flat_ends.new_tensor([-1]))
+    return lengths.reshape(*input_ids.shape[:-1], num_documents)
+
+
+def block_diagonal_mask(
+    seq_lengths: Tensor,
+    *,
+    num_tokens: int | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bool,
+) -> Tensor:
+    """Return who may attend to whom: ``(T, T)``, or ``(B, 1, T, T)`` for a batch; [query, key].
+
+    seq_lengths, num_tokens: as in `position_ids_from_lengths`.
+    causal: a token sees no later token.
+    window: a token sees keys less than so many positions away, itself included.
+    dtype: bool, True where attention is allowed, or a float type to add to the scores: 0 where it
+        is allowed and the type's lowest number elsewhere.
+
+    Raises ValueError as `position_ids_from_lengths` does, for a window below 1 and other dtypes.
+
+    >>> block_diagonal_mask(torch.tensor([2, 1])).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    >>> block_diagonal_mask(torch.tensor([[2, 1], [3, 0]])).shape
+    torch.Size([2, 1, 3, 3])
+    """
+    ids = document_ids_from_lengths(seq_lengths, num_tokens=num_tokens)
+    return mask_from_document_ids(ids, causal=causal, window=window, dtype=dtype)
+
+
+def mask_from_document_ids(
+    ids: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bool,
+) -> Tensor:
+    """Return the mask of `block_diagonal_mask`, given `document_ids` ``(T,)`` or ``(B, T)``.
+
+    Raises ValueError for a window below 1 and other dtypes.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
+    if dtype != torch.bool and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be torch.bool or a float type, got {dtype}")
+    allowed = ids.unsqueeze(-1) == ids.unsqueeze(-2)
+    token = torch.arange(ids.shape[-1], device=ids.device)
+    distance = token.unsqueeze(-1) - token  # documents are contiguous: distances in the row will do
+    if causal:
+        allowed &= distance >= 0
+    if window is not None:
+        allowed &= distance.abs() < window
+    if ids.dim() == 2:
+        allowed = allowed.unsqueeze(1)
+    if dtype == torch.bool:
+        return allowed
+    lowest = torch.finfo(dtype).min
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, lowest)
+
+
+def _check_integers(name: str, values: Tensor) -> None:
+    if values.dtype not in _INTEGERS or values.dim() not in (1, 2):
+        raise ValueError(
+            f"{name} must be an integer tensor of one row (1-D) or a batch of rows (2-D), "
+            f"got {values.dtype} of shape {tuple(values.shape)}"
+        )
+
+
+def _checked_lengths(seq_lengths: Tensor) -> Tensor:
+    _check_integers("seq_lengths", seq_lengths)
+    if (seq_lengths < 0).any():
+        raise ValueError(f"seq_lengths must not be negative, got {int(seq_lengths.min())}")
+    return seq_lengths.long()
+
+
+def _with_padding(seq_lengths: Tensor, num_tokens: int | None) -> Tensor:
+    """Return lengths with the padding as one more document, so that every row sums to T."""
+    lengths = _checked_lengths(seq_lengths)
+    used = lengths.sum(-1, keepdim=True)
+    longest = int(used.max()) if used.numel() else 0
+    if num_tokens is None:
+        num_tokens = longest
+    elif num_tokens < longest:
+        raise ValueError(
+            f"seq_lengths of a row sum to {longest} but num_tokens is {num_tokens}; "
+            "pass at least the tokens of the longest row"
+        )
+    return torch.cat([lengths, num_tokens - used], dim=-1)
+
+
+def _repeat_by_token(values: Tensor, lengths: Tensor) -> Tensor:
+    """Repeat each document's value over its tokens; every row of `lengths` sums to the same T."""
+    if values.device.type == "cpu":
+        # Not torch.repeat_interleave, which wakes a thread pool for microseconds of work: 12 ms a
+        # call on busy cores, which was most of a training dataloader's time.
+        flat = torch.from_numpy(np.repeat(values.flatten().numpy(), lengths.flatten().numpy()))
+    else:
+        flat = torch.repeat_interleave(values.flatten(), lengths.flatten())
+    num_rows = lengths[..., 0].numel()
+    return flat.reshape(*lengths.shape[:-1], flat.numel() // max(num_rows, 1))
+
+
+def lengths_from_numbers(numbers: np.ndarray) -> np.ndarray:
+    """Return the lengths ``(N,)`` int64 of documents whose tokens carry their number ``(T,)``.
+
+    Neighbors with the same number are one document, whatever the number: 0 on padding too.
+
+    >>> lengths_from_numbers(np.array([1, 1, 1, 2, 2, 0])).tolist()
+    [3, 2, 1]
+    """
+    ends = np.append(np.flatnonzero(np.diff(numbers)) + 1, len(numbers))
+    return np.diff(ends, prepend=0)
+
+
+def boundaries_of_row(seq_lengths: torch.Tensor, longest: int = 0) -> dict[str, Any]:
+    """Return what a packed batch says of its row's documents, given their lengths ``(N,)``.
+
+    longest: what kernels are told is the longest document, if none is longer.
+    """
+    cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
+    longest = max(longest, int(seq_lengths.max()))
+    seq_lengths = seq_lengths[seq_lengths > 0]
+    return {
+        "position_ids": position_ids_from_lengths(seq_lengths)[None],
+        # Made on the host: the model would otherwise derive them in every layer, with a sync each.
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": document_ids_from_lengths(seq_lengths).to(torch.int32)[None],
+        "use_cache": False,
+    }

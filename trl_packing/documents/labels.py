@@ -1,0 +1,70 @@
+"""Which tokens are trained: a token is, if its label is its id and not `IGNORE_INDEX`.
+
+    input_ids          5  6  7  8       a document; the model predicts 6, 7, 8 from what is before
+    completion_mask    0  0  1  1       1 on the completion
+    labels          -100 -100 7  8      what this module makes of them
+    loss_weights       .  . 1.  .5      how much each trained token counts; 1 where not given
+
+The first token of a document is never a target: nothing precedes it in its document, and in a
+packed row the position before it belongs to another one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# What torch's cross-entropy and transformers skip.
+IGNORE_INDEX = -100
+
+# A float for every token: what its loss counts if it is trained (`labels` say whether it is).
+WEIGHT_COLUMN = "loss_weights"
+
+# A number for every document: it multiplies the weights of all of its tokens.
+DOCUMENT_WEIGHT_COLUMN = "loss_weight"
+
+# An integer for every document of an evaluation set whose losses are told apart by source.
+SOURCE_IDS = "source_ids"
+
+# Columns that mark trained tokens with 1, as TRL names them.
+MASK_COLUMNS = ("completion_mask", "assistant_masks")
+
+
+def labels_from_masks(input_ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return `input_ids` ``(T,)`` with `IGNORE_INDEX` wherever any of `masks` ``(T,)`` is 0.
+
+    Raises ValueError if a mask has another length.
+
+    >>> labels_from_masks(np.array([5, 6, 7]), [np.array([0, 1, 1])]).tolist()
+    [-100, 6, 7]
+    """
+    labels = np.array(input_ids, dtype=np.int64)
+    for mask in masks:
+        if len(mask) != len(labels):
+            raise ValueError(
+                f"a mask has {len(mask)} entries but input_ids has {len(labels)}; "
+                "give one entry per token"
+            )
+        labels[np.asarray(mask) == 0] = IGNORE_INDEX
+    return labels
+
+
+def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.ndarray:
+    """Return the labels ``(T,)`` int64 of a document: its `labels`, else by masks, else its ids."""
+    labels = document.get("labels")
+    if labels is None:
+        masks = [np.asarray(document[name]) for name in MASK_COLUMNS if name in document]
+        return labels_from_masks(input_ids, masks)
+    labels = np.asarray(labels, dtype=np.int64)
+    if len(labels) != len(input_ids):
+        raise ValueError(
+            f"labels has {len(labels)} entries but input_ids has {len(input_ids)}; "
+            "give one label per token"
+        )
+    return labels
+
+
+def document_columns_of(columns: Iterable[str], source_column: str | None = None) -> list[str]:
+    """Return which of `columns` hold a value for every document."""
+    kept = (DOCUMENT_WEIGHT_COLUMN, source_column)
+    return [column for column in columns if column in kept]

@@ -1,0 +1,78 @@
+"""Columns of a data set that hold one value for every document: what it counts, its source.
+
+    loss_weight    0.5    1    2        float32, checked before anything is trained
+    source         web  code  web       0 1 … by the names in order: the same on every rank, since
+                                        every rank holds the whole data set
+
+A piece of a document has the values of the document.
+"""
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from trl_packing.documents.arrow import ArrowDocuments, _stored_rows
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT_COLUMN,
+    IGNORE_INDEX,
+    WEIGHT_COLUMN,
+    document_labels,
+)
+from trl_packing.documents.weights import document_weights, wrong_weight
+
+
+def weights_of_documents(dataset: datasets.Dataset, which: str) -> np.ndarray:
+    """Return the `loss_weight` of every row, ``(rows,)`` float32.
+
+    Raises ValueError, naming the row of `which`, for what is missing, negative, infinite or NaN,
+    and for a column that does not hold numbers.
+    """
+    column = dataset.data.column(DOCUMENT_WEIGHT_COLUMN)
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        raise ValueError(
+            f"column {DOCUMENT_WEIGHT_COLUMN!r} of {which} holds {column.type}, but it says what "
+            "each document counts; convert it to numbers, or drop it"
+        )
+    rows = _stored_rows(dataset)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
+        weights = column.to_numpy()[rows].astype(np.float32)  # missing ones become NaN
+    wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(f"row {row} of {which} has {wrong_weight(column[rows[row]].as_py())}")
+    return weights
+
+
+def check_loss_weights(documents: ArrowDocuments) -> None:
+    """Raise ValueError naming the first document without one weight, finite and ≥ 0, per token."""
+    chunks = [values for values, _ in documents.readers[WEIGHT_COLUMN].chunks if len(values)]
+    one_each = np.array_equal(documents.lengths(WEIGHT_COLUMN), documents.lengths())
+    most = np.finfo(np.float32).max
+    if one_each and all(values.min() >= 0 and values.max() <= most for values in chunks):
+        return  # NaN compares false
+    for number, document in enumerate(documents):  # the table may hold rows that were left out
+        try:
+            document_weights(document, len(document["input_ids"]))
+        except ValueError as problem:
+            raise ValueError(f"document {number}: {problem}") from None
+
+
+def check_some_weight(documents: ArrowDocuments) -> None:
+    """Raise ValueError naming the columns if every trained token of `documents` weighs 0.
+
+    Reads as far as the first that does not: mostly one document. No-op without weights.
+    """
+    present = (*documents.columns, *documents.scalars)
+    names = [name for name in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN) if name in present]
+    if not names or not len(documents):
+        return
+    for document in documents:
+        weights = document_weights(document, len(document["input_ids"]))
+        trained = document_labels(document, document["input_ids"]) != IGNORE_INDEX
+        if document.get(DOCUMENT_WEIGHT_COLUMN, 1.0) and weights[1:][trained[1:]].any():
+            return
+    raise ValueError(
+        f"{' and '.join(names)} leave every trained token of a data set out of the loss: each "
+        "weighs 0; give some a number above 0, or drop the column: "
+        f"dataset.remove_columns({names})"
+    )

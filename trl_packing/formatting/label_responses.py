@@ -1,0 +1,132 @@
+"""Labels for documents that were tokenized before, from where the response template is found."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value
+from trl.data_utils import get_dataset_column_names
+
+from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.formatting.response_template import Templates
+
+logger = logging.getLogger(__name__)
+
+
+class ResponseLabeler:
+    """Finds the trained tokens of documents by `templates`, and counts documents without them.
+
+    `num_seen` and `num_unfound` are documents, and those of them without the template.
+    """
+
+    def __init__(self, templates: Templates):
+        self.templates = templates
+        self.num_seen = self.num_unfound = 0
+
+    def trained(self, input_ids: np.ndarray) -> np.ndarray:
+        """Return ``(T,)`` bool, True on the trained tokens of one document, and count it."""
+        trained = self.templates.trained(input_ids)
+        self.num_seen += 1
+        if trained is not None:
+            return trained
+        self.num_unfound += 1
+        if str(self.num_unfound).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
+            logger.warning(self.templates.unfound(self.num_unfound, self.num_seen, input_ids))
+        return np.zeros(len(input_ids), bool)
+
+
+def label_documents(
+    dataset: Dataset | IterableDataset,
+    labeler: ResponseLabeler,
+    *,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> tuple[Dataset | IterableDataset, str | None]:
+    """Return `dataset` with `labels` from `labeler`, and a sentence on documents without template.
+
+    A stream is labeled, counted and warned about each time that it is read, by the labeler; its
+    sentence is None, and only its token columns are kept.
+    Raises ValueError if no document of a data set has the template.
+    """
+    if isinstance(dataset, IterableDataset):
+        columns = get_dataset_column_names(dataset)
+        kept = [c for c in _STREAM_COLUMNS if c in {*columns, "labels"}]
+        labeled = dataset.map(
+            _label_stream,
+            batched=True,
+            fn_kwargs={"labeler": labeler},
+            remove_columns=[c for c in columns if c not in kept],
+            # Or whoever asks for its columns reads, and counts, the first thousand documents.
+            features=Features({c: _STREAM_COLUMNS[c] for c in kept}),
+        )
+        return labeled, None
+    # Not the labeler itself: other processes could not count here, and a cached result would not.
+    labeled = dataset.map(
+        _label_batch,
+        batched=True,
+        fn_kwargs={"templates": labeler.templates},
+        num_proc=num_proc,
+        desc=f"Finding the response template in {name} dataset",
+    )
+    seen, unfound = (np.asarray(labeled.with_format("numpy")[c][:]) for c in _COUNTS)
+    labeled = labeled.remove_columns(list(_COUNTS))
+    labeler.num_seen += int(seen.sum())
+    labeler.num_unfound += int(unfound.sum())
+    if not unfound.any():
+        return labeled, None
+    first = np.asarray(labeled[int(np.argmax(unfound > 0))]["input_ids"])
+    words = labeler.templates.unfound(int(unfound.sum()), int(seen.sum()), first)
+    if (unfound == seen).all():
+        raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
+    return labeled, f"{name} dataset: {words}"
+
+
+_STREAM_COLUMNS = {
+    "input_ids": List(Value("int64")),
+    "labels": List(Value("int64")),
+    "seq_lengths": List(Value("int64")),
+    WEIGHT_COLUMN: List(Value("float32")),
+    DOCUMENT_WEIGHT_COLUMN: Value("float32"),
+}
+_COUNTS = ("_documents_seen", "_documents_unfound")
+
+
+def _label_batch(batch: Mapping[str, Any], templates: Templates) -> dict[str, list[Any]]:
+    labels, seen, unfound = [], [], []
+    for documents in _documents_of(batch):
+        trained = [templates.trained(ids) for ids in documents]
+        labels.append(
+            np.concatenate(
+                [
+                    np.full(len(ids), IGNORE_INDEX) if mask is None else _masked(ids, mask)
+                    for ids, mask in zip(documents, trained, strict=True)
+                ]
+            )
+        )
+        seen.append(len(documents))
+        unfound.append(sum(mask is None for mask in trained))
+    return {"labels": labels, **dict(zip(_COUNTS, (seen, unfound), strict=True))}
+
+
+def _label_stream(batch: Mapping[str, Any], labeler: ResponseLabeler) -> dict[str, list[Any]]:
+    labels = [
+        np.concatenate([_masked(ids, labeler.trained(ids)) for ids in documents])
+        for documents in _documents_of(batch)
+    ]
+    return {"labels": labels}
+
+
+def _masked(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    return np.where(trained, ids, IGNORE_INDEX)
+
+
+def _documents_of(batch: Mapping[str, Any]) -> list[list[np.ndarray]]:
+    """Return the documents of each row: one, or as many as its `seq_lengths` names."""
+    rows = [np.asarray(ids, dtype=np.int64) for ids in batch["input_ids"]]
+    if "seq_lengths" not in batch:
+        return [[ids] for ids in rows]
+    return [
+        np.split(ids, np.cumsum(np.asarray(lengths))[:-1])
+        for ids, lengths in zip(rows, batch["seq_lengths"], strict=True)
+    ]

@@ -1,0 +1,208 @@
+"""Conversations as data: ShareGPT's keys and roles made into messages, bad messages named.
+
+    {"from": "human", "value": "Hi"}                {"role": "user", "content": "Hi"}
+    {"from": "gpt", "value": "Hello"}               {"role": "assistant", "content": "Hello"}
+    {"from": "function_call", "value": "{…}"}       {"role": "assistant", "tool_calls": [{…}]}
+    {"from": "observation", "value": "21°"}         {"role": "tool", "content": "21°"}
+
+A message may say whether it is trained: ``"train": true/false``, ``"weight": 0.5``. A chat template
+never sees these two.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trl_packing.formatting.printable import quote
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
+
+# What other projects write in "from".
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+    "function_call": "function_call",
+}
+
+# Any of these makes up for missing content.
+_OTHER_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+
+_FLAGS = ("train", "weight")
+
+
+def is_sharegpt(messages: Any) -> bool:
+    """Return whether `messages` have the keys "from" and "value"."""
+    first = messages[0] if isinstance(messages, (list, tuple)) and messages else None
+    return isinstance(first, Mapping) and "from" in first and "value" in first
+
+
+def messages_from_sharegpt(
+    turns: Sequence[Mapping[str, Any]], *, tool_calls: bool
+) -> list[Message]:
+    """Return messages with the keys and roles that chat templates know.
+
+    tool_calls: whether the chat template renders tool calls; if not, a function call stays the text
+        that it is.
+
+    Raises ValueError for a role that is not in `SHAREGPT_ROLES`.
+
+    >>> messages_from_sharegpt([{"from": "human", "value": "Hi"}], tool_calls=True)
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    return [_from_sharegpt(number, turn, tool_calls) for number, turn in enumerate(turns)]
+
+
+def _from_sharegpt(number: int, turn: Mapping[str, Any], tool_calls: bool) -> Message:
+    role, value = SHAREGPT_ROLES.get(turn.get("from") or ""), turn.get("value")
+    if role is None:
+        raise ValueError(
+            f"message {number} is from {quote(turn.get('from'))}, which is none of "
+            f"{tuple(SHAREGPT_ROLES)}; rename it"
+        )
+    rest = {key: turn[key] for key in turn if key not in ("from", "value")}
+    if role == "function_call":
+        calls = _calls(value) if tool_calls else None
+        if calls:
+            return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+        role = "assistant"
+    return {"role": role, "content": value, **rest}
+
+
+def _calls(value: Any) -> list[dict[str, Any]] | None:
+    """Return the calls that `value` writes as JSON, one or a list of them; None if it does not."""
+    try:
+        calls = json.loads(value)
+    except (TypeError, ValueError):
+        return None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        return None
+    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+
+
+def tools_of(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
+    """Return the tools of a row: a list, or None; JSON is read.
+
+    ShareGPT's tools are bare functions; templates expect {"type": "function", "function": …}.
+    Raises ValueError for text that is not JSON, and for what is no list of tools.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError as error:
+            raise ValueError(f"'tools' is not JSON ({error})") from error
+    tools = [] if value is None else value
+    if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
+        raise ValueError(f"'tools' must be a list of dictionaries, got {_short(value)}")
+    if sharegpt:
+        tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+    return tools or None
+
+
+def check_messages(messages: Any, chat_template: str, *, what: str = "messages") -> None:
+    """Raise ValueError, naming the message, for what a chat template would garble or leave out.
+
+    A role is known if it is in `ROLES`, or if `chat_template` names it.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"{what!r} must be a list of at least one message, got {_short(messages)}")
+    for number, message in enumerate(messages):
+        if _is_plain(message):
+            continue
+        for complaint in _complaints(message, chat_template):
+            raise ValueError(f"message {number} of {what!r} {complaint}")
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether a message is a known role and a text, as most are: nothing else need be asked."""
+    return (
+        type(message) is dict
+        and message.get("role") in ROLES
+        and type(message.get("content")) is str
+        and not message.get("tool_calls")
+    )
+
+
+def _complaints(message: Any, chat_template: str) -> Iterator[str]:
+    if not isinstance(message, Mapping):
+        yield f"is {_short(message)}, not a dictionary with 'role' and 'content'"
+        return
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        yield f"has no role (keys: {sorted(message)})"
+    elif (
+        role not in ROLES and f"'{role}'" not in chat_template and f'"{role}"' not in chat_template
+    ):
+        yield (
+            f"has the role {quote(role)}, which is none of {ROLES} and not named in the chat "
+            "template; rename it"
+        )
+    elif message.get("tool_calls") and not _is_list_of_calls(message["tool_calls"]):
+        yield (
+            f"({role}) has {_short(message['tool_calls'])} as tool_calls; make it a list of calls "
+            "(json.loads reads one that is written as JSON)"
+        )
+    elif content is None and not any(message.get(key) for key in _OTHER_CONTENT):
+        yield f"({role}) has no content; remove the row, or set it to ''"
+    elif isinstance(content, (list, tuple)):
+        if not all(isinstance(part, Mapping) and "type" in part for part in content):
+            yield f"({role}) has a list as content whose parts have no 'type': {_short(content)}"
+    elif content is not None and not isinstance(content, str):
+        yield f"({role}) has {_short(content)} as content; make it a string"
+
+
+def _is_list_of_calls(calls: Any) -> bool:
+    return isinstance(calls, (list, tuple)) and all(isinstance(call, Mapping) for call in calls)
+
+
+def _short(value: Any) -> str:
+    words = f"{type(value).__name__} {quote(value)}" if value is not None else "nothing (null)"
+    return words if len(words) < 80 else words[:77] + "..."
+
+
+def without_flags(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` as a chat template sees them: without nulls, "train" and "weight"."""
+    return [
+        {key: value for key, value in message.items() if value is not None and key not in _FLAGS}
+        for message in messages
+    ]
+
+
+def trained_messages(
+    messages: Sequence[Mapping[str, Any]], train_on: str, *, first: int = 0
+) -> dict[int, float]:
+    """Return the weights of the messages that are trained, by index.
+
+    train_on: "assistant" or "last_assistant"; a message's own "train" says otherwise, and a
+        "weight" of 0 means no.
+    first: messages before it are a prompt.
+
+    Raises ValueError for a weight that is negative or not a number, and for another "train" than
+    true or false.
+    """
+    assistants = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
+    chosen = set(assistants if train_on == "assistant" else assistants[-1:])
+    weights = {}
+    for number, message in enumerate(messages):
+        train, weight = message.get("train"), message.get("weight")
+        weight = 1.0 if weight is None else weight
+        if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+            raise ValueError(f"message {number} has weight={weight!r}; give a number of 0 or more")
+        if train not in (None, True, False):
+            raise ValueError(f"message {number} has train={train!r}; give true or false")
+        if weight and (number in chosen if train is None else train):
+            weights[number] = float(weight)
+    return weights

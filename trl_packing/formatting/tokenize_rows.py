@@ -1,0 +1,255 @@
+"""A user's data set → tokenized documents, in batches, Arrow in and Arrow out.
+
+    rows           text | prompt, completion | messages | fields        (supervision)
+        │  render      text, and which characters are trained
+        │  tokenize    a batch in one call of the tokenizer
+        ▼
+    documents      input_ids, labels (and loss_weights, if messages have a weight)
+
+One `map`, cached by `datasets` under the tokenizer, the settings and the version of this package.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
+from trl.data_utils import get_dataset_column_names
+
+from trl_packing.documents.bad_rows import BadRows, check_same_columns, lone_surrogate
+from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
+from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
+from trl_packing.formatting.printable import escape_hidden, quote
+from trl_packing.formatting.row_format import Supervision, has_flags
+from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
+
+logger = get_logger(__name__)
+
+_AT_ONCE = 128  # rows whose rendering and tokenization take turns
+
+_DTYPES = {"input_ids": "int64", "labels": "int64", "loss_weights": "float32"}
+
+
+def can_prepare(processing_class: Any) -> bool:
+    """Return whether a tokenizer renders and tokenizes as transformers' own do.
+
+    Processors, and classes that do either in a way of their own, take TRL's code.
+    """
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        return False
+    own = type(processing_class)
+    return (
+        own.apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        and own.__call__ is PreTrainedTokenizerBase.__call__
+    )
+
+
+def documents_from_rows(
+    dataset: Dataset | IterableDataset,
+    supervision: Supervision,
+    *,
+    keeps_columns: bool = False,
+    document_columns: Sequence[str] = (),
+    num_proc: int | None = None,
+    name: str = "train",
+) -> Dataset | IterableDataset:
+    """Return `dataset` with `input_ids` and `labels`, every document whole.
+
+    keeps_columns: other columns stay (never those of a stream).
+    document_columns: of them, those that stay in any case; of a stream only `loss_weight`.
+
+    Raises ValueError, naming the row, for what cannot be rendered or tokenized.
+    """
+    first = next(iter(dataset.with_format(None)))
+    flagged = has_flags(dataset, first)
+    try:
+        supervision.check(first)
+    except ValueError as error:
+        raise ValueError(
+            f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
+        ) from error
+    columns = ["input_ids", "labels"]
+    if flagged and supervision.train_on in ("assistant", "last_assistant"):
+        columns.append("loss_weights")
+    options: dict[str, Any] = {
+        "batched": True,
+        "with_indices": True,
+        "fn_kwargs": {
+            "supervision": supervision,
+            "form": supervision.form(first),
+            "columns": columns,
+            "name": name,
+            "version": version("trl_packing"),  # another one may render otherwise: not its cache
+        },
+    }
+    present = get_dataset_column_names(dataset)
+    if isinstance(dataset, IterableDataset):
+        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT_COLUMN]
+        options["features"] = Features(
+            {c: List(Value(_DTYPES[c])) for c in columns}
+            | {c: Value("float32") for c in document_columns}
+        )
+    else:
+        options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
+    if not keeps_columns or isinstance(dataset, IterableDataset):
+        options["remove_columns"] = [c for c in present if c not in document_columns]
+    rows = dataset.with_format(None)
+    if isinstance(rows, IterableDataset):
+        return rows.map(_prepare_batch, **options)
+    try:
+        return rows.map(_prepare_batch, **options)
+    except (ValueError, RuntimeError) as error:
+        bad = _all_bad_rows(rows, supervision, supervision.form(first), name)
+        if not bad:
+            raise
+        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
+        raise kind(str(bad)) from error
+
+
+def _prepare_batch(
+    batch: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    supervision: Supervision,
+    form: str,
+    columns: Sequence[str],
+    name: str,
+    version: str,
+) -> dict[str, list[Any]]:
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    numbered = list(zip(indices, rows, strict=True))
+    tokenizer = supervision.chat.tokenizer
+    # A fast tokenizer lets go of the interpreter, so the next rows are rendered meanwhile.
+    with ThreadPoolExecutor(max_workers=1) as tokenizing:
+        parts = [
+            tokenizing.submit(
+                _tokenized,
+                tokenizer,
+                [
+                    _rendered(row, form, supervision, f"row {number} of the {name} dataset")
+                    for number, row in numbered[first : first + _AT_ONCE]
+                ],
+                numbered[first][0],
+                name,
+            )
+            for first in range(0, len(numbered), _AT_ONCE)
+        ]
+    documents = [document for part in parts for document in part.result()]
+    _warn_of_lost_prompts(tokenizer, documents)
+    made: dict[str, list[Any]] = {
+        "input_ids": [document.input_ids for document in documents],
+        "labels": _of_one_type([document.labels for document in documents]),
+    }
+    if "loss_weights" in columns:
+        made["loss_weights"] = [document.weights for document in documents]
+    return made
+
+
+def _of_one_type(labels: list[Any]) -> list[Any]:
+    """Return lists, or arrays where any of them is one: of a mixture, `datasets` makes JSON."""
+    if all(isinstance(each, list) for each in labels):
+        return labels
+    return [np.asarray(each, np.int64) for each in labels]
+
+
+def _rendered(row: Mapping[str, Any], form: str, supervision: Supervision, which: str) -> Rendered:
+    try:
+        return supervision.render(row, form)
+    except TEMPLATE_ERRORS as error:
+        if supervision.formatting_func is not None:
+            raise  # with the traceback of the user's own function
+        reason = escape_hidden(str(error))
+        raise ValueError(f"{which}: the chat template cannot render it: {reason}") from error
+    except (ValueError, RuntimeError) as error:
+        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
+        raise kind(f"{which}: {escape_hidden(str(error))}") from error
+
+
+def _tokenized(
+    tokenizer: Any, documents: Sequence[Rendered], first_row: int, name: str
+) -> list[Tokenized]:
+    try:
+        return tokenize(tokenizer, documents)
+    except (TypeError, UnicodeError):  # fast and slow tokenizers on text that is no Unicode
+        for row, document in enumerate(documents, start=first_row):
+            if problem := lone_surrogate(document.text):
+                raise ValueError(f"row {row} of the {name} dataset: {problem}") from None
+        raise
+
+
+def _all_bad_rows(rows: Dataset, supervision: Supervision, form: str, name: str) -> BadRows:
+    bad = BadRows()
+    for number, row in enumerate(rows):
+        which = f"row {number} of the {name} dataset"
+        try:
+            problem = lone_surrogate(_rendered(row, form, supervision, which).text)
+            sentence = problem and f"{which}: {problem}"
+        except (ValueError, RuntimeError) as error:
+            sentence = str(error)
+        if sentence:
+            bad.add(sentence)
+    return bad
+
+
+def _warn_of_lost_prompts(tokenizer: Any, documents: Sequence[Tokenized]) -> None:
+    for document in documents:
+        if document.lost_prompt:
+            lost = quote(tokenizer.decode(document.lost_prompt))
+            logger.warning_once(
+                "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
+                f"{lost} is left out, because tokens merge "
+                "where prompt and completion meet, or because the chat template renders the prompt "
+                "alone otherwise. The model is trained on a context that differs from the one it "
+                "sees at inference. End the prompt on a token boundary, or use a chat template "
+                "that renders it the same way. Shown once; it likely applies to every row."
+            )
+            return
+
+
+# --- tokenized before -----------------------------------------------------------------------------
+
+
+def label_tokenized(
+    dataset: Dataset | IterableDataset,
+    *,
+    completion_only: bool,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> Dataset | IterableDataset:
+    """Return `dataset` with `labels` made of its masks, as TRL does; labels that it has stay.
+
+    completion_only: `completion_mask` counts; `assistant_masks` always do.
+    """
+    present = get_dataset_column_names(dataset)
+    if "labels" in present:
+        return dataset
+    options: dict[str, Any] = {
+        "fn_kwargs": {"completion_only": completion_only, "columns": present},
+        "batched": True,
+        "with_indices": True,
+    }
+    if isinstance(dataset, Dataset):
+        options |= {"num_proc": num_proc, "desc": f"Building labels for {name} dataset"}
+    masks = [column for column in MASK_COLUMNS if column in present]
+    return dataset.with_format(None).map(_label_batch, remove_columns=masks, **options)
+
+
+def _label_batch(
+    batch: Mapping[str, Sequence[Any]],
+    rows_read: Sequence[int],
+    completion_only: bool,
+    columns: Sequence[str],
+) -> dict[str, list[np.ndarray]]:
+    check_same_columns(batch, rows_read, columns)
+    ignored = () if completion_only else ("completion_mask",)
+    masks = [name for name in MASK_COLUMNS if name in batch and name not in ignored]
+    rows = zip(batch["input_ids"], *(batch[name] for name in masks), strict=True)
+    return {
+        "labels": [
+            document_labels(dict(zip(masks, values, strict=True)), np.asarray(ids, np.int64))
+            for ids, *values in rows
+        ]
+    }

@@ -1,0 +1,275 @@
+"""How many floating-point operations the documents of a step need on a model, by counting.
+
+    matrices      2 × weights a token forward, as many for the gradient of the input, and of the
+                  weights: 6 N in all, N the weights of all matrices that a token is multiplied by
+    attention     2 × 2 × heads × head_dim × pairs forward, twice that backward; a pair is a query
+                  and a key that it sees: len · (len + 1) / 2 of a document, fewer under a window
+
+It is the formula of PaLM (https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12 · layers · heads ·
+head_dim · T a token), with three differences, each of which makes the number smaller:
+
+- embeddings are looked up, not multiplied; the head is, but only where a token is trained;
+- T is the length of a document, not of the row;
+- half of the attention, which causality masks, is not counted.
+
+Operations that a run repeats (gradient checkpointing) are not counted either, and none of padding.
+A frozen weight (LoRA) needs no gradient of its own: 4 a weight; and below the first trained one, in
+the order in which modules are registered, none at all: 2. Of a mixture of experts a token meets
+`num_experts_per_tok`. What is no plain decoder of attention and matrices is not counted.
+
+How many floating-point operations a second a device can do at most, where that is published.
+
+Dense tensor-core rates with float32 accumulation, at the boost clock, without sparsity: what
+PyTorch's matrix products run at. A device that is not in the table has no peak, and no MFU: nothing
+is guessed from a similar name, and a slice of a device (MIG) is not the device.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from trl_packing.models.introspection import inside_peft, layer_config, layer_values
+
+TERA = 10**12
+
+# (pattern of the device's name, {dtype: TFLOP/s}). Sources: NVIDIA's data sheets of each product;
+# for the RTX cards the GA102 and Ada whitepapers, appendix A. The first pattern that fits counts.
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    # https://www.nvidia.com/en-us/data-center/dgx-b200 (a DGX has eight)
+    (r"NVIDIA B200\b", {"bfloat16": 2250, "float16": 2250}),
+    # https://www.nvidia.com/en-us/data-center/h200; the NVL column is the card's
+    (r"NVIDIA H200 NVL", {"bfloat16": 835, "float16": 835, "tf32": 417, "float32": 60}),
+    (r"NVIDIA H200$", {"bfloat16": 989, "float16": 989, "tf32": 494, "float32": 67}),
+    # https://www.nvidia.com/en-us/data-center/h100
+    (r"NVIDIA H100 NVL", {"bfloat16": 835, "float16": 835, "tf32": 417, "float32": 60}),
+    (r"NVIDIA H100 PCIe", {"bfloat16": 756, "float16": 756, "tf32": 378, "float32": 51}),
+    (r"NVIDIA H100 80GB HBM3$", {"bfloat16": 989, "float16": 989, "tf32": 494, "float32": 67}),
+    # https://www.nvidia.com/en-us/data-center/a100; SXM and PCIe, 40 and 80 GB
+    (
+        r"A100(-SXM4|-PCIE)-\d+GB$|A100 80GB PCIe$",
+        {"bfloat16": 312, "float16": 312, "tf32": 156, "float32": 19.5},
+    ),
+    # https://www.nvidia.com/en-us/data-center/l40s, l40, l4
+    (r"NVIDIA L40S$", {"bfloat16": 362, "float16": 362, "tf32": 183, "float32": 91.6}),
+    (r"NVIDIA L40$", {"bfloat16": 181, "float16": 181, "tf32": 90.5, "float32": 90.5}),
+    (r"NVIDIA L4$", {"bfloat16": 121, "float16": 121, "tf32": 60, "float32": 30.3}),
+    # https://www.nvidia.com/en-us/data-center/products/a10-gpu, a40
+    (r"NVIDIA A10$", {"bfloat16": 125, "float16": 125, "tf32": 62.5, "float32": 31.2}),
+    (r"NVIDIA A40$", {"bfloat16": 149.7, "float16": 149.7, "tf32": 74.8, "float32": 37.4}),
+    # https://www.nvidia.com/en-us/data-center/tesla-t4, v100; neither has bfloat16 tensor cores
+    (r"Tesla T4$", {"float16": 65, "float32": 8.1}),
+    (r"Tesla V100S-PCIE", {"float16": 130, "float32": 16.4}),
+    (r"Tesla V100-SXM2", {"float16": 125, "float32": 15.7}),
+    (r"Tesla V100-PCIE", {"float16": 112, "float32": 14}),
+    (r"GeForce RTX 4090$", {"bfloat16": 165.2, "float16": 165.2, "tf32": 82.6, "float32": 82.6}),
+    (r"GeForce RTX 3090$", {"bfloat16": 71, "float16": 71, "tf32": 35.6, "float32": 35.6}),
+)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Return the peak in FLOP/s, None if it is not known.
+
+    `device_name` is what `torch.cuda.get_device_name` returns; `dtype` is "bfloat16", "float16",
+    "tf32" or "float32": the type in which matrix products are computed.
+
+    >>> peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
+    312000000000000.0
+    >>> peak_flops("NVIDIA A10G", "bfloat16") is None
+    True
+    """
+    if "MIG" in device_name:
+        return None
+    for pattern, peaks in _PEAKS:
+        if re.search(pattern, device_name):
+            tera = peaks.get(dtype)
+            return None if tera is None else float(tera * TERA)
+    return None
+
+
+# How transformers' classes call the matrix behind attention, by which heads are verified.
+_OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class NotCountable(ValueError):
+    """The operations of this model are not known; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Floating-point operations, forward and backward.
+
+    per_token: of all matrices but the head's.
+    per_target: of the head, for a trained token.
+    per_pair: of attention, by window (None: without one), summed over layers.
+    """
+
+    per_token: float
+    per_target: float
+    per_pair: dict[int | None, float]
+
+    def of(self, lengths: np.ndarray, num_trained: int) -> float:
+        """Return those of documents of `lengths`, `num_trained` tokens of which are targets."""
+        lengths = lengths.astype(np.float64)
+        attention = sum(
+            flops * float(_pairs(lengths, window).sum()) for window, flops in self.per_pair.items()
+        )
+        return self.per_token * float(lengths.sum()) + self.per_target * num_trained + attention
+
+
+def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
+    """Return how many keys the queries of each document see.
+
+    >>> _pairs(np.array([4.0, 2.0]), None).tolist(), _pairs(np.array([4.0, 2.0]), 2).tolist()
+    ([10.0, 3.0], [7.0, 3.0])
+    """
+    seen = lengths if window is None else np.minimum(lengths, window)
+    return lengths * seen - seen * (seen - 1) / 2
+
+
+def model_flops(model: Any) -> ModelFlops:
+    """Count the operations of a transformers decoder, which PEFT may have given LoRA adapters.
+
+    Raises NotCountable for what is not known: other adapters, vision towers, recurrence, layers of
+    other kinds, experts of unknown number.
+    """
+    _check_adapters(model)
+    base = inside_peft(model)
+    config = base.config
+    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+        raise NotCountable("the model is more than a decoder of text")
+    head = next((n for n, m in base.named_modules() if m is base.get_output_embeddings()), None)
+    if head is None:
+        raise NotCountable("the model has no head that is a matrix")
+    share = _share_of_experts(config)
+    per_token = per_target = 0.0
+    for name, weights, factor in _matrices(base, share):
+        if name == head or name.startswith(f"{head}."):
+            per_target += factor * weights
+        else:
+            per_token += factor * weights
+    return ModelFlops(per_token, per_target, _attention(base))
+
+
+def _check_adapters(model: Any) -> None:
+    adapters = getattr(model, "peft_config", None) or {}
+    kinds = {str(getattr(a.peft_type, "value", a.peft_type)) for a in adapters.values()}
+    if len(adapters) > 1 or kinds - {"LORA"}:
+        raise NotCountable(f"adapters of other kinds than one LoRA ({', '.join(sorted(kinds))})")
+
+
+def _in_order(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yield name, module, and the passes that its weights take: forward, and the backward's."""
+    gradient_flows = False
+    for name, module in base.named_modules():
+        is_trained = any(p.requires_grad for p in module.parameters(recurse=False))
+        yield name, module, 1 + is_trained + gradient_flows
+        gradient_flows |= is_trained
+
+
+def _matrices(base: nn.Module, share: float | None) -> Iterator[tuple[str, float, int]]:
+    """Yield name, weights that a token meets, and operations per weight of every matrix."""
+    met_experts = False
+    for name, module, passes in _in_order(base):
+        if ".original_module" in f".{name}" or isinstance(module, nn.Embedding):
+            continue
+        weights, is_expert = _weights(name, module)
+        if is_expert and share is None:
+            raise NotCountable(f"the config does not say how many experts {name} uses of a token")
+        met_experts |= is_expert
+        if weights:
+            yield name, weights * (share if is_expert and share else 1.0), 2 * passes
+    if share is not None and not met_experts:
+        raise NotCountable("the config names experts, but the model has no weights of that form")
+
+
+def _weights(name: str, module: Any) -> tuple[int, bool]:
+    """Return the weights of a module's own matrices, and whether they are experts'."""
+    # Not the shape of the parameter, which is packed (4 bits) or sharded (ZeRO-3).
+    shape = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if type(module).__name__ == "Conv1D":  # transformers' of GPT-2
+        shape = module.nx, module.nf
+    if isinstance(shape[0], int) and isinstance(shape[1], int):
+        if hasattr(module, "base_layer"):  # PEFT's, around the matrix
+            return 0, False
+        return shape[0] * shape[1], bool(re.search(r"experts\.\d+\.", name))
+    own = [
+        tuple(getattr(p, "ds_shape", p.shape))
+        for parameter, p in module.named_parameters(recurse=False)
+        if "bias" not in parameter
+    ]
+    matrices = [s for s in own if len(s) > 1]
+    is_expert = type(module).__name__.endswith("Experts")
+    is_router = type(module).__name__.endswith("Router")
+    known = all(len(s) == 3 for s in matrices) if is_expert else is_router
+    if matrices and not known:
+        raise NotCountable(f"{name} ({type(module).__name__}) holds weights of an unknown use")
+    return sum(int(np.prod(s)) for s in matrices), is_expert and bool(matrices)
+
+
+def _share_of_experts(config: Any) -> float | None:
+    numbers = {n for name in _NUM_EXPERTS for n in layer_values(config, name) if n}
+    used = set(layer_values(config, "num_experts_per_tok", "top_k_experts"))
+    if not numbers or getattr(config, "enable_moe_block", True) is False:  # gemma4
+        return None
+    if len(numbers) > 1 or len(used) != 1:
+        raise NotCountable("the config does not say how many experts a token meets in every layer")
+    return used.pop() / numbers.pop()
+
+
+def _attention(base: Any) -> dict[int | None, float]:
+    """Return the operations of attention per pair, by window."""
+    config = base.config
+    layers = getattr(config, "num_hidden_layers", None)
+    found: list[tuple[Any, int]] = [
+        (module, passes)
+        for _, module, passes in _in_order(base)
+        if hasattr(module, "layer_idx") and (hasattr(module, "head_dim") or _is_latent(module))
+    ]
+    if len(found) != layers:
+        raise NotCountable(f"{len(found)} of {layers} layers have attention of a known form")
+    per_pair: dict[int | None, float] = {}
+    for module, passes in found:
+        key_dim = module.qk_head_dim if _is_latent(module) else module.head_dim
+        value_dim = module.v_head_dim if _is_latent(module) else module.head_dim
+        output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
+        width = getattr(output, "in_features", getattr(output, "nx", None))
+        heads = _heads(config, module)
+        if not heads or width != heads * value_dim:
+            raise NotCountable(f"attention of layer {module.layer_idx} has other heads than told")
+        # Scores and their use are products of two activations: both get a gradient.
+        flows = 3 if passes > 1 or _trains(module) else 1
+        window = _window(layer_config(config, module.layer_idx), module.layer_idx)
+        flops = flows * 2 * heads * (key_dim + value_dim)
+        per_pair[window] = per_pair.get(window, 0.0) + flops
+    return per_pair
+
+
+def _heads(config: Any, module: Any) -> int | None:
+    """Return the heads of a layer: its own number (laguna), or that of its config."""
+    own = getattr(module, "num_heads", None)
+    told = getattr(layer_config(config, module.layer_idx), "num_attention_heads", None)
+    return next((heads for heads in (own, told) if isinstance(heads, int)), None)
+
+
+def _is_latent(module: Any) -> bool:
+    return hasattr(module, "qk_head_dim") and hasattr(module, "v_head_dim")
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _window(config: Any, layer: int) -> int | None:
+    """Return the window of `layer`, whose config it is."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is None:
+        return window
+    if types[layer] not in ("full_attention", "sliding_attention"):
+        raise NotCountable(f"layer {layer} is {types[layer]!r}")
+    return window if types[layer] == "sliding_attention" else None

@@ -1,0 +1,123 @@
+"""The lengths at which a model starts to behave differently, read from its config.
+
+Fields of a model's configuration, which may differ between its layers.
+
+    gemma4      head_dim            256 with a window, 512 without
+    dots3_note  num_attention_heads 64 with a window, 128 without
+    any model   per_layer_config={3: {"sliding_window": 64}}
+
+transformers refuses to read such a field from the whole configuration, by an error that `getattr`
+with a default does not catch (`AmbiguousGlobalPerLayerAttributeError`). So every field that could
+be one of a layer is read here.
+"""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+
+def text_config(model: Any) -> Any:
+    """Return the config of the model's text part, None if it has no config at all."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return the config of each layer, or `config` alone where layers have no values of their own.
+
+    None has none.
+    """
+    if config is None:
+        return []
+    # transformers before 5.20 has no configs of layers.
+    return list(config.per_layer_config) if _differs_between_layers(config) else [config]
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """Return the config of one layer."""
+    return config.per_layer_config[layer] if _differs_between_layers(config) else config
+
+
+def layer_values(config: Any, *names: str) -> list[Any]:
+    """Return the values of a field over all layers, each as often as it is told; never None.
+
+    names: of the field; a layer's value is that of the first name that it has. A list under that
+        name is taken as values, too.
+
+    >>> from types import SimpleNamespace
+    >>> layer_values(SimpleNamespace(head_dim=None, sliding_window=[8, None]), "sliding_window")
+    [8]
+    """
+    found: list[Any] = []
+    for layer in layer_configs(config):
+        value = next((v for n in names if (v := getattr(layer, n, None)) is not None), None)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in found if value is not None]
+
+
+def _differs_between_layers(config: Any) -> bool:
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+_LENGTH_FIELDS = (
+    *("sliding_window", "sliding_window_size", "attention_window_size", "window_size"),
+    *("local_attention", "local_attention_window_len", "keep_window_size"),
+    *("attention_chunk_size", "local_attn_chunk_length", "lsh_attn_chunk_length"),
+    *("floor_scale", "log_scaling_n_floor", "rel_extent", "relative_max_distance"),
+)
+
+
+def length_constants(model: Any) -> list[int]:
+    """Return all such lengths: windows, chunks, scales by position, rope; ascending."""
+    config = text_config(model)
+    found = _positive(value for name in _LENGTH_FIELDS for value in layer_values(config, name))
+    return sorted(found.union(rope_thresholds(model)))
+
+
+def rope_thresholds(model: Any) -> list[int]:
+    """Return the lengths above which a document changes the rope of its whole batch, ascending."""
+    config = text_config(model)
+    # One rope for all layers, or one for every kind of layer.
+    ropes = layer_values(config, "rope_parameters", "rope_scaling")
+    nested = [kind for rope in ropes for kind in rope.values() if isinstance(kind, dict)]
+    settings = [*ropes, *nested]
+    found = [one.get("original_max_position_embeddings") for one in settings]
+    found += layer_values(config, "original_max_position_embeddings")
+    if any("dynamic" in str(one.get("rope_type")) for one in settings):
+        # Elsewhere nothing changes there, and learned positions end.
+        found += layer_values(config, "max_position_embeddings")
+    return sorted(_positive(found))
+
+
+def _positive(values: Any) -> set[int]:
+    return {int(value) for value in values if isinstance(value, (int, float)) and value > 0}
+
+
+def inside_peft(model: Any) -> Any:
+    """Return the transformers model that PEFT wraps, or `model`."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def requires(model: nn.Module, argument: str) -> bool:
+    """Whether `model.forward` cannot be called without `argument`."""
+    parameter = inspect.signature(model.forward).parameters.get(argument)
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """Return the model inside DDP, DeepSpeed, torch.compile and PEFT."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and (not hasattr(model, "config") or _is_deepspeed_engine(model)):
+            inner = getattr(model, "module", None)
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        if inner is None:
+            return model
+        model = inner
+
+
+def _is_deepspeed_engine(model: Any) -> bool:
+    """Whether `model` is DeepSpeed's wrapper, whose `config` is a dictionary of its own."""
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)

@@ -1,0 +1,253 @@
+"""Lengths in, bins out: which documents share a row. Needs numpy only.
+
+    lengths   5 3 2 2 1 1        tokens of each document
+    capacity  7                  tokens that a bin holds
+
+    bin 0     5 2                plan[0] -> documents 0, 2      full
+    bin 1     3 2 1 1            plan[1] -> documents 1, 3 4 5  full
+
+A plan holds document *indices*, never tokens: planning a million documents takes a fraction of a
+second, so a new plan is drawn for every epoch.
+"""
+
+import operator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trl_packing.packing.remixing import random_order_within, remix, stable_argsort
+
+STRATEGIES = ("bfd", "next_fit", "greedy")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackingPlan:
+    """Bins of document indices, stored flat: bin i is ``indices[offsets[i]:offsets[i + 1]]``.
+
+    indices: every document once, (documents,) int32 (int64 beyond 2³¹ documents).
+    offsets: (bins + 1,) int64, first 0.
+    tokens: tokens in each bin, (bins,) int64, at most `capacity`.
+
+    >>> plan = pack([5, 3, 2, 2, 1, 1], 7)
+    >>> len(plan), plan.utilization, [documents.tolist() for documents in plan]
+    (2, 1.0, [[0, 2], [1, 3, 4, 5]])
+    """
+
+    indices: np.ndarray
+    offsets: np.ndarray
+    tokens: np.ndarray
+    capacity: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Return the documents of one bin; negative indices count from the end."""
+        at = operator.index(index)
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"bin {at} is out of range for a plan of {len(self)} bins")
+        at %= len(self)
+        return self.indices[self.offsets[at] : self.offsets[at + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all documents."""
+        return int(self.tokens.sum())
+
+    @property
+    def utilization(self) -> float:
+        """Return real tokens / (bins × capacity), in [0, 1]."""
+        return self.num_tokens / (len(self) * self.capacity)
+
+    def __repr__(self) -> str:
+        return (
+            f"PackingPlan({len(self.indices):,} documents in {len(self):,} bins of "
+            f"{self.capacity:,} tokens, {self.utilization:.2%} filled)"
+        )
+
+
+def pack(
+    lengths: Any,
+    capacity: int,
+    strategy: str = "bfd",
+    seed: int | Sequence[int] | None = None,
+) -> PackingPlan:
+    """Return a plan in which every document is in exactly one bin and no bin exceeds `capacity`.
+
+    lengths: tokens of each document: a sequence, numpy or Arrow array of integers.
+    capacity: tokens that a bin may hold.
+    strategy: "bfd", best-fit decreasing over the whole set (fewest bins; for language models:
+        arXiv 2404.10830); "next_fit", documents in order, a bin closes as soon as the next one does
+        not fit; "greedy", the same from the longest document to the shortest ("Packing Analysis",
+        arXiv 2410.08081).
+    seed: None keeps data-set order among equal lengths. Anything `numpy.random.default_rng` takes,
+        such as ``(seed, epoch)``, draws other partners for every document and a random order of
+        bins. The number of bins stays the same, except for "next_fit", which shuffles first.
+
+    Raises ValueError for an unknown strategy, a capacity or a length below 1, no or non-integer
+    lengths, and a document longer than `capacity`.
+
+    >>> [documents.tolist() for documents in pack([2, 4, 3, 1], 5, "next_fit")]
+    [[0], [1], [2, 3]]
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"unknown packing strategy {strategy!r}; choose one of {STRATEGIES}")
+    capacity = _checked_capacity(capacity)
+    sizes = _checked_lengths(lengths, capacity)
+    rng = None if seed is None else np.random.default_rng(seed)
+
+    order = _fill_order(sizes, capacity, rng, descending=strategy != "next_fit")
+    sizes = sizes[order]
+    if strategy == "bfd":
+        homes = _best_fit_decreasing(sizes, capacity)
+        if rng is not None:
+            remix(sizes, homes, capacity, rng)
+    else:
+        homes = _next_fit(sizes, capacity)
+    return _plan(order, sizes, homes, capacity, rng)
+
+
+def _checked_capacity(capacity: Any) -> int:
+    if isinstance(capacity, (int, np.integer)) and not isinstance(capacity, bool) and capacity > 0:
+        return int(capacity)
+    raise ValueError(
+        f"capacity must be a positive integer, got {capacity!r}; "
+        "set max_length to the tokens that a row may hold"
+    )
+
+
+def _checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
+    sizes = np.asarray(lengths)
+    if sizes.size == 0:
+        raise ValueError("lengths is empty: there is no document to pack; check the data set")
+    if sizes.dtype.kind not in "iu" or sizes.ndim != 1:
+        raise ValueError(
+            f"lengths must be one integer per document, got {sizes.ndim} dimension(s) of "
+            f"{sizes.dtype}; pass len(input_ids) of each document"
+        )
+    if sizes.min() < 1:
+        at = int(np.argmax(sizes < 1))
+        raise ValueError(
+            f"document {at} has {sizes[at]} tokens but needs at least 1; drop empty documents"
+        )
+    if sizes.max() > capacity:
+        at = int(np.argmax(sizes > capacity))
+        raise ValueError(
+            f"document {at} has {sizes[at]} tokens but capacity is {capacity}; "
+            "raise max_length or set overflow='truncate' or 'split'"
+        )
+    return sizes.astype(_smallest_integer(capacity), copy=False)
+
+
+def _fill_order(
+    sizes: np.ndarray, capacity: int, rng: np.random.Generator | None, *, descending: bool
+) -> np.ndarray:
+    """Return document indices as they are put into bins; equal lengths in random order."""
+    dtype = _smallest_integer(len(sizes))
+    if descending and rng is not None:
+        return random_order_within(capacity - sizes, capacity, rng).astype(dtype)
+    order = np.arange(len(sizes), dtype=dtype)
+    if descending:
+        return order[stable_argsort(capacity - sizes, capacity)]
+    if rng is not None:
+        rng.shuffle(order)
+    return order
+
+
+def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the bin of each document; `sizes` descend.
+
+    Works on the histogram: bins with the same space left are alike, so a whole run of them takes
+    documents of one length at once. O(distinct lengths × runs touched) and linear array work.
+    """
+    starts = np.flatnonzero(np.diff(sizes, prepend=0))
+    counts = np.diff(starts, append=len(sizes)).tolist()
+    shortest = int(sizes[-1])
+    spaces: list[int] = []  # ascending: the spaces that at least one open bin has left
+    runs: dict[int, list[tuple[int, int]]] = {}  # space -> runs of bins (first, number)
+    filled: list[tuple[int, int, int]] = []  # (first bin, number of bins, documents for each)
+    num_bins = 0
+
+    def put_back(first: int, number: int, space: int) -> None:
+        if number and space >= shortest:
+            if space not in runs:
+                insort(spaces, space)
+            runs.setdefault(space, []).append((first, number))
+
+    for length, count in zip(sizes[starts].tolist(), counts, strict=True):
+        while count:
+            at = bisect_left(spaces, length)  # the tightest space that fits
+            if at < len(spaces):
+                space = spaces[at]
+                first, number = runs[space].pop()
+                if not runs[space]:
+                    del spaces[at], runs[space]
+            else:
+                space, first, number = capacity, num_bins, -(-count // (capacity // length))
+                num_bins += number
+            # No other space lies in [length, space), so after one document a bin is still the
+            # tightest fit for the next: it takes as many as it holds, then the next bin does.
+            each = space // length
+            full, rest = min(number, count // each), 0
+            filled.append((first, full, each))
+            put_back(first, full, space - each * length)
+            count -= full * each
+            if count and full < number:
+                rest, count = count, 0
+                filled.append((first + full, 1, rest))
+                put_back(first + full, 1, space - rest * length)
+            used = full + (rest > 0)
+            put_back(first + used, number - used, space)
+    return _expand(np.array(filled, dtype=_smallest_integer(len(sizes))))
+
+
+def _expand(filled: np.ndarray) -> np.ndarray:
+    """Return the bin of each document from rows (first bin, number of bins, documents for each)."""
+    first, number, each = filled.T
+    skipped = np.cumsum(number, dtype=first.dtype) - number
+    bins = np.arange(number.sum(), dtype=first.dtype) + np.repeat(first - skipped, number)
+    return np.repeat(bins, np.repeat(each, number))
+
+
+def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the bin of each document: one bin open at a time, documents in order."""
+    ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    # Where the next bin starts, for a bin that starts at each document.
+    following = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
+    jump, start, starts = following.data, 0, []
+    while start < len(sizes):
+        starts.append(start)
+        start = jump[start]
+    opens = np.zeros(len(sizes), dtype=_smallest_integer(len(sizes)))
+    opens[starts[1:]] = 1
+    return np.cumsum(opens, dtype=opens.dtype)
+
+
+def _plan(
+    order: np.ndarray,
+    sizes: np.ndarray,
+    homes: np.ndarray,
+    capacity: int,
+    rng: np.random.Generator | None,
+) -> PackingPlan:
+    num_bins = int(homes.max()) + 1
+    if rng is not None:  # a step takes neighboring bins and must be a fair sample of the data
+        homes = rng.permutation(num_bins).astype(homes.dtype)[homes]
+    counts = np.bincount(homes, minlength=num_bins)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    by_bin = stable_argsort(homes, num_bins)
+    tokens = np.add.reduceat(sizes[by_bin], offsets[:-1], dtype=np.int64)
+    indices = order[by_bin]
+    for array in (indices, offsets, tokens):
+        array.setflags(write=False)
+    return PackingPlan(indices, offsets, tokens, capacity)
+
+
+def _smallest_integer(largest: int) -> type[np.signedinteger]:
+    return np.int32 if largest <= np.iinfo(np.int32).max else np.int64

@@ -1,0 +1,19 @@
+"""Plain trainer: packing for `transformers.Trainer`, or a loop of your own, without TRL's trainer.
+
+Belongs here: `enable_packing` and the data sets that go with it. Does not: anything of `training`,
+which serves `PackedSFTTrainer` alone.
+
+Read `enable.py` first.
+"""
+
+from trl_packing import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "PackedDataset": "dataset",
+        "RepackEveryEpoch": "dataset",
+        "enable_packing": "enable",
+        "make_supervised_dset": "supervised",
+    },
+)

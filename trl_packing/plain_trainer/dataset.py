@@ -1,0 +1,250 @@
+"""A tokenized data set as packed rows, for trainers that know nothing of packing.
+
+    documents        [5 6 7] [8 9] [4 4 4 4]                pack_len 6
+
+    row 0  input_ids        4   4   4   4   8   9           PackedDataset[0]
+           labels        -100   4   4   4 -100  9           document starts are no targets
+           attention_mask   1   1   1   1   2   2           the number of each token's document
+    row 1  input_ids        5   6   7                       nothing is padded
+
+A micro-batch is one flat row: a data loader that asks for several rows gets them joined, numbered
+on, so that any collator that stacks what it is given will do. What the numbers mean, only a model
+knows on which `enable_packing` was called (plain_trainer); without one the rows are not given out.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerCallback
+
+from trl_packing.data.model_limits import ModelLimits
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT_COLUMN,
+    IGNORE_INDEX,
+    MASK_COLUMNS,
+    WEIGHT_COLUMN,
+    document_labels,
+)
+from trl_packing.packing.bins import PackingPlan, pack
+from trl_packing.recognition.known_documents import know_documents_of
+
+_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
+
+# Models on which `enable_packing` was called, as long as they live.
+enabled_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+class PackedDataset(torch.utils.data.Dataset):
+    """Packed rows of tokenized documents, each a mapping of three tensors ``(T,)`` int64.
+
+    dataset: a `datasets.Dataset`, or any sequence of rows, with `input_ids`; `labels`, or masks as
+        `PackedCollator` takes them, or every token is trained; `attention_mask`, 0 on padding,
+        which is left out.
+    tokenizer: gives an empty row its token (`rows_multiple_of`); may be None.
+    pack_len: tokens a row may hold.
+    shuffle_seed: draws which documents share a row; None or negative: none are shuffled.
+    strategy: as in `pack`.
+    rows_multiple_of: split rows, then add empty ones, until their number is a multiple. On several
+        ranks accelerate fills the last batches up with the first rows of the set, which are then
+        trained twice; with `per_device_train_batch_size` × ranks here it has nothing to fill up.
+
+    Rows are the same every epoch, in an order that the trainer draws; `RepackEveryEpoch` draws new
+    ones. Any collator will do that stacks or pads all columns (Trainer's default is one), and
+    `PackedCollator`. One that drops `attention_mask` will not: transformers' own
+    `DataCollatorWithFlattening` would make one document of the row.
+
+    Raises ValueError for a document longer than `pack_len`, for negative ids, for weights, which a
+    plain trainer does not know, and for rows that are packed already.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        pack_len: int,
+        shuffle_seed: int | None = 42,
+        *,
+        strategy: str = "bfd",
+        rows_multiple_of: int = 1,
+    ):
+        columns = _column_names(dataset)
+        for column in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN, "seq_lengths"):
+            if column in columns:
+                what = "rows are packed already" if column == "seq_lengths" else "a plain loss has"
+                raise ValueError(
+                    f"the data set has {column}: {what + (' none' * (column != 'seq_lengths'))}; "
+                    f"take PackedSFTTrainer, or drop it: dataset.remove_columns({column!r})"
+                )
+        if rows_multiple_of < 1:
+            raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
+        self.documents: Any = dataset
+        if _is_stored(dataset):
+            self.documents = ArrowDocuments(dataset, [c for c in _COLUMNS if c in columns])
+        self.tokenizer = tokenizer
+        self.pack_len = pack_len
+        self.shuffle_seed = None if shuffle_seed is None or shuffle_seed < 0 else shuffle_seed
+        self.strategy = strategy
+        self.rows_multiple_of = rows_multiple_of
+        self.lengths = self._lengths()
+        self.check(ModelLimits())
+        self._enabled_where_pickled = False
+        self.repack(0)
+        know_documents_of(self)
+
+    def check(self, limits: ModelLimits) -> None:
+        """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
+        if isinstance(self.documents, ArrowDocuments):
+            replace(limits, positions=None).check_documents(self.documents, "of the data set")
+            beyond = self.lengths > (limits.positions or np.inf)
+            chosen = np.flatnonzero(beyond)[:1].tolist()
+        else:
+            chosen = list(range(len(self.documents)))
+        for number in chosen:
+            ids, labels = self._document(number)
+            document = {"input_ids": ids, "labels": labels}
+            limits.check_document(document, f"document {number} of the data set")
+
+    def _lengths(self) -> np.ndarray:
+        if isinstance(self.documents, ArrowDocuments):
+            mask = "attention_mask"
+            lengths = (
+                self.documents.sums(mask)
+                if mask in self.documents.columns
+                else self.documents.lengths()
+            )
+        else:
+            number = range(len(self.documents))
+            lengths = np.array([len(self._document(i)[0]) for i in number], dtype=np.int64)
+        if len(lengths) and lengths.max() > self.pack_len:
+            at = int(np.argmax(lengths > self.pack_len))
+            raise ValueError(
+                f"document {at} has {lengths[at]} tokens but pack_len is {self.pack_len}; raise "
+                "pack_len, or cut it before: make_supervised_dset does, and says what is lost"
+            )
+        return lengths
+
+    def repack(self, epoch: int) -> None:
+        """Draw the rows of an epoch, as many in every one."""
+        # Order-dependent strategies plan once: their number of rows changes with the order.
+        epoch = 0 if self.strategy == "next_fit" else epoch
+        seed = None if self.shuffle_seed is None else (self.shuffle_seed, epoch)
+        self.plan: PackingPlan = pack(self.lengths, self.pack_len, self.strategy, seed)
+        self._rows = _multiple_of(list(self.plan), self.rows_multiple_of)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a row: `input_ids`, `labels` and, in `attention_mask`, document numbers from 1."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._joined([self._rows[index]])
+
+    def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Tensor]]:
+        """Return the rows of a micro-batch as a single one; a data loader calls this.
+
+        Raises RuntimeError if there is no model that keeps their documents apart.
+        """
+        if not (enabled_models or self._enabled_where_pickled):
+            raise RuntimeError(
+                "packed rows are for a model that keeps their documents apart, and there is none: "
+                "call enable_packing(model) before training"
+            )
+        return [self._joined([self._rows[index] for index in indices])]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is spawned has no model.
+        return self.__dict__ | {"_enabled_where_pickled": bool(enabled_models)}
+
+    def _joined(self, rows: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        documents = [
+            self._document(int(i)) if i >= 0 else self._empty() for row in rows for i in row
+        ]
+        lengths = [len(ids) for ids, _ in documents]
+        columns = {
+            "input_ids": np.concatenate([ids for ids, _ in documents]),
+            "labels": np.concatenate([labels for _, labels in documents]),
+            "attention_mask": np.repeat(np.arange(1, len(documents) + 1), lengths),
+        }
+        columns["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORE_INDEX
+        return {name: torch.from_numpy(values) for name, values in columns.items()}
+
+    def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return `input_ids` and `labels` of a document, without its padding."""
+        row = {name: np.asarray(v) for name, v in self.documents[index].items() if name in _COLUMNS}
+        ids = row["input_ids"].astype(np.int64)
+        labels = document_labels(row, ids)
+        if "attention_mask" in row:
+            is_real = row["attention_mask"] != 0
+            ids, labels = ids[is_real], labels[is_real]
+        return ids, labels
+
+    def _empty(self) -> tuple[np.ndarray, np.ndarray]:
+        token = getattr(self.tokenizer, "pad_token_id", None) or 0
+        return np.array([token]), np.array([IGNORE_INDEX])
+
+    def token_ids(self, document: int) -> np.ndarray:
+        """Return the `input_ids` ``(T,)`` int64 of a document, without its padding."""
+        return self._document(document)[0]
+
+    @property
+    def filler_ids(self) -> np.ndarray:
+        """Return the `input_ids` of a row of no document; empty if there is no such row."""
+        return self._empty()[0] if self.rows_multiple_of > 1 else np.zeros(0, np.int64)
+
+    def stat(self) -> None:
+        """Print documents and rows, their mean tokens, and how full rows are."""
+        documents, rows, tokens = len(self.lengths), len(self), int(self.lengths.sum())
+        print(
+            f"Number of sequences: {documents:,} documents -> {rows:,} rows of {self.pack_len:,}\n"
+            f"Average effective length: {tokens / documents:,.1f} -> {tokens / rows:,.1f} tokens "
+            f"({tokens / (rows * self.pack_len):.2%} filled)"
+        )
+
+
+def _is_stored(dataset: Any) -> bool:
+    """Whether its rows are what its Arrow table holds, and not what a transform makes of them."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+
+
+def _column_names(dataset: Any) -> list[str]:
+    return list(dataset.column_names) if _is_stored(dataset) else list(dataset[0])
+
+
+def _multiple_of(rows: list[np.ndarray], multiple: int) -> list[np.ndarray]:
+    """Return `rows`, some of them split, or of no document (-1), so that `multiple` divides them.
+
+    As many as before and at most ``multiple - 1`` more, whatever is in them.
+    """
+    missing = -len(rows) % multiple
+    fullest = sorted(range(len(rows)), key=lambda i: -len(rows[i]))[:missing]
+    for i in fullest:
+        if len(rows[i]) > 1:
+            half = len(rows[i]) // 2
+            rows.append(rows[i][half:])
+            rows[i] = rows[i][:half]
+    return rows + [np.array([-1])] * (-len(rows) % multiple)
+
+
+class RepackEveryEpoch(TrainerCallback):
+    """Draw new rows of a `PackedDataset` before every epoch, the same ones on all ranks.
+
+    dataset: the one that is trained on; its number of rows stays. Raises nothing.
+
+    Data loader workers that live on (`dataloader_persistent_workers`) keep the rows of their first
+    epoch.
+    """
+
+    def __init__(self, dataset: PackedDataset):
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Resumed, `state.epoch` is in the middle of the epoch that goes on.
+        self.dataset.repack(int((state.epoch or 0) + 1e-6))

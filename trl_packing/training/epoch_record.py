@@ -1,0 +1,168 @@
+"""A checkpoint's record of its epoch: which documents are trained, and what tells them from others.
+
+    epoch.npz    progress          the epoch, its optimizer steps so far, the user's settings
+                 lengths, tails    tokens of every document; checksums of the last tokens of some
+                 before            documents that the epoch trained under earlier settings
+                 trained           documents that it has trained in all; a bit each
+
+The record holds documents, not the plan: whatever plan follows, those left to train are known.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trl_packing.documents.arrow import ArrowDocuments
+
+FILE = "epoch.npz"
+
+_NUM_TAILS = 1024  # documents whose last tokens are compared: any other order of them is noticed
+_TAIL_TOKENS = 32
+_TRUNCATING = ("truncate", "truncate_start", "truncate_prompt")
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentMarks:
+    """What tells documents from others: their order and lengths, and how some of them end.
+
+    lengths: tokens of every document, (documents,).
+    tails: checksums of the last tokens of up to 1,024 documents, evenly spread. The first tokens
+        may differ: a chat template may write the date there.
+    """
+
+    lengths: np.ndarray
+    tails: np.ndarray
+
+    @classmethod
+    def of(cls, documents: ArrowDocuments) -> "DocumentMarks":
+        lengths = documents.lengths()
+        chosen = documents.__getitems__(_evenly_spread(len(lengths)))
+        tails = [document["input_ids"][-_TAIL_TOKENS:].astype(np.int64) for document in chosen]
+        return cls(lengths, np.array([zlib.crc32(tail.tobytes()) for tail in tails], np.int64))
+
+    def difference(self, now: "DocumentMarks", *, clipped_to: int | None = None) -> str | None:
+        """Return in which way the documents of `now` are others, or None if they are the same.
+
+        clipped_to: compare lengths up to there, as documents longer than that were truncated.
+        """
+        if len(self.lengths) != len(now.lengths):
+            return f"{len(self.lengths)} documents then, {len(now.lengths)} now"
+        then_lengths, now_lengths = self.lengths, now.lengths
+        if clipped_to is not None:
+            then_lengths, now_lengths = (
+                np.minimum(n, clipped_to) for n in (then_lengths, now_lengths)
+            )
+        other = np.flatnonzero(then_lengths != now_lengths)
+        if len(other):
+            first = other[0]
+            return f"document {first} had {self.lengths[first]} tokens, now {now.lengths[first]}"
+        looked_at = _evenly_spread(len(now.lengths))
+        other = self.tails != now.tails
+        if clipped_to is not None:
+            other &= (now_lengths < clipped_to)[looked_at]
+        if other.any():
+            first = looked_at[int(np.argmax(other))]
+            return f"document {first} ended in other tokens (as long as now: {now.lengths[first]})"
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class EpochRecord:
+    """How far an epoch was when a checkpoint was written.
+
+    global_step: optimizer steps of the whole run.
+    epoch: the one that comes next where one had just ended.
+    steps: its optimizer steps, since the settings changed last.
+    steps_per_epoch: of a whole epoch under these settings.
+    settings: all that the plan of an epoch follows from, beside the documents.
+    before, trained: (documents,) bool; see above.
+    """
+
+    global_step: int
+    epoch: int
+    steps: int
+    steps_per_epoch: int
+    settings: Mapping[str, Any]
+    marks: DocumentMarks
+    before: np.ndarray
+    trained: np.ndarray
+
+    def save(self, path: Path) -> None:
+        """Write the record to `path`."""
+        progress = {name: getattr(self, name) for name in _PROGRESS}
+        lengths = self.marks.lengths
+        np.savez(  # not compressed: that takes 1.5 s for a million lengths
+            path,
+            progress=np.array(json.dumps(progress | {"settings": dict(self.settings)})),
+            lengths=lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))),
+            tails=self.marks.tails,
+            before=np.packbits(self.before),
+            trained=np.packbits(self.trained),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "EpochRecord":
+        """Read what `save` has written."""
+        with np.load(path, allow_pickle=False) as found:
+            progress = json.loads(str(found["progress"]))
+            lengths = found["lengths"].astype(np.int64)
+            before, trained = (
+                np.unpackbits(found[name], count=len(lengths)).astype(bool)
+                for name in ("before", "trained")
+            )
+            marks = DocumentMarks(lengths, found["tails"])
+        return cls(**progress, marks=marks, before=before, trained=trained)
+
+    def changed(self, settings: Mapping[str, Any]) -> str:
+        """Return in words which of `settings` differ from the recorded ones; "" if none does."""
+        return ", ".join(
+            f"{name}={value} instead of {self.settings.get(name)}"
+            for name, value in settings.items()
+            if self.settings.get(name) != value
+        )
+
+    def check(self, settings: Mapping[str, Any], marks: DocumentMarks) -> None:
+        """Raise ValueError if the epoch cannot go on with these documents or this seed."""
+        then = self.settings
+        strategies = {of_run["train_sampling_strategy"] for of_run in (then, settings)}
+        if strategies != {"sequential"} and then["seed"] != settings["seed"]:
+            raise ValueError(
+                f"the checkpoint was saved within an epoch with seed={then['seed']}, and now it is "
+                f"seed={settings['seed']}: another seed is another run. Set "
+                f"data_seed={then['seed']} to go on with that one, or ignore_data_skip=True to "
+                "begin the epoch anew"
+            )
+        difference = self.marks.difference(marks, clipped_to=self._clipped_to(settings))
+        if difference is None:
+            return
+        cut = {name: then[name] for name in _THAT_CUT if then[name] != settings[name]}
+        words = ", ".join(f"{name}={value}" for name, value in cut.items())
+        raise ValueError(
+            f"the checkpoint was saved within an epoch of other documents ({difference}), so those "
+            "left to train cannot be told. Resume with "
+            + (f"{words} as then, by which documents are cut" if cut else "the former data")
+            + ", or set ignore_data_skip=True to begin the epoch anew"
+        )
+
+    def _clipped_to(self, settings: Mapping[str, Any]) -> int | None:
+        """Return up to which length documents must agree where both runs truncate, else None."""
+        both = (self.settings, settings)
+        if all(self.settings[name] == settings[name] for name in ("max_length", "overflow")):
+            return None
+        if not all(of_run["overflow"] in _TRUNCATING for of_run in both):
+            return None
+        return min((n["max_length"] for n in both if n["max_length"] is not None), default=None)
+
+
+_PROGRESS = ("global_step", "epoch", "steps", "steps_per_epoch")
+_THAT_CUT = ("max_length", "overflow", "packing_strategy", "packing")  # documents into pieces
+
+
+def _evenly_spread(number: int) -> np.ndarray:
+    """Return up to 1,024 of `number` documents, first and last among them."""
+    return np.unique(np.linspace(0, number - 1, min(number, _NUM_TAILS)).astype(np.int64))
