@@ -9,9 +9,16 @@ from trl_packing.models.state import temporarily
 
 def test_attributes_have_their_old_values_after_the_block_also_when_it_raises():
     thing = SimpleNamespace(a=1, b=2)
-    with pytest.raises(KeyError), temporarily(thing, a=3, b=None):
-        assert (thing.a, thing.b) == (3, None)
-        raise KeyError
+    seen = []
+
+    def block():
+        with temporarily(thing, a=3, b=None):
+            seen.append((thing.a, thing.b))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        block()
+    assert seen == [(3, None)]
     assert (thing.a, thing.b) == (1, 2)
 
 
