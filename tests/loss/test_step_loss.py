@@ -3,6 +3,7 @@
 The reference computes that document by document, from the logits of the untouched model.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,12 +26,12 @@ from helpers.by_hand import (
 from helpers.distributed.train import Scenario, run, run_on_ranks, token_weights
 from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
+from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.loss.evaluation import EvaluationSums
-from trl_packing.loss.step_loss import WeightedLabelSmoother, scale_of_weights
-from trl_packing.recognition.current_row import set_current_row
+from trl_packing.loss.step_loss import StepLoss
+from trl_packing.loss.weighted_forward import WeightedLabelSmoother, scale_of_weights
 from trl_packing.tools.compatibility import tiny_documents
 from trl_packing.tools.tiny_models import tiny_model
 
@@ -275,10 +276,12 @@ def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
         tiny_model("llama"), tiny_documents(), tmp_path, label_smoothing_factor=SMOOTHING
     )
     trainer.model.eval()
-    trainer._evaluated = EvaluationSums()
-    with torch.no_grad():
-        assert trainer.compute_loss(trainer.model, trainer.data_collator([])).isnan()
-    assert trainer._evaluated.sums.tolist() == [[0, 0]]
+    step_loss, parent = StepLoss(trainer), partial(SFTTrainer.compute_loss, trainer)
+    with torch.no_grad(), step_loss.evaluating() as sums:
+        batch = trainer.data_collator([])
+        assert step_loss.compute(parent, trainer.model, batch, False, None, padded=False).isnan()
+    assert sums.sums.tolist() == [[0, 0]]
+    assert sums.is_scored
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])
@@ -296,10 +299,7 @@ def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypa
     monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin)
     batch = trainer.data_collator(documents) | {"other": torch.ones(1)}
     batch["loss_weights"] *= 257 / 256
-    try:
-        prepared = trainer._prepare_inputs(batch)
-    finally:
-        set_current_row(None)  # as the end of a run would: the row is that of a step to come
+    prepared = trainer._prepare_inputs(batch)
     assert prepared["other"].dtype == torch.bfloat16, "the control"
     assert torch.equal(prepared["loss_weights"], batch["loss_weights"])
 

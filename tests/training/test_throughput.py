@@ -30,15 +30,15 @@ def test_a_stopwatch_counts_only_while_it_runs():
     watch = Stopwatch(clock)
     clock.now += 7  # not started
     assert watch.seconds() == 0
-    with watch.paused():  # of a watch that stands
+    with watch.pause():  # of a watch that stands
         clock.now += 1
     assert watch.seconds() == 0
     watch.start()
     clock.now += 3
     watch.start()  # once more changes nothing
-    with watch.paused():
+    with watch.pause():
         clock.now += 50
-        with watch.paused():  # a save inside an evaluation
+        with watch.pause():  # a save inside an evaluation
             clock.now += 5
         clock.now += 50
     clock.now += 2
@@ -51,7 +51,7 @@ def test_a_pause_ends_with_an_error_too():
     watch.start()
 
     def evaluate():
-        with watch.paused():
+        with watch.pause():
             clock.now += 9
             raise ZeroDivisionError
 

@@ -50,6 +50,17 @@ def set_current_row(batch: Mapping[str, Any] | None) -> None:
         remember_row(batch)
 
 
+def replace_current_row(batch: Mapping[str, Any]) -> None:
+    """Make `batch` the current row in place of another, such as its copy on the CPU.
+
+    Outside of steps there is no current row, and the tokens of `batch` are only remembered.
+    """
+    if _current is None:
+        remember_row(batch)
+    else:
+        set_current_row(batch)
+
+
 @contextmanager
 def restore_current_row() -> Iterator[None]:
     """Put back the row that was current before, also when a step inside raises."""

@@ -32,12 +32,9 @@ from trl_packing.training.arguments import (
     generation_config_of,
     reason_for_trl_path,
 )
-from trl_packing.training.epoch_report import (
-    PackingReport,
-    plan_report,
-    settings_in_steps,
-    training_sampler,
-)
+from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.run_report import plan_report, settings_in_steps
+from trl_packing.training.sampling import training_sampler
 
 # A part of the data set, in messages that are to name the whole.
 _NAME = "inspected"
