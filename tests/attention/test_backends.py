@@ -979,7 +979,7 @@ def test_a_model_loaded_with_flash_attention_falls_back_to_our_kernels(cuda):
     ways = ways_from(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
     own = ["model", "mask", "padded", "equal_lengths"]
     assert [way.backend for way in ways] == ["flash_attention_2", "varlen", "documents", *own]
-    assert {way.own for way in ways} == {"flash_attention_2"}
+    assert {way.native for way in ways} == {"flash_attention_2"}
 
 
 # --- torch varlen, by doubles of its kernels --------------------------------------------------
