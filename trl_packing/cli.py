@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from trl_packing.attention.backends import CHOICES, AttentionChoice, resolve_attention
-from trl_packing.isolation.fallback import Found, Refusal, judge_way, ways_from
+from trl_packing.isolation.fallback import Found, Refusal, check_backend, with_fallbacks
 from trl_packing.tools.exit_messages import message_of
 
 
@@ -149,8 +149,8 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(device)
     first = resolve_attention(model, arguments.attention)
     print(f"{arguments.model}: {type(model).__name__}, {model.dtype}, {device}\n")
-    for way in ways_from(first) if arguments.attention == "auto" else [first]:
-        found = judge_way(
+    for way in with_fallbacks(first) if arguments.attention == "auto" else [first]:
+        found = check_backend(
             model,
             way,
             training=True,
