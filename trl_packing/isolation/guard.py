@@ -34,9 +34,9 @@ logger = get_logger(__name__)
 class IsolationGuard:
     """Keep packed documents apart on `model`, or refuse to go on.
 
-    `attention` is the attention in use. `packing_requested` says whether packed or padding-free rows
-    were requested. Existing TRL code that did not request them keeps running where no backend is
-    exact: on padded rows.
+    `attention` is the attention in use. `packing_requested` says whether packed or padding-free
+    rows were requested. Existing TRL code that did not request them keeps running where no backend
+    is exact: on padded rows.
     """
 
     def __init__(
