@@ -36,7 +36,7 @@ from trl_packing.data.preparation import Preparation
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.documents.weights import in_words
-from trl_packing.isolation.guard import IsolationGate
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.step_loss import check_weights_can_be_used
@@ -172,10 +172,10 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             self._stands_on_trl_path = True
             logger.warning(f"{self._trl_path}: rows are padded, as in TRL")
             return
-        self._gate = IsolationGate(
+        self._gate = IsolationGuard(
             self.model,
             self._options,
-            asked=self._packing or self._eval_packing or self.args.padding_free,
+            packing_requested=self._packing or self._eval_packing or self.args.padding_free,
             device=self.args.device,
             dtype=torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None,
         )
@@ -302,7 +302,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         if self._evaluates_padded and not training:
             return
         shapes = self._packed_collator.static_shapes
-        self._gate.check(
+        self._gate.ensure(
             model,
             dataset,
             # Probes fill one bin or two, not a micro-batch of many.

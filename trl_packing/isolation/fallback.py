@@ -58,7 +58,7 @@ class Refusal:
 Found = IsolationReport | Refusal
 
 
-def ways_from(choice: AttentionChoice) -> list[AttentionChoice]:
+def with_fallbacks(choice: AttentionChoice) -> list[AttentionChoice]:
     """Return `choice` and the ways that come after it, from fast to slow."""
     first = 0
     if choice.backend in NATIVE_ATTENTION:
@@ -122,7 +122,7 @@ def _first_exact(
 ) -> tuple[AttentionChoice, Found]:
     failed: list[Found] = []
     for way in ways:
-        found = judge_way(model, way, documents, thorough=bool(failed), **options)
+        found = check_backend(model, way, documents, thorough=bool(failed), **options)
         if agree:
             found = _worst_of_ranks(found, model)
         if found:
@@ -140,7 +140,7 @@ def _first_of(failed: Sequence[Found]) -> Found:
     return first
 
 
-def judge_way(
+def check_backend(
     model: nn.Module,
     way: AttentionChoice,
     documents: Sequence[Sequence[int] | np.ndarray] = (),

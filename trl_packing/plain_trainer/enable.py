@@ -28,7 +28,7 @@ from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.implementation import restore_implementation
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.model_limits import limits_of
-from trl_packing.isolation.fallback import install_first, install_first_exact, ways_from
+from trl_packing.isolation.fallback import install_first, install_first_exact, with_fallbacks
 from trl_packing.isolation.messages import why_not_exact
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.models.forward import unbind_forward
@@ -286,7 +286,7 @@ def _take_exact_way(
     device, dtype, training = kind
     base = unwrap_peft(model)
     choice = resolve_attention(base, packing.attention, device=device, dtype=dtype)
-    ways = ways_from(choice) if packing.attention == "auto" else [choice]
+    ways = with_fallbacks(choice) if packing.attention == "auto" else [choice]
     if packing.isolation_check == "off":
         with _without_ours(model, packing):
             packing.way, *_ = install_first(model, ways)
