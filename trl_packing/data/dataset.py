@@ -18,7 +18,7 @@ from trl.data_utils import is_conversational, maybe_convert_to_chatml
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, weight_lists
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import MASK_COLUMNS, WEIGHT_COLUMN
+from trl_packing.documents.labels import MASK_COLUMNS, TOKEN_WEIGHTS
 
 
 def check_columns(
@@ -150,11 +150,11 @@ def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:
     documents = ArrowDocuments(dataset, present)
     ModelLimits().check_documents(documents, f"of the {name} dataset")  # no id is negative
     entries = {column: documents.lengths(column) for column in present}
-    if WEIGHT_COLUMN in dataset.column_names:
-        chunks = dataset.data.column(WEIGHT_COLUMN).chunks
-        stored = [np.diff(weight_lists(WEIGHT_COLUMN, chunk)[1]) for chunk in chunks]
+    if TOKEN_WEIGHTS in dataset.column_names:
+        chunks = dataset.data.column(TOKEN_WEIGHTS).chunks
+        stored = [np.diff(weight_lists(TOKEN_WEIGHTS, chunk)[1]) for chunk in chunks]
         rows = documents.stored_rows(np.arange(len(documents)))
-        entries[WEIGHT_COLUMN] = np.concatenate([*stored, np.zeros(0, np.int64)])[rows]
+        entries[TOKEN_WEIGHTS] = np.concatenate([*stored, np.zeros(0, np.int64)])[rows]
     expected = entries["input_ids"]
     for column, number in entries.items():
         wrong = np.flatnonzero(number != expected)

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, list_column, token_lists
-from trl_packing.documents.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import quote
 
 # A text that no chat template contains.
@@ -244,10 +244,10 @@ def append_eos_to_table(
     at = stops[appends]
     longer = offsets + np.concatenate([[0], np.cumsum(appends)])
     values = {"input_ids": np.insert(ids, at, eos_id), "labels": np.insert(labels, at, eos_id)}
-    if WEIGHT_COLUMN in lists:
-        weights = lists[WEIGHT_COLUMN][0].copy()
+    if TOKEN_WEIGHTS in lists:
+        weights = lists[TOKEN_WEIGHTS][0].copy()
         weights[trained_now] = 1
-        values[WEIGHT_COLUMN] = np.insert(weights, at, 1)
+        values[TOKEN_WEIGHTS] = np.insert(weights, at, 1)
     columns = [
         list_column(values[field.name], longer, field)
         if field.name in values

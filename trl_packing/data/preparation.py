@@ -34,8 +34,8 @@ from trl_packing.data.overflow import overflow_of
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, token_columns_of
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_columns_of
-from trl_packing.documents.weight_columns import weights_of_documents
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, document_columns_of
+from trl_packing.documents.weight_columns import document_weights_from_rows
 from trl_packing.formatting.label_responses import ResponseLabeler, label_documents
 from trl_packing.formatting.response_template import Templates
 from trl_packing.formatting.row_format import (
@@ -110,8 +110,8 @@ class Preparation:
     def _check_columns(self, dataset: AnyDataset, formatting_func: Any, name: str) -> None:
         if formatting_func is None and self.options.prompt_template is None:
             check_columns(dataset, name, self.args.dataset_text_field)
-        if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
-            weights_of_documents(dataset, f"the {name} dataset")  # said of the user's own rows
+        if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in dataset.column_names:
+            document_weights_from_rows(dataset, f"the {name} dataset")  # names the user's row
 
     def _unpadded(self, dataset: AnyDataset, name: str) -> tuple[AnyDataset, str | None]:
         if "input_ids" not in get_dataset_column_names(dataset):

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trl_packing.documents.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
@@ -145,7 +145,7 @@ class _ListColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray):
         self.name = name
-        read = weight_lists if name == WEIGHT_COLUMN else integer_lists
+        read = weight_lists if name == TOKEN_WEIGHTS else integer_lists
         self.chunks = [read(name, chunk) for chunk in column.chunks if len(chunk)]
         sizes = [len(offsets) - 1 for _, offsets in self.chunks]
         self.first_row = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -159,7 +159,7 @@ class _ListColumn:
         values, offsets = self.chunks[chunk]
         found = values[offsets[row] : offsets[row + 1]]
         # By document: the whole column cast would be a copy of it in memory.
-        return found.astype(np.float32, copy=False) if self.name == WEIGHT_COLUMN else found
+        return found.astype(np.float32, copy=False) if self.name == TOKEN_WEIGHTS else found
 
     def sums(self) -> np.ndarray:
         """Return the sum of each row."""
@@ -233,8 +233,8 @@ FlatLists = tuple[np.ndarray, np.ndarray]
 
 
 def token_columns_of(columns: Iterable[str]) -> list[str]:
-    """Return `TOKEN_COLUMNS`, and `WEIGHT_COLUMN` if it is among `columns`."""
-    return [*TOKEN_COLUMNS, *({WEIGHT_COLUMN} & set(columns))]
+    """Return `TOKEN_COLUMNS`, and `TOKEN_WEIGHTS` if it is among `columns`."""
+    return [*TOKEN_COLUMNS, *({TOKEN_WEIGHTS} & set(columns))]
 
 
 def token_lists(table: pa.Table) -> dict[str, FlatLists]:
@@ -259,7 +259,7 @@ def token_lists(table: pa.Table) -> dict[str, FlatLists]:
 def flat_lists(name: str, column: pa.ChunkedArray) -> FlatLists:
     """Return values ``(T,)`` and offsets ``(N + 1,)`` int64, the first 0, of one column."""
     chunk = column.combine_chunks()  # a copy, also of one chunk: the offsets of a slice begin at 0
-    values, offsets = (weight_lists if name == WEIGHT_COLUMN else integer_lists)(name, chunk)
+    values, offsets = (weight_lists if name == TOKEN_WEIGHTS else integer_lists)(name, chunk)
     return values, offsets.astype(np.int64)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.formatting.response_template import Templates
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,8 @@ _STREAM_COLUMNS = {
     "input_ids": List(Value("int64")),
     "labels": List(Value("int64")),
     "seq_lengths": List(Value("int64")),
-    WEIGHT_COLUMN: List(Value("float32")),
-    DOCUMENT_WEIGHT_COLUMN: Value("float32"),
+    TOKEN_WEIGHTS: List(Value("float32")),
+    DOCUMENT_WEIGHT: Value("float32"),
 }
 _COUNTS = ("_documents_seen", "_documents_unfound")
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.documents.bad_rows import BadRows, check_same_columns, lone_surrogate
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, document_labels
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.printable import escape_hidden, quote
 from trl_packing.formatting.row_format import Supervision, has_flags
@@ -88,7 +88,7 @@ def documents_from_rows(
     }
     present = get_dataset_column_names(dataset)
     if isinstance(dataset, IterableDataset):
-        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT_COLUMN]
+        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT]
         options["features"] = Features(
             {c: List(Value(_DTYPES[c])) for c in columns}
             | {c: Value("float32") for c in document_columns}

@@ -31,8 +31,8 @@ from torch.utils.data import IterableDataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, check_lengths, take_counts
-from trl_packing.documents.labels import WEIGHT_COLUMN
-from trl_packing.documents.weights import document_weight, document_weights
+from trl_packing.documents.labels import TOKEN_WEIGHTS
+from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.packing.bins import pack
 from trl_packing.streaming.shards import Division, division_of
 
@@ -100,9 +100,9 @@ class Source:
 def check_weights(document: Document, which: str) -> None:
     """Raise ValueError, naming the document, if it has weights that cannot be: null ones, too."""
     document_weight(document, which)
-    if WEIGHT_COLUMN in document:
+    if TOKEN_WEIGHTS in document:
         try:
-            document_weights(document, len(document["input_ids"]))
+            token_weights(document, len(document["input_ids"]))
         except ValueError as problem:
             raise ValueError(f"{which}: {problem}") from None
 

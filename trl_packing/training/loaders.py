@@ -22,11 +22,11 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.stream import columns_kept
 from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE_IDS, TOKEN_WEIGHTS, WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import (
-    check_loss_weights,
     check_some_weight,
-    weights_of_documents,
+    check_token_weights,
+    document_weights_from_rows,
 )
 from trl_packing.isolation.guard import IsolationGate
 from trl_packing.loss.evaluation import Sources
@@ -51,9 +51,8 @@ from trl_packing.training.set_afterwards import GivenLists, calls
 
 logger = get_logger(__name__)
 
-WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 
-_ROW_COLUMNS = (*TOKEN_COLUMNS, WEIGHT_COLUMN, "seq_lengths")
+_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, "seq_lengths")
 _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
@@ -88,14 +87,14 @@ class PackedLoaderTrainer(ResumingTrainer):
         present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
         check_weights_can_be_used(self.compute_loss_func, dataset.column_names)
         scalars = {}
-        if DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
+        if DOCUMENT_WEIGHT in dataset.column_names:
             which = "the prepared data set"
-            scalars[DOCUMENT_WEIGHT_COLUMN] = weights_of_documents(dataset, which)
+            scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, which)
         if self._sources is not None and description in _EVALUATIONS:
             scalars[SOURCE_IDS] = self._sources.ids
         documents = ArrowDocuments(dataset, present, scalars)
-        if WEIGHT_COLUMN in present:
-            check_loss_weights(documents)
+        if TOKEN_WEIGHTS in present:
+            check_token_weights(documents)
         if description == "Evaluation":  # a prediction needs no loss
             check_some_weight(documents)
         return documents
@@ -528,7 +527,7 @@ def _has_weights(dataset: Any) -> bool:
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:
     present = columns_of(dataset)
-    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT_COLUMN) if name in present]
+    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT) if name in present]
 
 
 def _as_it_is(batch: Any) -> Any:
