@@ -18,7 +18,7 @@ from trl.data_utils import is_conversational, maybe_convert_to_chatml
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, weight_lists
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import MASK_COLUMNS, TOKEN_WEIGHTS
+from trl_packing.documents.labels import MASK_COLUMNS, SEQ_LENGTHS, TOKEN_WEIGHTS
 
 
 def check_columns(
@@ -107,15 +107,15 @@ def check_rows(
         )
     if isinstance(rows, datasets.IterableDataset):
         return
-    documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])
-    wrong = documents.rows_where("seq_lengths", lambda lengths: lengths < 0)
+    documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
+    wrong = documents.rows_where(SEQ_LENGTHS, lambda lengths: lengths < 0)
     if len(wrong):
-        stated = documents[int(wrong[0])]["seq_lengths"].tolist()
+        stated = documents[int(wrong[0])][SEQ_LENGTHS].tolist()
         raise ValueError(
             f"row {wrong[0]} of the {name} dataset has the seq_lengths {stated}; no length can be "
             f"negative{and_others(wrong)}"
         )
-    lengths, sums = documents.lengths(), documents.sums("seq_lengths")
+    lengths, sums = documents.lengths(), documents.sums(SEQ_LENGTHS)
     wrong = np.flatnonzero(lengths != sums)
     if len(wrong):
         row = wrong[0]

@@ -33,7 +33,7 @@ from trl_packing.data.eos import append_eos, eos_appender, stop_token_ids, unend
 from trl_packing.data.overflow import overflow_of
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, token_columns_of
+from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, is_packed, token_columns_of
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, document_columns_of
 from trl_packing.documents.weight_columns import document_weights_from_rows
 from trl_packing.formatting.label_responses import ResponseLabeler, label_documents
@@ -176,7 +176,7 @@ class Preparation:
 
     def _shuffles_what_fits(self, documents: AnyDataset) -> bool:
         """Return whether documents are shuffled after those that are dropped, as TRL does."""
-        packed = "seq_lengths" in get_dataset_column_names(documents)
+        packed = is_packed(documents)
         # Without a capacity TRL drops nothing, so the function that fits a stream has no like
         # there; and `datasets` shuffles what a function returns in another order than tables.
         if isinstance(documents, IterableDataset) and self.args.max_length is None:
@@ -261,7 +261,7 @@ class Preparation:
         args, appends = self.args, self.options.append_eos
         overflow = replace(overflow_of(args, self.packing), running_text=running_text)
         stops = self._stop_ids()
-        if "seq_lengths" in get_dataset_column_names(documents):
+        if is_packed(documents):
             check_rows(documents, args.max_length, name, append_eos=appends)
             return documents, None
         if isinstance(documents, IterableDataset):

@@ -28,6 +28,9 @@ WEIGHT_COLUMNS = (TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
 # An integer for every document of an evaluation set whose losses are told apart by source.
 SOURCE_IDS = "source_ids"
 
+# The lengths of the documents in a row, where rows are packed.
+SEQ_LENGTHS = "seq_lengths"
+
 # Columns that mark trained tokens with 1, as TRL names them.
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
 

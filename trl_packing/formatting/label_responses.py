@@ -8,7 +8,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, TOKEN_WEIGHTS
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS
 from trl_packing.formatting.response_template import Templates
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def label_documents(
 _STREAM_COLUMNS = {
     "input_ids": List(Value("int64")),
     "labels": List(Value("int64")),
-    "seq_lengths": List(Value("int64")),
+    SEQ_LENGTHS: List(Value("int64")),
     TOKEN_WEIGHTS: List(Value("float32")),
     DOCUMENT_WEIGHT: Value("float32"),
 }
@@ -124,9 +124,9 @@ def _masked(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
 def _documents_of(batch: Mapping[str, Any]) -> list[list[np.ndarray]]:
     """Return the documents of each row: one, or as many as its `seq_lengths` names."""
     rows = [np.asarray(ids, dtype=np.int64) for ids in batch["input_ids"]]
-    if "seq_lengths" not in batch:
+    if SEQ_LENGTHS not in batch:
         return [[ids] for ids in rows]
     return [
         np.split(ids, np.cumsum(np.asarray(lengths))[:-1])
-        for ids, lengths in zip(rows, batch["seq_lengths"], strict=True)
+        for ids, lengths in zip(rows, batch[SEQ_LENGTHS], strict=True)
     ]

@@ -32,6 +32,7 @@ from trl_packing.documents.host_row import HostRow, PackedBatch
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IGNORE_INDEX,
+    SEQ_LENGTHS,
     SOURCE_IDS,
     TOKEN_WEIGHTS,
     document_labels,
@@ -263,12 +264,12 @@ def _seq_lengths(
     documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
 ) -> Iterator[list[int]]:
     for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
-        if document.get("seq_lengths") is None:
+        if document.get(SEQ_LENGTHS) is None:
             numbers = np.asarray(document.get("attention_mask", ()))
             is_packed = numbers.size > 0 and numbers.max() > 1  # a row of `PackedDataset`
             yield lengths_from_numbers(numbers).tolist() if is_packed else [len(ids)]
             continue
-        lengths = np.asarray(document["seq_lengths"]).tolist()
+        lengths = np.asarray(document[SEQ_LENGTHS]).tolist()
         if sum(lengths) != len(ids):
             raise ValueError(
                 f"row {row} of the batch holds {len(ids)} tokens but its seq_lengths sum to "

@@ -29,6 +29,7 @@ from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IGNORE_INDEX,
     MASK_COLUMNS,
+    SEQ_LENGTHS,
     TOKEN_WEIGHTS,
     document_labels,
 )
@@ -75,9 +76,9 @@ class PackedDataset(torch.utils.data.Dataset):
         rows_multiple_of: int = 1,
     ):
         columns = _column_names(dataset)
-        for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, "seq_lengths"):
+        for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
             if column in columns:
-                what = "rows are packed already" if column == "seq_lengths" else "a plain loss has"
+                what = "rows are packed already" if column == SEQ_LENGTHS else "a plain loss has"
                 raise ValueError(
                     f"the data set has {column}: {what + (' none' * (column != 'seq_lengths'))}; "
                     f"take PackedSFTTrainer, or drop it: dataset.remove_columns({column!r})"

@@ -14,7 +14,7 @@ from trl import SFTConfig
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts, _number
 from trl_packing.data.overflow import overflow_of
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.packing.document_order import order_seed
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 
@@ -194,7 +194,7 @@ def training_sampler(
     Raises ValueError for documents_per_step on rows that were packed before.
     """
     accumulation, options = args.gradient_accumulation_steps, PackingOptions.of(args)
-    per_step, rows = options.documents_per_step, "seq_lengths" in documents.columns
+    per_step, rows = options.documents_per_step, is_packed(documents)
     if rows and per_step is not None:
         raise ValueError(
             f"documents_per_step={per_step} cannot regroup rows that were packed before (they have "

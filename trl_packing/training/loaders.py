@@ -21,8 +21,14 @@ from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
 from trl_packing.data.stream import columns_kept
 from trl_packing.data.unpack import unpack_rows
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments
-from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE_IDS, TOKEN_WEIGHTS, WEIGHT_COLUMNS
+from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, is_packed
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    SEQ_LENGTHS,
+    SOURCE_IDS,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
+)
 from trl_packing.documents.weight_columns import (
     check_some_weight,
     check_token_weights,
@@ -52,7 +58,7 @@ from trl_packing.training.set_afterwards import GivenLists, calls
 logger = get_logger(__name__)
 
 
-_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, "seq_lengths")
+_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, SEQ_LENGTHS)
 _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
@@ -236,7 +242,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         if self._trl_path or not isinstance(eval_dataset, ArrowDocuments) or self._evaluates_padded:
             return super()._get_eval_sampler(eval_dataset)
         (ranks, rank), size = self._data_ranks(), self.args.eval_batch_size
-        rows = "seq_lengths" in eval_dataset.columns
+        rows = is_packed(eval_dataset)
         return PackedBatchSampler(
             eval_dataset.lengths(),
             self.args.max_length,
@@ -338,7 +344,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         if self._evaluates_padded and isinstance(chosen, IterableDataset):
             limits = self._gate.limits  # read packed, a stream is checked by its reader
             dataset = chosen = chosen.map(limits.checked, with_indices=True)
-        if self._evaluates_padded and "seq_lengths" in columns_of(chosen):
+        if self._evaluates_padded and SEQ_LENGTHS in columns_of(chosen):
             dataset = chosen = unpack_rows(chosen)
         self._sources = None if source_column is None else Sources.of(chosen, source_column)
         packed, size = self.data_collator, self.args.eval_batch_size
@@ -442,7 +448,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         if not self._options.static_shapes:
             return
         most, dataset = None, self.train_dataset
-        if isinstance(dataset, Dataset) and "seq_lengths" not in dataset.column_names:
+        if isinstance(dataset, Dataset) and not is_packed(dataset):
             sampler = self._training_sampler(self._remove_unused_columns(dataset))
             most = sampler.most_documents()
         self.data_collator = self._packed_collator = self._with_shapes(self._train_batch_size, most)
