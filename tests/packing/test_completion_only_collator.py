@@ -492,8 +492,8 @@ def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, 
     ]
     assert (collator.num_unfound, collator.num_seen) == (1, 16)
     assert [
-        (step.concerned, step.why, step.lost.documents)
-        for step in trainer.packing_report.preparation.steps
+        (stage.affected, stage.why, stage.lost.documents)
+        for stage in trainer.packing_report.preparation.stages
     ] == [(1, "without a trained token: dropped", 1)]
     assert len(trainer.train_dataset) == 15
 

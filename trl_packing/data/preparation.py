@@ -29,7 +29,7 @@ from trl_packing.data.dataset import (
     check_rows,
     empty_completions,
 )
-from trl_packing.data.eos import append_eos, eos_appender, stop_token_ids, unended
+from trl_packing.data.eos import append_eos, documents_without_eos, eos_appender, stop_token_ids
 from trl_packing.data.overflow import overflow_of
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
@@ -279,7 +279,7 @@ class Preparation:
             documents, overflow, stop_ids=stops, num_proc=num_proc, name=name
         )
         fitted = self._shuffled(fitted)
-        without_stop = unended(documents, self.tokenizer, stops)
+        without_stop = documents_without_eos(documents, self.tokenizer, stops)
         if without_stop is not None:
             logger.warning(f"{name} dataset: {without_stop.warning(appends)}")
             counts = counts.with_note(without_stop.note(appends))
@@ -294,7 +294,7 @@ class Preparation:
 def _note_of_ends(
     documents: Dataset, tokenizer: Any, stops: frozenset[int], appends: bool
 ) -> str | None:
-    without_stop = unended(documents, tokenizer, stops)
+    without_stop = documents_without_eos(documents, tokenizer, stops)
     if without_stop is None:
         return None
     return f"of the documents read first, {without_stop.note(appends)}"
