@@ -42,12 +42,16 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage of preparation lost: `affected` documents (or pieces) are `why`.
+    """Losses of one stage of preparation: how many documents were affected, and why.
 
-    `lost` is what there was before the stage less what there was after it. Pieces are documents from
-    then on, so a stage that splits documents loses a negative number of them.
-    `lost_eos` counts the documents that have fewer trained stop tokens than before, `empty`
-    those of the affected that have no token at all.
+    Attributes:
+        affected: documents (or pieces, by `unit`) that the stage changed or dropped.
+        why: the reason, as a predicate of the affected documents.
+        lost: counts before the stage minus counts after it. A piece counts as a document, so a
+            stage that splits documents loses a negative number of them.
+        lost_eos: documents that have fewer trained stop tokens than before.
+        remedy: the setting that avoids the loss.
+        empty: affected documents without any token.
     """
 
     affected: int

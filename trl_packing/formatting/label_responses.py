@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 class ResponseLabeler:
     """Finds the trained tokens of documents by `templates`, and counts documents without them.
 
-    `num_seen` and `num_unfound` are documents, and those of them without the template.
+    `num_seen` and `num_not_found` are documents, and those of them without the template.
     """
 
     def __init__(self, templates: Templates):
         self.templates = templates
-        self.num_seen = self.num_unfound = 0
+        self.num_seen = self.num_not_found = 0
 
     def trained(self, input_ids: np.ndarray) -> np.ndarray:
         """Return ``(T,)`` bool, True on the trained tokens of one document, and count it."""
@@ -30,9 +30,11 @@ class ResponseLabeler:
         self.num_seen += 1
         if trained is not None:
             return trained
-        self.num_unfound += 1
-        if str(self.num_unfound).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
-            logger.warning(self.templates.unfound(self.num_unfound, self.num_seen, input_ids))
+        self.num_not_found += 1
+        if str(self.num_not_found).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
+            logger.warning(
+                self.templates.not_found_message(self.num_not_found, self.num_seen, input_ids)
+            )
         return np.zeros(len(input_ids), bool)
 
 
@@ -69,15 +71,15 @@ def label_documents(
         num_proc=num_proc,
         desc=f"Finding the response template in {name} dataset",
     )
-    seen, unfound = (np.asarray(labeled.with_format("numpy")[c][:]) for c in _COUNTS)
+    seen, not_found = (np.asarray(labeled.with_format("numpy")[c][:]) for c in _COUNTS)
     labeled = labeled.remove_columns(list(_COUNTS))
     labeler.num_seen += int(seen.sum())
-    labeler.num_unfound += int(unfound.sum())
-    if not unfound.any():
+    labeler.num_not_found += int(not_found.sum())
+    if not not_found.any():
         return labeled, None
-    first = np.asarray(labeled[int(np.argmax(unfound > 0))]["input_ids"])
-    words = labeler.templates.unfound(int(unfound.sum()), int(seen.sum()), first)
-    if (unfound == seen).all():
+    first = np.asarray(labeled[int(np.argmax(not_found > 0))]["input_ids"])
+    words = labeler.templates.not_found_message(int(not_found.sum()), int(seen.sum()), first)
+    if (not_found == seen).all():
         raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
     return labeled, f"{name} dataset: {words}"
 
@@ -89,11 +91,11 @@ _STREAM_COLUMNS = {
     TOKEN_WEIGHTS: List(Value("float32")),
     DOCUMENT_WEIGHT: Value("float32"),
 }
-_COUNTS = ("_documents_seen", "_documents_unfound")
+_COUNTS = ("_documents_seen", "_documents_not_found")
 
 
 def _label_batch(batch: Mapping[str, Any], templates: Templates) -> dict[str, list[Any]]:
-    labels, seen, unfound = [], [], []
+    labels, seen, not_found = [], [], []
     for documents in _documents_of(batch):
         trained = [templates.trained(ids) for ids in documents]
         labels.append(
@@ -105,8 +107,8 @@ def _label_batch(batch: Mapping[str, Any], templates: Templates) -> dict[str, li
             )
         )
         seen.append(len(documents))
-        unfound.append(sum(mask is None for mask in trained))
-    return {"labels": labels, **dict(zip(_COUNTS, (seen, unfound), strict=True))}
+        not_found.append(sum(mask is None for mask in trained))
+    return {"labels": labels, **dict(zip(_COUNTS, (seen, not_found), strict=True))}
 
 
 def _label_stream(batch: Mapping[str, Any], labeler: ResponseLabeler) -> dict[str, list[Any]]:

@@ -111,7 +111,7 @@ class Templates:
         instructions = None if instruction is None else instruction.places(text, last=False)
         return _answers(responses, instructions, len(text))
 
-    def unfound(self, number: int, of: int, input_ids: np.ndarray) -> str:
+    def not_found_message(self, number: int, of: int, input_ids: np.ndarray) -> str:
         """Return the sentence on `number` of `of` documents, `input_ids` being one of them."""
         names = f"response_template {self.response.texts[0]!r}"
         if self.instruction is not None:
