@@ -100,7 +100,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
     ),
-    "cli": ({"attention", "data", "isolation", "tools"}, {"torch"}),
+    "cli": ({"attention", "data", "isolation", "tools"}, set()),
 }
 
 

@@ -19,13 +19,29 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from trl_packing.attention.backends import CHOICES, AttentionChoice, resolve_attention
-from trl_packing.isolation.fallback import Found, Refusal, judge_way, ways_from
 from trl_packing.tools.exit_messages import message_of
+
+if TYPE_CHECKING:
+    from trl_packing.attention.backends import AttentionChoice
+    from trl_packing.isolation.fallback import Found
+
+# Help and typing errors take half a second: what a command needs is imported inside of it.
+
+
+ATTENTIONS = (
+    "auto",
+    "flash_attention_4",
+    "flash_attention_3",
+    "flash_attention_2",
+    "varlen",
+    "documents",
+    "model",
+    "mask",
+    "padded",
+    "equal_lengths",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     what = verify.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="a hub id or a folder with a causal language model")
     what.add_argument("--matrix", action="store_true", help="a tiny model of every architecture")
-    verify.add_argument("--attention", default="auto", choices=CHOICES, help="with --model")
+    verify.add_argument("--attention", default="auto", choices=ATTENTIONS, help="with --model")
     verify.add_argument("--dtype", default="float32", help="with --model: auto, bfloat16, ...")
     verify.add_argument("--device", help="with --model: cpu, cuda, ...; default: cuda if there is")
     verify.add_argument("--max-length", type=int, default=1024, help="longest document to probe")
@@ -140,8 +156,12 @@ def _loaded(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any
 
 
 def _verify_model(arguments: argparse.Namespace) -> int:
+    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
+
+    from trl_packing.attention.backends import resolve_attention
+    from trl_packing.isolation.fallback import judge_way, ways_from
 
     _check_probe(arguments)
     transformers_logging.disable_progress_bar()
@@ -167,6 +187,8 @@ def _verify_model(arguments: argparse.Namespace) -> int:
 
 def _check_probe(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what a model cannot be loaded with, before it is loaded."""
+    import torch
+
     from trl_packing.tools.preview import check_path_exists
 
     check_path_exists("--model", arguments.model)
@@ -182,7 +204,9 @@ def _check_probe(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--device {arguments.device} cannot be used: {error}") from error
 
 
-def _line(way: AttentionChoice, found: Found) -> str:
+def _line(way: "AttentionChoice", found: "Found") -> str:
+    from trl_packing.isolation.fallback import Refusal
+
     if isinstance(found, Refusal):
         return f"{way.backend:14} refused: {found}"
     gradients = found.gradient_difference

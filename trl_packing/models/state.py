@@ -14,6 +14,29 @@ from trl_packing.recognition.current_row import other_rows
 
 
 @contextmanager
+def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of `owner` inside the block, and restore them at its end.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> args = SimpleNamespace(save_total_limit=3)
+        >>> with temporarily(args, save_total_limit=None):
+        ...     print(args.save_total_limit)
+        None
+        >>> args.save_total_limit
+        3
+    """
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def undisturbed(model: nn.Module, training: bool | None) -> Iterator[None]:
     """Set the mode, turn every random thing off, and put all state back in the end."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
