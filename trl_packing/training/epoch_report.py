@@ -13,7 +13,7 @@ from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts, quantity
-from trl_packing.data.overflow import overflow_of
+from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.packing.document_order import order_seed
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
@@ -238,7 +238,7 @@ def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int
         "per_device_train_batch_size": batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "max_length": args.max_length,
-        "overflow": overflow_of(args, packing).policy,
+        "overflow": Overflow.from_args(args, packing).policy,
         "packing": packing,
         "packing_strategy": args.packing_strategy,
         "documents_per_step": PackingOptions.of(args).documents_per_step,
