@@ -51,13 +51,13 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import PartialState
 from datasets import Dataset, disable_progress_bars
-from recipe_data import DataArguments, InputError, load_documents
-from sft_packed import DEMO_ARGUMENTS, load_model
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+from trl_packing.recipes.sft_packed import DEMO_ARGUMENTS, load_model
 from trl_packing.tools.exit_messages import exits_in_one_line
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

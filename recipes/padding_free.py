@@ -32,10 +32,10 @@ else to do):
 """
 
 from accelerate import PartialState
-from compare_packing import DEMO, Result, Runs, compare, parse, table
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.recipes.compare_packing import DEMO, Result, Runs, compare, parse, table
 from trl_packing.tools.exit_messages import exits_in_one_line
 
 RUNS: Runs = {

@@ -22,7 +22,6 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
@@ -33,7 +32,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from accelerate import PartialState
 from datasets import disable_progress_bars
-from recipe_data import DataArguments, InputError, load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
@@ -42,12 +40,14 @@ from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.formatting.printable import escape_text
+from trl_packing.recipes import FOLDER
+from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 from trl_packing.tools.exit_messages import exits_in_one_line
 
 # TRL 1.16 sets options that transformers 5.23 renames; there is nothing that a user could do.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
-DEMO_FILES = Path(__file__).parent / "demo"  # written by make_demo_data.py
+DEMO_FILES = FOLDER / "demo"  # written by make_demo_data.py
 DEMO_MODEL = {
     "hidden_size": 128,
     "intermediate_size": 320,

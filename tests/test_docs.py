@@ -210,10 +210,10 @@ def settings_named(page: str) -> set[str]:
 
 def known_settings() -> set[str]:
     from trl import ModelConfig
-    from trl_packing.recipes.recipe_data import DataArguments
 
     from trl_packing import config
     from trl_packing.config import PackedSFTConfig
+    from trl_packing.recipes.recipe_data import DataArguments
 
     classes = (PackedSFTConfig, ModelConfig, DataArguments)
     names = {f.name for c in classes for f in dataclasses.fields(c)}

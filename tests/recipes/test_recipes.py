@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes"
-sys.path.insert(0, str(FOLDER))
 
 # A recipe → the YAML file that its test runs.
 RECIPES = {
@@ -48,14 +48,17 @@ RECIPES = {
 YAMLS = sorted(path.name for path in FOLDER.glob("*.yaml"))
 
 
+def module(recipe: str) -> ModuleType:
+    return importlib.import_module(f"trl_packing.recipes.{recipe}")
+
+
 def commands_of(name: str) -> list[str]:
     """Return the recipes that the comment at the top of a YAML file runs it with."""
     return re.findall(rf"recipes/(\w+)\.py --config recipes/{name}", (FOLDER / name).read_text())
 
 
 def parse(recipe: str, arguments: list[str]) -> tuple[Any, PackedSFTConfig]:
-    module = importlib.import_module(recipe)
-    parser = TrlParser((module.Arguments, PackedSFTConfig))
+    parser = TrlParser((module(recipe).Arguments, PackedSFTConfig))
     return parser.parse_args_and_config([*arguments, "--use_cpu", "true", "--bf16", "false"])
 
 
@@ -271,7 +274,7 @@ def test_the_arithmetic_counts_what_a_layer_keeps(config, lora, alone, with_grad
 
 def expected_output(recipe: str) -> list[str]:
     """Return the lines that the docstring of a recipe promises: the last indented part of it."""
-    text = (importlib.import_module(recipe).__doc__ or "").rstrip()
+    text = (module(recipe).__doc__ or "").rstrip()
     assert "\nExpected output" in text, f"{recipe}.py has no expected output"
     found = re.search(r"(?:\n(?:    [^\n]*)?)+$", text)
     assert found is not None
@@ -304,7 +307,7 @@ def assert_prints(recipe: str, output: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_docstring_says_how_to_run_it_and_what_comes_out(recipe):
-    text = importlib.import_module(recipe).__doc__
+    text = module(recipe).__doc__
     assert f"recipes/{recipe}.py --config recipes/" in text
     assert len(expected_output(recipe)) >= 3
     assert len((FOLDER / f"{recipe}.py").read_text().splitlines()) <= 130
@@ -337,7 +340,7 @@ def test_the_readme_lists_every_recipe_and_every_yaml_file():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_without_a_model_it_says_what_is_missing(recipe, capsys):
     with pytest.raises(SystemExit):
-        importlib.import_module(recipe).main([])
+        module(recipe).main([])
     said = capsys.readouterr().err.strip().splitlines()
     assert said[0] == f"usage: {recipe}.py --config FILE [--OPTION VALUE]"
     assert "required: --model_name_or_path" in said[-1]
@@ -362,7 +365,7 @@ def test_a_refusal_is_one_line_without_a_traceback(recipe, tmp_path, monkeypatch
         ([], "bitsandbytes is not installed" if lacks_package else "nothing.jsonl"),
     ):
         with pytest.raises(SystemExit) as refusal:
-            importlib.import_module(recipe).main([*given, *options])
+            module(recipe).main([*given, *options])
         said = refusal.value.code
         assert said.startswith(f"{recipe}.py: ")
         assert "\n" not in said
@@ -404,12 +407,12 @@ def test_a_rank_says_its_number_and_an_unexpected_error_its_type(monkeypatch):
 def test_qlora_without_cuda_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as refusal:
-        importlib.import_module("qlora").main(["--config", str(FOLDER / "qlora_70b.yaml")])
+        module("qlora").main(["--config", str(FOLDER / "qlora_70b.yaml")])
     assert re.fullmatch(r"qlora.py: .*CUDA.*lora.py.*--use_cpu true", str(refusal.value))
 
 
 def test_qlora_without_bitsandbytes_says_what_to_install(monkeypatch):
-    qlora = importlib.import_module("qlora")
+    qlora = module("qlora")
     monkeypatch.setattr(qlora, "find_spec", lambda name: None)
     arguments = ["--config", str(FOLDER / "qlora_70b.yaml"), "--use_cpu", "true"]
     with pytest.raises(SystemExit, match=r"pip install 'trl-packing\[qlora\]'"):
@@ -478,7 +481,7 @@ def options(recipe: str, model: str, folder: Path) -> list[str]:
 
 
 def run(recipe: str, model: str, folder: Path, *further: str) -> PackedSFTTrainer:
-    return importlib.import_module(recipe).main([*options(recipe, model, folder), *further])
+    return module(recipe).main([*options(recipe, model, folder), *further])
 
 
 def decreases(trainer: PackedSFTTrainer) -> bool:
@@ -630,7 +633,7 @@ def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
 
 
 def test_right_documents_are_those_without_an_error():
-    import evaluation
+    evaluation = module("evaluation")
     from transformers import EvalPrediction
 
     labels = np.array([[-100, 5, 6, 7], [-100, -100, 8, -100], [-100, 5, 6, -100]])

@@ -37,7 +37,7 @@ from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, is_packed
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, document_columns_of
 from trl_packing.documents.weight_columns import document_weights_from_rows
 from trl_packing.formatting.label_responses import ResponseLabeler, label_documents
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.formatting.row_format import (
     RowFormat,
     format_per_example,
@@ -223,11 +223,11 @@ class Preparation:
         if not len(not_found):
             return None
         options = self.options
-        templates = Templates.of(
+        templates = ResponseTemplate.from_settings(
             self.tokenizer, options.response_template, options.instruction_template
         )
         ids = np.asarray(documents[int(not_found[0])]["input_ids"])
-        words = templates.not_found_message(len(not_found), len(trained), ids)
+        words = templates.not_found(len(not_found), len(trained), ids)
         if len(not_found) == len(trained):
             raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
         return f"{name} dataset: {words}"
@@ -244,7 +244,9 @@ class Preparation:
                     f"{options.response_template!r} is set: both say what is trained; remove one"
                 )
         return ResponseLabeler(
-            Templates.of(self.tokenizer, options.response_template, options.instruction_template)
+            ResponseTemplate.from_settings(
+                self.tokenizer, options.response_template, options.instruction_template
+            )
         )
 
     # --- what fits --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.response_template import ResponseTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class ResponseLabeler:
     `num_seen` and `num_not_found` are documents, and those of them without the template.
     """
 
-    def __init__(self, templates: Templates):
+    def __init__(self, templates: ResponseTemplate):
         self.templates = templates
         self.num_seen = self.num_not_found = 0
 
@@ -32,9 +32,7 @@ class ResponseLabeler:
             return trained
         self.num_not_found += 1
         if str(self.num_not_found).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
-            logger.warning(
-                self.templates.not_found_message(self.num_not_found, self.num_seen, input_ids)
-            )
+            logger.warning(self.templates.not_found(self.num_not_found, self.num_seen, input_ids))
         return np.zeros(len(input_ids), bool)
 
 
@@ -78,7 +76,7 @@ def label_documents(
     if not not_found.any():
         return labeled, None
     first = np.asarray(labeled[int(np.argmax(not_found > 0))]["input_ids"])
-    words = labeler.templates.not_found_message(int(not_found.sum()), int(seen.sum()), first)
+    words = labeler.templates.not_found(int(not_found.sum()), int(seen.sum()), first)
     if (not_found == seen).all():
         raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
     return labeled, f"{name} dataset: {words}"
@@ -94,7 +92,7 @@ _STREAM_COLUMNS = {
 _COUNTS = ("_documents_seen", "_documents_not_found")
 
 
-def _label_batch(batch: Mapping[str, Any], templates: Templates) -> dict[str, list[Any]]:
+def _label_batch(batch: Mapping[str, Any], templates: ResponseTemplate) -> dict[str, list[Any]]:
     labels, seen, not_found = [], [], []
     for documents in _documents_of(batch):
         trained = [templates.trained(ids) for ids in documents]
