@@ -163,7 +163,7 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging as transformers_logging
 
     from trl_packing.attention.backends import resolve_attention
-    from trl_packing.isolation.fallback import judge_way, ways_from
+    from trl_packing.isolation.fallback import check_backend, with_fallbacks
 
     _check_probe(arguments)
     transformers_logging.disable_progress_bar()
@@ -171,8 +171,8 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(device)
     first = resolve_attention(model, arguments.attention)
     print(f"{arguments.model}: {type(model).__name__}, {model.dtype}, {device}\n")
-    for way in ways_from(first) if arguments.attention == "auto" else [first]:
-        found = judge_way(
+    for way in with_fallbacks(first) if arguments.attention == "auto" else [first]:
+        found = check_backend(
             model,
             way,
             training=True,

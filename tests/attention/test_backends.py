@@ -28,7 +28,7 @@ from trl_packing.attention import varlen as torch_varlen
 from trl_packing.attention.backends import AttentionChoice, install_attention
 from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
 from trl_packing.attention.varlen import varlen_attention
-from trl_packing.isolation.fallback import ways_from
+from trl_packing.isolation.fallback import with_fallbacks
 
 TOLERANCE = 1e-5
 
@@ -944,7 +944,7 @@ def test_a_model_that_transformers_keeps_from_flash_attention_gets_varlen(cuda, 
 def test_after_a_kernel_come_the_other_kernels_and_then_the_model_s_own_mask(cuda):
     def order(*arguments, **options):
         choice = cuda(*arguments, **options)()
-        return [way.backend for way in ways_from(choice)]
+        return [way.backend for way in with_fallbacks(choice)]
 
     own = ["model", "mask", "padded", "equal_lengths"]
     assert order(flash=ALL) == [*ALL, "varlen", "documents", *own]
@@ -957,7 +957,7 @@ def test_after_a_kernel_come_the_other_kernels_and_then_the_model_s_own_mask(cud
 def test_after_a_kernel_the_model_gets_its_own_implementation_back(fallback, cuda):
     cuda(flash=ALL)
     model = tiny_model("llama", attn_implementation=fallback)
-    ways = ways_from(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
+    ways = with_fallbacks(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
     implementations = {}
     for way in ways:
         model.config._attn_implementation = "flash_attention_4"  # as the first way has set it
@@ -976,10 +976,10 @@ def test_a_model_loaded_with_flash_attention_falls_back_to_our_kernels(cuda):
     cuda(flash=ALL)
     model = tiny_model("llama")
     model.config._attn_implementation = "flash_attention_2"
-    ways = ways_from(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
+    ways = with_fallbacks(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
     own = ["model", "mask", "padded", "equal_lengths"]
     assert [way.backend for way in ways] == ["flash_attention_2", "varlen", "documents", *own]
-    assert {way.own for way in ways} == {"flash_attention_2"}
+    assert {way.native for way in ways} == {"flash_attention_2"}
 
 
 # --- torch varlen, by doubles of its kernels --------------------------------------------------

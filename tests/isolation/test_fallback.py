@@ -32,7 +32,7 @@ from trl_packing import (
 from trl_packing.attention import block_mask as explicit_mask
 from trl_packing.attention.backends import AttentionChoice, install_attention
 from trl_packing.attention.interface import unwrap_packed_calls
-from trl_packing.isolation.fallback import install_first_exact, ways_from
+from trl_packing.isolation.fallback import install_first_exact, with_fallbacks
 from trl_packing.tools.tiny_models import tiny_model
 from trl_packing.tools.tiny_step import StepResult, one_at_a_time, packed_step, tiny_documents
 
@@ -192,11 +192,11 @@ def test_micro_batches_hold_as_many_documents_as_padded_ones_would(tmp_path):
 
 def test_ways_are_tried_from_fast_to_slow():
     def order(name):
-        return [way.backend for way in ways_from(resolve_attention(tiny_model(name)))]
+        return [way.backend for way in with_fallbacks(resolve_attention(tiny_model(name)))]
 
     assert order("llama") == WAYS
     assert order("bloom") == WAYS[1:]
-    assert [way.backend for way in ways_from(AttentionChoice("padded", None, ""))] == WAYS[3:]
+    assert [way.backend for way in with_fallbacks(AttentionChoice("padded", None, ""))] == WAYS[3:]
 
 
 def test_one_line_says_what_failed_and_by_how_much(tmp_path, caplog):
@@ -300,7 +300,7 @@ def test_where_nobody_asked_for_packing_rows_are_padded_as_in_trl(tmp_path, capl
 def test_documents_given_to_the_check_decide(tmp_path):
     """Longrope: below the threshold of 32 tokens the kernel is exact, across it rows are padded."""
     model = tiny_model("phi3+longrope")
-    ways = ways_from(resolve_attention(model))
+    ways = with_fallbacks(resolve_attention(model))
     short, long = ([d["input_ids"] for d in tiny_documents(n)] for n in ((5, 20), (5, 60)))
     for documents, backend in ((short, "documents"), (long, "padded")):
         way, report = install_first_exact(model, ways, documents, training=True)
@@ -597,14 +597,14 @@ def test_every_way_replaces_the_one_before_and_leaves_nothing(name):
     model.forward = model.forward  # as the fused head of TRL, an attribute of the instance
     before, implementation = forwards(model), model.config._attn_implementation
     first = resolve_attention(model)
-    for way in (*ways_from(first), first):
+    for way in (*with_fallbacks(first), first):
         install_attention(model, way)
         install_attention(model, AttentionChoice("model", None, ""))
         for module in model.modules():
             unwrap_packed_calls(module)
         assert forwards(model) == before
         assert model.config._attn_implementation == implementation
-    for way in ways_from(first):  # one over another, without a stop between
+    for way in with_fallbacks(first):  # one over another, without a stop between
         install_attention(model, way)
     install_attention(model, AttentionChoice("model", None, ""))
     for module in model.modules():

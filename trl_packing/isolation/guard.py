@@ -21,21 +21,22 @@ from trl_packing.data.model_limits import NO_LIMITS, ModelLimits, limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.isolation.check import check_fused_head
-from trl_packing.isolation.fallback import Found, install_first, install_first_exact, ways_from
+from trl_packing.isolation.fallback import Found, install_first, install_first_exact, with_fallbacks
 from trl_packing.isolation.messages import why_not_exact
-from trl_packing.loss.lm_head import use_own_head
-from trl_packing.models.introspection import inside_peft, length_constants
-from trl_packing.models.sharding import announce_head, largest_on_any_rank
+from trl_packing.loss.lm_head import use_native_head
+from trl_packing.models.introspection import length_constants, unwrap_peft
+from trl_packing.models.sharding import all_reduce_max, announce_head
 from trl_packing.packing.collator import PackedCollator
 
 logger = get_logger(__name__)
 
 
-class IsolationGate:
+class IsolationGuard:
     """Keep packed documents apart on `model`, or refuse to go on.
 
-    `attention` is the way in use. `asked` says whether anybody asked for packed or padding-free
-    rows: existing TRL code that did not keeps running, on padded rows, where nothing is exact.
+    `attention` is the attention in use. `packing_requested` says whether packed or padding-free
+    rows were requested. Existing TRL code that did not request them keeps running where no backend
+    is exact: on padded rows.
     """
 
     def __init__(
@@ -43,15 +44,15 @@ class IsolationGate:
         model: Any,
         options: PackingOptions,
         *,
-        asked: bool,
+        packing_requested: bool,
         device: torch.device,
         dtype: torch.dtype | None,
     ):
         self.model = model
         self.options = options
-        self.asked = asked
+        self.packing_requested = packing_requested
         choice = resolve_attention(self.base_model, options.attention, device=device, dtype=dtype)
-        ways = ways_from(choice) if options.attention == "auto" else [choice]
+        ways = with_fallbacks(choice) if options.attention == "auto" else [choice]
         # The way in use, and those to take where it is not exact.
         self._ways = install_first(model, ways)
         self.attention = self._ways[0]
@@ -64,7 +65,7 @@ class IsolationGate:
     @property
     def base_model(self) -> Any:
         """The transformers model inside PEFT's."""
-        return inside_peft(self.model)
+        return unwrap_peft(self.model)
 
     def check_head(self, wrapped: Any) -> None:
         """Score the model's own logits where TRL's fused LM head computes something else."""
@@ -72,15 +73,16 @@ class IsolationGate:
         if self._head_is_checked:
             return
         # All ranks or none: the two heads do not gather the same parameters in the same order.
-        if largest_on_any_rank(int(not check_fused_head(wrapped)), self.model):
+        misses = int(not check_fused_head(wrapped))
+        if all_reduce_max(misses, next(self.model.parameters()).device):
             logger.warning(
                 f"TRL's fused LM head computes another loss than {type(self.base_model).__name__},"
                 " whose head is more than a matrix: training on the model's own logits"
             )
-            use_own_head(self.base_model)
+            use_native_head(self.base_model)
         self._head_is_checked = True
 
-    def check(
+    def ensure(
         self,
         wrapped: Any,
         dataset: Any,
@@ -140,9 +142,9 @@ class IsolationGate:
         """Return the way to go on by although none is exact. Raises RuntimeError if none may be."""
         named = self.options.attention != "auto"
         fails = found.verdict in ("leaks", "refused")
-        if fails and not self.asked and not named:
+        if fails and not self.packing_requested and not named:
             logger.warning(f"{found}: rows are padded, as in TRL")
-            padded = AttentionChoice("padded", None, "nothing is exact on this model", way.own)
+            padded = AttentionChoice("padded", None, "nothing is exact on this model", way.native)
             install_attention(self.model, padded)
             return padded
         message = why_not_exact(self.base_model, way, found, named=named)

@@ -166,7 +166,7 @@ class DataCollatorWithFlattening(PackedCollator):
     Takes its arguments. Boundaries, `seq_idx` and `position_ids` are always in the batch, so
     `return_flash_attn_kwargs` and `return_seq_idx` change nothing; `return_position_ids` must be
     True, `separator_id` -100, `position_ids_start` 0 and `return_tensors` "pt". A model that needs
-    them to keep documents apart (`tests/drop_in/test_seeds.py` has one) also needs
+    them to keep documents apart (`tests/drop_in/test_articles.py` has one) also needs
     `enable_packing(model)`.
 
     Raises ValueError for settings under which a batch would be another one: a `separator_id` that

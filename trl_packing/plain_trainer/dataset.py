@@ -33,7 +33,7 @@ from trl_packing.documents.labels import (
     document_labels,
 )
 from trl_packing.packing.bins import PackingPlan, pack
-from trl_packing.recognition.known_documents import know_documents_of
+from trl_packing.recognition.known_documents import remember_documents
 
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
 
@@ -96,7 +96,7 @@ class PackedDataset(torch.utils.data.Dataset):
         self.check(ModelLimits())
         self._enabled_where_pickled = False
         self.repack(0)
-        know_documents_of(self)
+        remember_documents(self)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""

@@ -28,7 +28,7 @@ from trl_packing.documents.weight_columns import (
     check_some_weight,
     weights_of_documents,
 )
-from trl_packing.isolation.guard import IsolationGate
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import Sources
 from trl_packing.loss.step_loss import check_weights_can_be_used
 from trl_packing.models.introspection import layer_values, text_config
@@ -72,7 +72,7 @@ class PackedLoaderTrainer(ResumingTrainer):
     _eval_packing: bool
     _padded_collator: Any
     _completion_only: DataCollatorForCompletionOnlyLM | None = None
-    _gate: IsolationGate
+    _gate: IsolationGuard
     _pass_gate: Callable[..., None]
     _signature_columns: Any
     _train_stream: StreamBatches | None = None
