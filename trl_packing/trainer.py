@@ -36,6 +36,7 @@ from trl_packing.data.preparation import Preparation
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.documents.weights import in_words
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.lm_head import add_trained_positions_head
@@ -47,7 +48,6 @@ from trl_packing.models.sharding import (
     keep_outputs_precise,
 )
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.recognition.current_row import restore_current_row, set_current_row
 from trl_packing.training.arguments import (

@@ -29,7 +29,7 @@ from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
 from trl_packing.models.sharding import all_reduce_max, cpu_group
 from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
-from trl_packing.streaming.shards import division_of
+from trl_packing.streaming.shards import assign_shards
 
 _ENDED, _GOES_ON, _FAILED = 0, 1, 2
 _KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the trainer
@@ -76,7 +76,7 @@ class StreamBatches(IterableDataset):
         self._global_step = global_step
         self._agree = agree or all_reduce_max
         self._loading = loading or {}
-        self._division = division_of(
+        self._division = assign_shards(
             documents, settings.num_ranks, num_workers, packs=settings.capacity is not None
         )
         self._positions: dict[int, dict[str, Any]] = {}
