@@ -101,7 +101,9 @@ def load_documents(
         test = _pick(splits, args.dataset_test_split, args.dataset_name)
 
     try:
-        template = PromptTemplate.of(prompt_template, query_field) if prompt_template else None
+        template = (
+            PromptTemplate.from_setting(prompt_template, query_field) if prompt_template else None
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     chat = has_chat_template and not template if args.chat is None else args.chat

@@ -33,7 +33,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.streaming.shards import division_of
+from trl_packing.streaming.shards import assign_shards
 from trl_packing.tools.exit_messages import exits_in_one_line
 
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         model=arguments.model_name_or_path, args=training_args, train_dataset=stream
     )
     say, ranks = trainer.accelerator.print, training_args.world_size
-    division = division_of(trainer.train_dataset, ranks, training_args.dataloader_num_workers)
+    division = assign_shards(trainer.train_dataset, ranks, training_args.dataloader_num_workers)
     how = "its own part" if division.by_rank or ranks == 1 else "all of it, and they take turns"
     say(
         f"Shards in the stream: {division.num_shards}. Ranks: {ranks}; each reads {how}, "

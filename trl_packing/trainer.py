@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
 from trl.trainer.utils import global_then_local_main_first
 
-from trl_packing.attention.backends import AttentionChoice, attention_in_use
+from trl_packing.attention.backends import AttentionChoice, use_attention
 from trl_packing.attention.implementation import restore_implementation
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
@@ -36,18 +36,18 @@ from trl_packing.data.preparation import Preparation
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.documents.weights import in_words
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.step_loss import check_weights_can_be_used
 from trl_packing.models.neftune import scale_noise_by_document
 from trl_packing.models.sharding import (
-    check_engine_can_train,
+    check_deepspeed_can_train,
+    gather_full_state_dict,
     keep_outputs_precise,
-    whole_model_saved,
 )
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.recognition.current_row import restore_current_row, set_current_row
 from trl_packing.training.arguments import (
@@ -294,7 +294,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         """Give the model its `attn_implementation` back in the end."""
         if self._trl_path:
             return nullcontext()
-        return attention_in_use(self.model, self.attention)
+        return use_attention(self.model, self.attention)
 
     def _pass_gate(self, model: Any, dataset: Any, *, training: bool) -> None:
         """Stop, or take a slower way, before anything is computed on documents that leak."""
@@ -380,7 +380,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
         self._heed_what_was_set()
-        check_engine_can_train(self)
+        check_deepspeed_can_train(self)
         self._check_something_counts()
         wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if wraps and getattr(self.model, "_is_accelerate_prepared", False):
@@ -424,7 +424,7 @@ class PackedSFTTrainer(PackedLoaderTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model on any engine; parts of checkpoints are saved as configured."""
-        with nullcontext() if _internal_call else whole_model_saved(self.accelerator):
+        with nullcontext() if _internal_call else gather_full_state_dict(self.accelerator):
             super().save_model(output_dir, _internal_call)
 
     # --- evaluation ---------------------------------------------------------------------------

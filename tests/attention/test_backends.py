@@ -342,4 +342,4 @@ def test_a_model_loaded_with_flash_attention_falls_back_to_our_kernels(cuda):
     ways = with_fallbacks(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
     own = ["model", "mask", "padded", "equal_lengths"]
     assert [way.backend for way in ways] == ["flash_attention_2", "varlen", "documents", *own]
-    assert {way.own for way in ways} == {"flash_attention_2"}
+    assert {way.native for way in ways} == {"flash_attention_2"}

@@ -113,7 +113,7 @@ def test_sources_of_padding_are_none():
 def test_the_shape_follows_capacity_bins_and_what_the_model_bears(options, expected):
     arguments = {"model": "llama", "capacity": 64, "bins": 2} | options
     model = tiny_model(arguments.pop("model"))
-    assert StaticShapes.of(model, **arguments) == expected
+    assert StaticShapes.for_model(model, **arguments) == expected
 
 
 def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
@@ -122,7 +122,7 @@ def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
     install_attention(model, resolve_attention(model))
     short = [9, 20, 30]
     expected = logits_of(model, collated(short, None), sum(short))
-    allowed = StaticShapes.of(model, capacity=64, bins=2)
+    allowed = StaticShapes.for_model(model, capacity=64, bins=2)
     beyond = StaticShapes(128, 64, 8, longest_tail=64)
     held, moved = (
         logits_of(model, collated(short, shapes), sum(short)) for shapes in (allowed, beyond)

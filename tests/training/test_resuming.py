@@ -381,7 +381,7 @@ def train_part(trainer, layout: Layout, record: EpochRecord | None, epoch: int, 
             return [], None
         rest = trainer._rest_of(epoch)
         micro_batches = len(dataloader) if rest is None else len(rest)
-        first = behind * layout.accumulation + (0 if rest is None else rest.num_behind)
+        first = behind * layout.accumulation + (0 if rest is None else rest.num_skipped)
         steps = -(-(micro_batches - first) // layout.accumulation)
         steps = steps if last else int(steps * layout.share)
         if first:
@@ -420,7 +420,9 @@ def test_any_changes_train_every_document_once(trainer, tmp_path_factory, parts,
         record = EpochRecord.load(path)
     assert set(counts.values()) == {1}
     missed = NUMBER - len(counts)
-    assert missed < trainer._sampler.kept_together  # documents that dataloader_drop_last drops
+    assert (
+        missed < trainer._sampler.documents_multiple_of
+    )  # documents that dataloader_drop_last drops
 
 
 def test_a_record_that_lacks_documents_fails_the_same_count(trainer):

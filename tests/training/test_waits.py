@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 import trl_packing
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.loss.lm_head import use_own_head
+from trl_packing.loss.lm_head import use_native_head
 from trl_packing.tools.tiny_models import tiny_model as architecture
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
@@ -100,7 +100,7 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
     if own_head:
         from trl_packing.attention.backends import install_attention
 
-        use_own_head(trainer._gate.base_model)
+        use_native_head(trainer._gate.base_model)
         install_attention(trainer.model, trainer.attention)
     trainer.train()
 

@@ -35,30 +35,30 @@ from trl_packing.attention.interface import (
     pass_packed_calls,
     unwrap_packed_calls,
 )
-from trl_packing.attention.kernel_backward import backward_run_once
+from trl_packing.attention.kernel_backward import run_backward_once
 from trl_packing.models.introspection import (
-    inside_peft,
     layer_configs,
     layer_values,
     rope_thresholds,
     text_config,
+    unwrap_peft,
 )
 
 __all__ = [
     "AttentionChoice",
-    "attention_in_use",
     "install_attention",
-    "own_attention",
     "resolve_attention",
+    "use_attention",
+    "use_native_attention",
 ]
 
 # Ways that leave the model its own attention, from the fastest to the one that takes any model.
 PADDED = (padded_rows.NAME, padded_rows.EQUAL_LENGTHS)  # shapes follow the documents there
-OWN_ATTENTION = ("model", explicit_mask.NAME, *PADDED)
+NATIVE_ATTENTION = ("model", explicit_mask.NAME, *PADDED)
 
 _OURS = (document_sdpa.NAME, torch_varlen.NAME)
 
-CHOICES = ("auto", *flash_attn.VERSIONS, "varlen", "documents", *OWN_ATTENTION)
+CHOICES = ("auto", *flash_attn.VERSIONS, "varlen", "documents", *NATIVE_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class AttentionChoice:
     backend: one of `CHOICES` but ``"auto"``.
     implementation: the `attn_implementation` to set on the model; None leaves it as it is.
     reason: why, in a few words.
-    own: the `attn_implementation` that the model came with, which ways without one set back.
+    native: the `attn_implementation` that the model came with; backends without one set it back.
     slower: kernels that fit the model too, from fast to slow, for when this one fails the check.
     """
 
     backend: str
     implementation: str | None
     reason: str
-    own: str | None = field(default=None, compare=False, repr=False)
+    native: str | None = field(default=None, compare=False, repr=False)
     slower: tuple["AttentionChoice", ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -136,25 +136,26 @@ def resolve_attention(
             f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
         )
     needs = _needs(model, device, dtype)
-    own = _own_implementation(model)
+    native = _native_implementation(model)
     indexed = _indexed(model)
     if attention == "auto":
         choice = indexed or _automatic(model, needs)
-        return replace(choice, own=own, slower=tuple(replace(k, own=own) for k in choice.slower))
+        slower = tuple(replace(kernel, native=native) for kernel in choice.slower)
+        return replace(choice, native=native, slower=slower)
     if indexed is not None and attention != indexed.backend:
         raise ValueError(
             f"attention={attention!r} cannot be exact on {type(model).__name__}: {indexed.reason}; "
             f"set attention='auto' or {indexed.backend!r}"
         )
-    if attention in OWN_ATTENTION:
-        return AttentionChoice(attention, None, f"attention={attention!r}", own)
+    if attention in NATIVE_ATTENTION:
+        return AttentionChoice(attention, None, f"attention={attention!r}", native)
     refusal, implementation, _ = _kernels(model, needs)[attention]
     if refusal:
         raise ValueError(
             f"attention={attention!r} cannot be exact on {type(model).__name__}: {refusal}; "
             "set attention='auto'"
         )
-    return AttentionChoice(attention, implementation, f"attention={attention!r}", own)
+    return AttentionChoice(attention, implementation, f"attention={attention!r}", native)
 
 
 def _kernels(model: Any, needs: _Needs) -> dict[str, tuple[str | None, str, str]]:
@@ -187,14 +188,14 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
 
     `model` may be wrapped by PEFT. Calls that are not packed stay as they were.
     """
-    base = inside_peft(model)
+    base = unwrap_peft(model)
     # The backbone builds the masks, and a fused LM head calls it without `base.forward`.
     backbone = getattr(base, "base_model", base)
     if type(backbone).__name__.endswith("DecoderWrapper"):  # bart and its kin call past it
         backbone = backbone.decoder
     for module in (model, base, backbone):
         unwrap_packed_calls(module)
-    set_implementation(base, choice.implementation or choice.own or _own_implementation(base))
+    set_implementation(base, choice.implementation or choice.native or _native_implementation(base))
     if choice.backend == explicit_mask.NAME:
         explicit_mask.mask_packed_calls(backbone)
     elif choice.backend in PADDED:
@@ -219,11 +220,11 @@ def _whole_model(model: Any, base: Any) -> Any:
     """Return the model that must see padded rows as a whole, or None if its backbone can."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return model  # puts virtual tokens in front of every row
-    return base if getattr(base.forward, "scores_own_logits", False) else None
+    return base if getattr(base.forward, "scores_native_logits", False) else None
 
 
 @contextmanager
-def own_attention(model: Any) -> Iterator[None]:
+def use_native_attention(model: Any) -> Iterator[None]:
     """Run `model` with the attention that it had before one of ours was installed.
 
     Some models ask for its name (``if implementation == "sdpa"``) and compute something else with
@@ -231,7 +232,7 @@ def own_attention(model: Any) -> Iterator[None]:
     """
     installed = current_implementation(model)
     restore_implementation(model)
-    set_implementation(model, _own_implementation(model))
+    set_implementation(model, _native_implementation(model))
     try:
         yield
     finally:
@@ -239,12 +240,12 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def attention_in_use(model: Any, choice: AttentionChoice) -> Iterator[None]:
+def use_attention(model: Any, choice: AttentionChoice) -> Iterator[None]:
     """Set the `attn_implementation` of `choice`, and give the model's back in the end.
 
     Outside, packed calls set it by themselves. Inside another one, it stays.
     """
-    base = inside_peft(model)
+    base = unwrap_peft(model)
     is_inside = isinstance(current_implementation(base), InstalledName)
     set_implementation(base, choice.implementation)
     try:
@@ -255,28 +256,28 @@ def attention_in_use(model: Any, choice: AttentionChoice) -> Iterator[None]:
 
 
 @contextmanager
-def backward_run_in_check(model: Any, *, training: bool | None) -> Iterator[list[str]]:
+def check_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     """Run one small backward in what calls `model`, if it trains by a kernel that is not ours.
 
     Yields what is wrong with it, empty as long as nothing is.
     """
-    implementation = current_implementation(inside_peft(model)) or ""
+    implementation = current_implementation(unwrap_peft(model)) or ""
     is_foreign = flash_attn.is_flash_attention(implementation) or implementation.startswith(
         torch_varlen.NAME
     )
-    trains = inside_peft(model).training if training is None else training
+    trains = unwrap_peft(model).training if training is None else training
     if is_foreign and trains:
-        with backward_run_once(implementation) as faults:
+        with run_backward_once(implementation) as faults:
             yield faults
     else:
         yield []
 
 
-def _own_implementation(model: Any) -> str | None:
+def _native_implementation(model: Any) -> str | None:
     """Return the `attn_implementation` that the model had before one of ours."""
     current = current_implementation(model)
     if isinstance(current, InstalledName):
-        return current.came_as
+        return current.native
     if current is None or not current.startswith(_OURS):
         return current
     return "eager" if current.endswith("eager") else "sdpa"  # loaded with ours

@@ -19,17 +19,17 @@ _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)
 
 
 class InstalledName(str):
-    """The name of an implementation; pickled and copied, it is `came_as`, the model's."""
+    """The name of an implementation; pickled and copied, it is `native`, the model's."""
 
-    came_as: str | None
+    native: str | None
 
-    def __new__(cls, name: str, came_as: str | None) -> "InstalledName":
+    def __new__(cls, name: str, native: str | None) -> "InstalledName":
         made = super().__new__(cls, name)
-        made.came_as = came_as
+        made.native = native
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ()) if self.came_as is None else (str, (str(self.came_as),))
+        return (type(None), ()) if self.native is None else (str, (str(self.native),))
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         return self.__reduce__()
@@ -51,8 +51,8 @@ def set_implementation(model: Any, implementation: str | None) -> None:
     for config, name in before:
         now = vars(config).get(_FIELD)
         if now is not None and now != name:
-            came_as = name.came_as if isinstance(name, InstalledName) else name
-            vars(config)[_FIELD] = now if now == came_as else InstalledName(now, came_as)
+            native = name.native if isinstance(name, InstalledName) else name
+            vars(config)[_FIELD] = now if now == native else InstalledName(now, native)
 
 
 def restore_implementation(model: Any) -> None:
@@ -60,7 +60,7 @@ def restore_implementation(model: Any) -> None:
     for config in _configs(model):
         name = vars(config).get(_FIELD)
         if isinstance(name, InstalledName):
-            vars(config)[_FIELD] = name.came_as
+            vars(config)[_FIELD] = name.native
 
 
 def _configs(model: Any) -> Iterator[Any]:

@@ -27,9 +27,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention.implementation import current_implementation, set_implementation
 from trl_packing.documents.host_row import BOUNDARIES
-from trl_packing.models.forward import unbound
-from trl_packing.models.neftune import embedding_documents
-from trl_packing.recognition.calls import _inner_calls_as_they_are, completed
+from trl_packing.models.forward import unbind_forward
+from trl_packing.models.neftune import announce_documents
+from trl_packing.recognition.calls import complete_arguments, leave_inner_calls_alone
 
 # (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
 PackedKernel = Callable[..., Tensor]
@@ -88,20 +88,20 @@ def wrap_packed_calls(
     """
     unwrap_packed_calls(module)
     before = vars(module).get("forward")
-    below = unbound(module.forward, module)
+    below = unbind_forward(module.forward, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cu_seq_lens_q") is None:
             kwargs |= _announced_boundaries
-        args, kwargs = completed(self, names, args, kwargs)
+        args, kwargs = complete_arguments(self, names, args, kwargs)
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
             return below(self, *args, **kwargs)
         if implementation is not None and current_implementation(self) != implementation:
             set_implementation(self, implementation)
         named = dict(zip(names, args, strict=False))
-        with embedding_documents(boundaries=kwargs["cu_seq_lens_q"]), _inner_calls_as_they_are():
+        with announce_documents(boundaries=kwargs["cu_seq_lens_q"]), leave_inner_calls_alone():
             return run(functools.partial(below, self), **named, **kwargs)
 
     forward.before_packed_calls = before  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 @contextmanager
-def backward_run_once(implementation: str) -> Iterator[list[str]]:
+def run_backward_once(implementation: str) -> Iterator[list[str]]:
     """Run one backward for every kind of call of the attention function `implementation`.
 
     Yields what is wrong with them: the kernel raises, a gradient is no number, or it reaches into

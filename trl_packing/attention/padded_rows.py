@@ -26,8 +26,8 @@ from trl_packing.attention.interface import wrap_packed_calls
 from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, is_trained, keep, sent
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.models.introspection import requires
-from trl_packing.models.neftune import embedding_documents
-from trl_packing.models.sharding import largest_if_sharded
+from trl_packing.models.neftune import announce_documents
+from trl_packing.models.sharding import all_reduce_max_if_sharded
 
 NAME = "padded"
 EQUAL_LENGTHS = "equal_lengths"  # the same without padding
@@ -58,11 +58,11 @@ def pad_packed_calls(
         idle = rows[-1]._replace(
             is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
         )
-        rows += [idle] * (largest_if_sharded(len(rows), model) - len(rows))
+        rows += [idle] * (all_reduce_max_if_sharded(len(rows), model) - len(rows))
         outputs = []
         for row in rows:
             _forget_longer_documents(model)
-            with embedding_documents(row_lengths=row.is_real.sum(1)):
+            with announce_documents(row_lengths=row.is_real.sum(1)):
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
         return _joined(outputs, rows, batch.get("labels"))
 

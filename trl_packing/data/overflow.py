@@ -38,6 +38,7 @@ from trl_packing.documents.arrow import (
     token_lists,
 )
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.packing.bins import find_strategy
 
 
 @dataclass(frozen=True)
@@ -223,11 +224,10 @@ def overflow_of(args: SFTConfig, packing: bool) -> Overflow:
             f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or "
             "'keep_end'"
         )
-    policy = PackingOptions.of(args).overflow
-    if packing and args.packing_strategy == "wrapped":
-        policy = "wrapped"
-    elif policy is None:
-        policy = "split" if packing and args.packing_strategy == "bfd_split" else "truncate"
+    implied = find_strategy(args.packing_strategy).overflow if packing else None
+    policy = PackingOptions.of(args).overflow or implied or "truncate"
+    if implied == "wrapped":
+        policy = implied
     if policy == "truncate" and args.truncation_mode == "keep_end":
         policy = "truncate_start"
     # With another policy documents are not TRL's anyway.

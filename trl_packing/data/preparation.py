@@ -37,7 +37,7 @@ from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, token_col
 from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_columns_of
 from trl_packing.documents.weight_columns import weights_of_documents
 from trl_packing.formatting.label_responses import ResponseLabeler, label_documents
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.formatting.row_format import (
     Supervision,
     formatting_of_one,
@@ -224,11 +224,11 @@ class Preparation:
         if not len(unfound):
             return None
         options = self.options
-        templates = Templates.of(
+        templates = ResponseTemplate.from_settings(
             self.tokenizer, options.response_template, options.instruction_template
         )
         ids = np.asarray(documents[int(unfound[0])]["input_ids"])
-        words = templates.unfound(len(unfound), len(trained), ids)
+        words = templates.not_found(len(unfound), len(trained), ids)
         if len(unfound) == len(trained):
             raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
         return f"{name} dataset: {words}"
@@ -245,7 +245,9 @@ class Preparation:
                     f"{options.response_template!r} is set: both say what is trained; remove one"
                 )
         return ResponseLabeler(
-            Templates.of(self.tokenizer, options.response_template, options.instruction_template)
+            ResponseTemplate.from_settings(
+                self.tokenizer, options.response_template, options.instruction_template
+            )
         )
 
     # --- what fits --------------------------------------------------------------------------------

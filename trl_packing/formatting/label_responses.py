@@ -9,7 +9,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.response_template import ResponseTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class ResponseLabeler:
     `num_seen` and `num_unfound` are documents, and those of them without the template.
     """
 
-    def __init__(self, templates: Templates):
+    def __init__(self, templates: ResponseTemplate):
         self.templates = templates
         self.num_seen = self.num_unfound = 0
 
@@ -32,7 +32,7 @@ class ResponseLabeler:
             return trained
         self.num_unfound += 1
         if str(self.num_unfound).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
-            logger.warning(self.templates.unfound(self.num_unfound, self.num_seen, input_ids))
+            logger.warning(self.templates.not_found(self.num_unfound, self.num_seen, input_ids))
         return np.zeros(len(input_ids), bool)
 
 
@@ -76,7 +76,7 @@ def label_documents(
     if not unfound.any():
         return labeled, None
     first = np.asarray(labeled[int(np.argmax(unfound > 0))]["input_ids"])
-    words = labeler.templates.unfound(int(unfound.sum()), int(seen.sum()), first)
+    words = labeler.templates.not_found(int(unfound.sum()), int(seen.sum()), first)
     if (unfound == seen).all():
         raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
     return labeled, f"{name} dataset: {words}"
@@ -92,7 +92,7 @@ _STREAM_COLUMNS = {
 _COUNTS = ("_documents_seen", "_documents_unfound")
 
 
-def _label_batch(batch: Mapping[str, Any], templates: Templates) -> dict[str, list[Any]]:
+def _label_batch(batch: Mapping[str, Any], templates: ResponseTemplate) -> dict[str, list[Any]]:
     labels, seen, unfound = [], [], []
     for documents in _documents_of(batch):
         trained = [templates.trained(ids) for ids in documents]

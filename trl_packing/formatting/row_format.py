@@ -27,13 +27,13 @@ from trl_packing.formatting.messages import (
     check_messages,
     is_sharegpt,
     messages_from_sharegpt,
-    tools_of,
+    tools_from_value,
     trained_messages,
     without_flags,
 )
 from trl_packing.formatting.printable import quote
-from trl_packing.formatting.prompt_template import PromptTemplate, field_of
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.prompt_template import PromptTemplate, field_text
+from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.formatting.tokenize import Rendered
 
 Row = Mapping[str, Any]
@@ -56,7 +56,7 @@ class Supervision:
     completion_only: bool = True
     assistant_only: bool = False
     train_on: str | None = None
-    answers: Templates | None = None
+    answers: ResponseTemplate | None = None
     prompt_template: PromptTemplate | None = None
     response_field: str = "response"
     formatting_func: Callable[[Row], str] | None = None
@@ -138,7 +138,7 @@ class Supervision:
     def _prompt_completion(self, row: Row) -> Rendered:
         if self.prompt_template is not None:
             prompt = self.prompt_template.prompt(row)
-            completion = field_of(row, self.response_field)
+            completion = field_text(row, self.response_field)
         else:
             prompt, completion = _string(row, "prompt"), _string(row, "completion")
         text = prompt + self._ended(completion)
@@ -203,7 +203,8 @@ class Supervision:
                 check_messages(messages, self.chat.source, what=name)
             lists.append(list(messages))
         context = Context(
-            tools_of(row.get("tools"), sharegpt=sharegpt), row.get("chat_template_kwargs") or {}
+            tools_from_value(row.get("tools"), sharegpt=sharegpt),
+            row.get("chat_template_kwargs") or {},
         )
         *prompt, rest = lists
         return [message for part in prompt for message in part], rest, context
@@ -332,9 +333,11 @@ def supervision_of(
     options = PackingOptions.of(args)
     answers = prompt_template = None
     if options.response_template is not None:
-        answers = Templates.of(tokenizer, options.response_template, options.instruction_template)
+        answers = ResponseTemplate.from_settings(
+            tokenizer, options.response_template, options.instruction_template
+        )
     if options.prompt_template is not None:
-        prompt_template = PromptTemplate.of(options.prompt_template, options.query_field)
+        prompt_template = PromptTemplate.from_setting(options.prompt_template, options.query_field)
         completion_only = args.completion_only_loss is not False
     train_on = options.train_on
     flagged = says_what_is_trained(first) if flagged is None else flagged

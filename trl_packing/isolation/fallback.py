@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from trl_packing.attention.backends import (
-    OWN_ATTENTION,
+    NATIVE_ATTENTION,
     AttentionChoice,
-    backward_run_in_check,
+    check_backward,
     install_attention,
 )
 from trl_packing.isolation.check import IsolationReport, check_isolation, stage_of
 from trl_packing.isolation.measure import Stage
-from trl_packing.models.sharding import largest_on_any_rank
+from trl_packing.models.sharding import all_reduce_max
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,11 @@ Found = IsolationReport | Refusal
 
 def with_fallbacks(choice: AttentionChoice) -> list[AttentionChoice]:
     """Return `choice` and the ways that come after it, from fast to slow."""
-    is_own = choice.backend in OWN_ATTENTION
-    slower = OWN_ATTENTION[OWN_ATTENTION.index(choice.backend) + 1 :] if is_own else OWN_ATTENTION
-    own = [AttentionChoice(backend, None, "", choice.own) for backend in slower]
-    return [choice, *choice.slower, *own]
+    first = 0
+    if choice.backend in NATIVE_ATTENTION:
+        first = NATIVE_ATTENTION.index(choice.backend) + 1
+    native = [AttentionChoice(name, None, "", choice.native) for name in NATIVE_ATTENTION[first:]]
+    return [choice, *choice.slower, *native]
 
 
 def install_first(model: nn.Module, ways: Sequence[AttentionChoice]) -> list[AttentionChoice]:
@@ -154,7 +155,7 @@ def check_backend(
     checked = model if wrapped is None else wrapped
     try:
         install_attention(model, way)
-        with backward_run_in_check(model, training=options.get("training")) as faults:
+        with check_backward(model, training=options.get("training")) as faults:
             report = check_isolation(checked, documents, attention=str(way), **options)
     except torch.OutOfMemoryError:
         raise
@@ -183,7 +184,7 @@ _VERDICTS = ("isolated", "inconclusive", "leaks", "refused")
 def _worst_of_ranks(found: Found, model: nn.Module) -> Found:
     """Return `found`, or what is worse on another rank: whoever goes on alone waits for ever."""
     own = _VERDICTS.index(found.verdict)
-    worst = largest_on_any_rank(own, model)
+    worst = all_reduce_max(own, next(model.parameters()).device)
     if worst == own:
         return found
     if isinstance(found, Refusal) or _VERDICTS[worst] == "refused":

@@ -23,9 +23,9 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.isolation.check import check_fused_head
 from trl_packing.isolation.fallback import Found, install_first, install_first_exact, with_fallbacks
 from trl_packing.isolation.messages import why_not_exact
-from trl_packing.loss.lm_head import use_own_head
-from trl_packing.models.introspection import inside_peft, length_constants
-from trl_packing.models.sharding import announce_head, largest_on_any_rank
+from trl_packing.loss.lm_head import use_native_head
+from trl_packing.models.introspection import length_constants, unwrap_peft
+from trl_packing.models.sharding import all_reduce_max, announce_head
 from trl_packing.packing.collator import PackedCollator
 
 logger = get_logger(__name__)
@@ -65,7 +65,7 @@ class IsolationGuard:
     @property
     def base_model(self) -> Any:
         """The transformers model inside PEFT's."""
-        return inside_peft(self.model)
+        return unwrap_peft(self.model)
 
     def check_head(self, wrapped: Any) -> None:
         """Score the model's own logits where TRL's fused LM head computes something else."""
@@ -73,12 +73,13 @@ class IsolationGuard:
         if self._head_is_checked:
             return
         # All ranks or none: the two heads do not gather the same parameters in the same order.
-        if largest_on_any_rank(int(not check_fused_head(wrapped)), self.model):
+        misses = int(not check_fused_head(wrapped))
+        if all_reduce_max(misses, next(self.model.parameters()).device):
             logger.warning(
                 f"TRL's fused LM head computes another loss than {type(self.base_model).__name__},"
                 " whose head is more than a matrix: training on the model's own logits"
             )
-            use_own_head(self.base_model)
+            use_native_head(self.base_model)
         self._head_is_checked = True
 
     def ensure(
@@ -143,7 +144,7 @@ class IsolationGuard:
         fails = found.verdict in ("leaks", "refused")
         if fails and not self.packing_requested and not named:
             logger.warning(f"{found}: rows are padded, as in TRL")
-            padded = AttentionChoice("padded", None, "nothing is exact on this model", way.own)
+            padded = AttentionChoice("padded", None, "nothing is exact on this model", way.native)
             install_attention(self.model, padded)
             return padded
         message = why_not_exact(self.base_model, way, found, named=named)

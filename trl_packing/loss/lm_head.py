@@ -30,9 +30,9 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from trl_packing.documents.host_row import is_trained, known, on_host, sent
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.models.forward import unbound
+from trl_packing.models.forward import unbind_forward
 from trl_packing.models.sharding import unshard_head
-from trl_packing.recognition.calls import completed
+from trl_packing.recognition.calls import complete_arguments
 
 # Logits of a chunk: 2**26 float32 are 256 MiB.
 _CHUNK_ELEMENTS = 2**26
@@ -55,7 +55,7 @@ def add_trained_positions_head(model: Any) -> None:
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         head = self.get_output_embeddings()
-        args, kwargs = completed(self, names, args, kwargs)
+        args, kwargs = complete_arguments(self, names, args, kwargs)
         if fused_lm_head:
             unshard_head(head)
         if not fused_lm_head or kwargs.get("shift_labels") is not None or _is_trl_s(head, kwargs):
@@ -75,7 +75,7 @@ def add_trained_positions_head(model: Any) -> None:
     model.forward = MethodType(forward, model)
 
 
-def use_own_head(model: Any) -> None:
+def use_native_head(model: Any) -> None:
     """Let ``model(..., labels=labels, fused_lm_head=True)`` score the model's own logits.
 
     For models whose head is more than a matrix; the output is as of `add_trained_positions_head`.
@@ -84,7 +84,7 @@ def use_own_head(model: Any) -> None:
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        args, kwargs = completed(self, names, args, kwargs)
+        args, kwargs = complete_arguments(self, names, args, kwargs)
         if not fused_lm_head:
             return below(self, *args, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
@@ -94,7 +94,7 @@ def use_own_head(model: Any) -> None:
         return output
 
     # Scoring then runs the whole model, not its backbone: `install_attention` asks.
-    forward.scores_own_logits = True  # type: ignore[attr-defined]
+    forward.scores_native_logits = True  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
 
 
@@ -104,7 +104,7 @@ def _names(model: Any) -> list[str]:
 
 def _below(model: Any) -> Any:
     """Return the forward of `model` as a function of the model, for its copies too."""
-    return unbound(model.forward, model)
+    return unbind_forward(model.forward, model)
 
 
 @torch.compiler.disable

@@ -41,7 +41,7 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.loss.evaluation import EvaluationSums, Sources
 from trl_packing.loss.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
-from trl_packing.models.neftune import embedding_documents
+from trl_packing.models.neftune import announce_documents
 
 
 def scaled_weights(weights: Tensor, scale: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class WeightedMeanTrainer(SFTTrainer):
         if self._hides_number_of_items():
             self._num_items, num_items_in_batch = num_items_in_batch, None
         try:
-            with embedding_documents(boundaries=inputs.get("cu_seq_lens_q")):
+            with announce_documents(boundaries=inputs.get("cu_seq_lens_q")):
                 return super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._num_items = None
@@ -314,7 +314,7 @@ class WeightedMeanTrainer(SFTTrainer):
             seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
         inputs = for_kernels(inputs)
         with (
-            embedding_documents(boundaries=inputs.get("cu_seq_lens_q")),
+            announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
             self._auxiliary_loss_weighted(inputs, num_items_in_batch),
             weighted_loss(self, model, weights, scale, seen) as weighted,
         ):

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from trl_packing.models.introspection import inside_peft, layer_config, layer_values
+from trl_packing.models.introspection import layer_config, layer_values, unwrap_peft
 
 TERA = 10**12
 
@@ -138,7 +138,7 @@ def model_flops(model: Any) -> ModelFlops:
     other kinds, experts of unknown number.
     """
     _check_adapters(model)
-    base = inside_peft(model)
+    base = unwrap_peft(model)
     config = base.config
     if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
         raise NotCountable("the model is more than a decoder of text")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def unbound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+def unbind_forward(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """Return `forward` of `module` as a function of the module too.
 
     Bound, it would run the weights of this very module in a copy of it.
@@ -36,7 +36,7 @@ def _following(function: Any, module: nn.Module) -> Callable[..., Any]:
         if self is module:
             return function(self, *args, **kwargs)
         of_copy = tuple(
-            CellType(MethodType(unbound(x, module), self))
+            CellType(MethodType(unbind_forward(x, module), self))
             if isinstance(x, MethodType) and x.__self__ is module
             else cell
             for x, cell in zip(held, cells, strict=True)

@@ -94,7 +94,7 @@ def _positive(values: Any) -> set[int]:
     return {int(value) for value in values if isinstance(value, (int, float)) and value > 0}
 
 
-def inside_peft(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
     """Return the transformers model that PEFT wraps, or `model`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -105,7 +105,7 @@ def requires(model: nn.Module, argument: str) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def unwrapped(model: Any) -> nn.Module:
+def unwrap_model(model: Any) -> nn.Module:
     """Return the model inside DDP, DeepSpeed, torch.compile and PEFT."""
     while True:
         inner = getattr(model, "_orig_mod", None)

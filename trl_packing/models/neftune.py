@@ -25,7 +25,7 @@ _row_lengths: Tensor | None = None
 
 
 @contextmanager
-def embedding_documents(
+def announce_documents(
     *, boundaries: Tensor | None = None, row_lengths: Tensor | None = None
 ) -> Iterator[None]:
     """Tell the noise which documents the embeddings inside are of.

@@ -47,7 +47,7 @@ def unshard_head(head: Any) -> None:
         head.unshard()
 
 
-def check_engine_can_train(trainer: Any) -> None:
+def check_deepspeed_can_train(trainer: Any) -> None:
     """Raise ValueError if an evaluation has set ZeRO-3 up without an optimizer.
 
     `train` would stop in the first backward (transformers 5.23). FSDP2 and ZeRO-2 refuse such an
@@ -73,7 +73,7 @@ def keep_outputs_precise(accelerator: Any) -> None:
 
 
 @contextmanager
-def whole_model_saved(accelerator: Any) -> Iterator[None]:
+def gather_full_state_dict(accelerator: Any) -> Iterator[None]:
     """Let `Trainer.save_model` save a model that FSDP's sharded checkpoints leave out.
 
     transformers 5.23 returns without a file and without a message under SHARDED_STATE_DICT.
@@ -95,19 +95,23 @@ def is_sharded(model: nn.Module) -> bool:
     return sharded or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
 
 
-def largest_if_sharded(value: int, model: nn.Module) -> int:
-    """Return the largest value of all ranks where they make the same forwards, else `value`."""
+def all_reduce_max_if_sharded(value: int, model: nn.Module) -> int:
+    """Return the largest value of all ranks if they run the same forwards, else `value`."""
     if _is_alone() or not is_sharded(model):
         return value
-    return largest_on_any_rank(value, model)
+    return all_reduce_max(value, next(model.parameters()).device)
 
 
-def largest_on_any_rank(value: int, model: nn.Module) -> int:
-    """Return the largest of the values that all ranks pass; `model` says on which device."""
+def all_reduce_max(value: int, device: torch.device | None = None) -> int:
+    """Return the largest of the values that the ranks pass.
+
+    Args:
+        device: the device to reduce on; None reduces on the CPU and waits for no device.
+    """
     if _is_alone():
         return value
-    largest = torch.tensor(value, device=next(model.parameters()).device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=cpu_group() if device is None else None)
     return int(largest)
 
 
@@ -115,17 +119,8 @@ def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
-def largest_of_ranks(value: int) -> int:
-    """Return the largest of the values that the ranks pass, without touching a device."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return value
-    tensor = torch.tensor(value)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_group_of_cpus())
-    return int(tensor)
-
-
-def _group_of_cpus() -> Any:
-    """Return a group for tensors on the CPU: with NCCL the host would wait for the device."""
+def cpu_group() -> Any:
+    """Return a process group for CPU tensors; with NCCL, the host would wait for the device."""
     world = dist.group.WORLD
     if "cpu" in str(dist.get_backend_config(world)):
         return world

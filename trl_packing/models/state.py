@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trl_packing.models.introspection import unwrapped
+from trl_packing.models.introspection import unwrap_model
 from trl_packing.recognition.current_row import other_rows
 
 
@@ -37,7 +37,7 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, training: bool | None) -> Iterator[None]:
+def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
     """Set the mode, turn every random thing off, and put all state back in the end."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -46,7 +46,7 @@ def undisturbed(model: nn.Module, training: bool | None) -> Iterator[None]:
         # Probes of many lengths would use up a compiled model's recompilations.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(other_rows())  # probes are no rows of a step that is under way
-        stack.enter_context(state_restored(model))
+        stack.enter_context(restore_state(model))
         stack.enter_context(_without_autocast(model))
         if training is not None:
             model.train(training)
@@ -76,7 +76,7 @@ def _sets_chance(holder: Any, attribute: str) -> bool:
 
 
 @contextmanager
-def state_restored(model: nn.Module) -> Iterator[None]:
+def restore_state(model: nn.Module) -> Iterator[None]:
     """Restore buffers (rope frequencies, statistics), modes and attributes of all modules."""
     attributes = [(holder, dict(vars(holder))) for holder in _state_holders(model)]
     buffers = [
@@ -102,7 +102,7 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
     autocast is entered as ever, and the first module inside leaves it. FlashAttention needs half
     precision, so its models are left as they are.
     """
-    config = getattr(unwrapped(model), "config", None)
+    config = getattr(unwrap_model(model), "config", None)
     implementation = getattr(config, "_attn_implementation", None) or ""
     if "flash" in implementation or "varlen" in implementation:
         yield

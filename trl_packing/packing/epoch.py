@@ -210,7 +210,7 @@ class PackedSteps:
         of_full = np.diff(self.plan.offsets)[self.bins].sum(1)
         return max(int(of_full.max(initial=0)), max(map(len, self.last), default=0))
 
-    def documents_of(self, number: int) -> np.ndarray:
+    def documents_in_first(self, number: int) -> np.ndarray:
         """Return the documents of the first `number` micro-batches, in any order."""
         is_taken = np.zeros(len(self.plan), bool)
         is_taken[self.bins[:number]] = True
@@ -224,7 +224,7 @@ class PackedSteps:
         return np.concatenate([self.plan[i] for i in self.bins[index]])
 
 
-def packed_steps(
+def steps_from_plan(
     plan: PackingPlan,
     lengths: np.ndarray,
     *,

@@ -32,8 +32,8 @@ from trl_packing.documents.labels import (
     WEIGHT_COLUMN,
     document_labels,
 )
-from trl_packing.packing.bins import PackingPlan, pack
-from trl_packing.recognition.known_documents import know_documents_of
+from trl_packing.packing.bins import PackingPlan, find_strategy, pack
+from trl_packing.recognition.known_documents import remember_documents
 
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
 
@@ -96,7 +96,7 @@ class PackedDataset(torch.utils.data.Dataset):
         self.check(ModelLimits())
         self._enabled_where_pickled = False
         self.repack(0)
-        know_documents_of(self)
+        remember_documents(self)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
@@ -132,8 +132,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def repack(self, epoch: int) -> None:
         """Draw the rows of an epoch, as many in every one."""
-        # Order-dependent strategies plan once: their number of rows changes with the order.
-        epoch = 0 if self.strategy == "next_fit" else epoch
+        epoch = 0 if find_strategy(self.strategy).order_dependent else epoch
         seed = None if self.shuffle_seed is None else (self.shuffle_seed, epoch)
         self.plan: PackingPlan = pack(self.lengths, self.pack_len, self.strategy, seed)
         self._rows = _multiple_of(list(self.plan), self.rows_multiple_of)

@@ -31,14 +31,14 @@ from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.fallback import install_first, install_first_exact, with_fallbacks
 from trl_packing.isolation.messages import why_not_exact
 from trl_packing.isolation.probes import random_tokens
-from trl_packing.models.forward import unbound
-from trl_packing.models.introspection import inside_peft, length_constants, requires
-from trl_packing.models.neftune import embedding_documents, scale_noise_by_document
+from trl_packing.models.forward import unbind_forward
+from trl_packing.models.introspection import length_constants, requires, unwrap_peft
+from trl_packing.models.neftune import announce_documents, scale_noise_by_document
 from trl_packing.models.sharding import is_sharded
-from trl_packing.models.state import undisturbed
+from trl_packing.models.state import preserve_state
 from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models
 from trl_packing.plain_trainer.forward import next_token_loss, with_own_loss
-from trl_packing.recognition.current_row import completed_call, other_rows
+from trl_packing.recognition.current_row import complete_call, other_rows
 from trl_packing.recognition.packed_batch import VIRTUAL_TOKENS, packed_batch
 from trl_packing.versions import warn_of_untested_versions
 
@@ -74,7 +74,7 @@ def enable_packing(
     Raises TypeError for what is no model, ValueError for models and settings that cannot be packed
     exactly, RuntimeError if documents see each other whichever way they are run.
     """
-    base = inside_peft(model)
+    base = unwrap_peft(model)
     _check_model(base)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(VIRTUAL_TOKENS)
@@ -182,7 +182,7 @@ def _check_readable(base: Any, dataset: Any, documents: Sequence[np.ndarray]) ->
 def _forward_taken_off(model: nn.Module) -> Callable[..., Any] | None:
     """Take the forward of the instance off and return it as a function of the model."""
     forward = vars(model).pop("forward", None)
-    return None if forward is None else unbound(forward, model)
+    return None if forward is None else unbind_forward(forward, model)
 
 
 def _put_on_top(model: nn.Module, packing: _Packing) -> None:
@@ -204,11 +204,11 @@ def _forward(self: Any, packing: _Packing, *args: Any, **kwargs: Any) -> Any:
     named = dict(zip(names, args, strict=False)) | kwargs
     batch = packed_batch(self, named)
     if batch is None:  # maybe a row of ours whose boundaries a loss of the user's left out
-        completed = completed_call(self, named)
+        completed = complete_call(self, named)
         batch = None if completed is named else packed_batch(self, completed)
     if batch is not None:
         _check_once(self, packing, batch)
-        with embedding_documents(boundaries=batch["cu_seq_lens_q"]):
+        with announce_documents(boundaries=batch["cu_seq_lens_q"]):
             return with_own_loss(_below(self, packing), batch)
     with other_rows():  # its own calls, of parts of it or of its embeddings, are no packed ones
         if named.get("num_items_in_batch") is not None and not packing.class_takes_count:
@@ -238,7 +238,7 @@ def _precision(parameter: Tensor) -> torch.dtype:
 @torch.compiler.disable
 def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
     """Check what the calls before did not: another device, precision, mode or length."""
-    scale_noise_by_document(inside_peft(model))  # Trainer registers its hook when it trains
+    scale_noise_by_document(unwrap_peft(model))  # Trainer registers its hook when it trains
     kind, longest = _kind(model, training=model.training), int(batch["max_length_q"])
     constants = length_constants(model) if longest > packing.reach else []
     crossed = [c for c in constants if packing.reach <= c < longest]
@@ -274,7 +274,7 @@ def _check_once(model: Any, packing: _Packing, batch: dict[str, Any]) -> None:
 def _documents_of(model: Any, batch: dict[str, Any]) -> list[np.ndarray]:
     boundaries = batch["cu_seq_lens_q"].cpu().numpy()
     if batch.get("input_ids") is None:  # embedded: the check is about their lengths
-        draw = random_tokens(inside_peft(model), np.random.default_rng(0))
+        draw = random_tokens(unwrap_peft(model), np.random.default_rng(0))
         return [draw(int(length)) for length in np.diff(boundaries)]
     return np.split(batch["input_ids"][0].cpu().numpy(), boundaries[1:-1])
 
@@ -284,7 +284,7 @@ def _take_exact_way(
 ) -> None:
     """Install the first way that keeps documents apart. Raises RuntimeError if there is none."""
     device, dtype, training = kind
-    base = inside_peft(model)
+    base = unwrap_peft(model)
     choice = resolve_attention(base, packing.attention, device=device, dtype=dtype)
     ways = with_fallbacks(choice) if packing.attention == "auto" else [choice]
     if packing.isolation_check == "off":
@@ -344,7 +344,7 @@ def _check_loss(model: Any, base: Any) -> None:
         batch["position_ids"] = torch.arange(17)[None]
     device = next(model.parameters()).device
     batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
-    with undisturbed(model, training=True):
+    with preserve_state(model, training=True):
         output = model(**batch, labels=batch["input_ids"], return_dict=True)
         ours = float(next_token_loss(output.logits, batch["input_ids"]))
     own = float("nan") if output.loss is None else float(output.loss)

@@ -115,7 +115,7 @@ def _prompt_template(given: Any, query_field: str) -> PromptTemplate:
         return PromptTemplate(given.template, given.with_input, query_field)
     if isinstance(given, str):
         if not (given.endswith(".json") and os.path.isfile(given)):
-            return PromptTemplate.of(given, query_field)
+            return PromptTemplate.from_setting(given, query_field)
         given = json.loads(Path(given).read_text(encoding="utf-8"))
     parts = given if isinstance(given, Mapping) else vars(given)
     if "query_prompt" not in parts:

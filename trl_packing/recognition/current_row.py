@@ -2,7 +2,7 @@
 
     trainer      set_current_row(batch)                  before each micro-batch
     user's loss  model(input_ids=inputs["input_ids"])    says nothing of documents
-    the model    completed_call(model, call)             the same call with the row's boundaries
+    the model    complete_call(model, call)             the same call with the row's boundaries
 
 A call is of a row if its tokens are in the row's memory, the whole row or a part of it that begins
 with a document; or if it is as long as the current row (its tokens changed, or embedded). Any other
@@ -116,7 +116,7 @@ def other_rows() -> Iterator[None]:
 
 
 @torch.compiler.disable
-def completed_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
+def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     """Return the call as one on a packed row if its tokens are of one, else as it came.
 
     Args:

@@ -34,7 +34,7 @@ from trl_packing.data.stream import Document, check_lengths, take_counts
 from trl_packing.documents.labels import WEIGHT_COLUMN
 from trl_packing.documents.weights import document_weight, document_weights
 from trl_packing.packing.bins import pack
-from trl_packing.streaming.shards import Division, division_of
+from trl_packing.streaming.shards import ShardAssignment, assign_shards
 
 
 class Source:
@@ -233,7 +233,7 @@ class PackedStream(IterableDataset):
         *,
         rank: int = 0,
         reader: int = 0,
-        division: Division | None = None,
+        division: ShardAssignment | None = None,
         epoch: int = 0,
         place: Place | None = None,
         limits: ModelLimits = NO_LIMITS,
@@ -247,7 +247,7 @@ class PackedStream(IterableDataset):
         self.settings = settings
         self.rank = rank
         self.reader = reader
-        self.division = division or division_of(
+        self.division = division or assign_shards(
             documents, settings.num_ranks, 1, packs=settings.capacity is not None
         )
         self.epoch = epoch
@@ -335,10 +335,7 @@ class PackedStream(IterableDataset):
         bins = [[i] for i in rows]
         if len(loose):
             lengths = [max(1, len(documents[i]["input_ids"])) for i in loose]
-            if settings.strategy == "wrapped":  # pieces of a text laid end to end: in their order
-                plan = pack(lengths, settings.capacity, "next_fit")
-            else:
-                plan = pack(lengths, settings.capacity, settings.strategy, seed)
+            plan = pack(lengths, settings.capacity, settings.strategy, seed)
             bins += [loose[packed].tolist() for packed in plan]
         if seed is None:
             return bins

@@ -20,8 +20,8 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.dataset import check_not_empty
 from trl_packing.data.overflow import overflow_of
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
 
 _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 _PREPARATION_OPTIONS = (

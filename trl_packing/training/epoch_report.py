@@ -217,8 +217,7 @@ def training_sampler(
         num_ranks=ranks,
         rank=rank,
         accumulation=accumulation,
-        # The pieces of "bfd_split" are documents by the time of planning.
-        strategy=args.packing_strategy.removesuffix("_split"),
+        strategy=args.packing_strategy,
         seed=seed,
         shuffle=sampling != "sequential",
         sampling=sampling,

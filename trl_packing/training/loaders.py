@@ -28,12 +28,13 @@ from trl_packing.documents.weight_columns import (
     check_some_weight,
     weights_of_documents,
 )
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import Sources
 from trl_packing.loss.step_loss import check_weights_can_be_used
 from trl_packing.models.introspection import layer_values, text_config
+from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.collator import PackedCollator, WeightedPaddedCollator
-from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.recognition.current_row import (
@@ -246,7 +247,7 @@ class PackedLoaderTrainer(ResumingTrainer):
             rows=rows,
             num_ranks=ranks,
             rank=rank,
-            strategy=self.args.packing_strategy.removesuffix("_split"),
+            strategy=self.args.packing_strategy,
             shuffle=False,
             attention_cost=attention_cost(self._hidden_size),
             allow_idle_ranks=True,
@@ -289,7 +290,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         dataloader = parent()
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
         planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
-        self._room = planned.room if isinstance(planned, PackedBatchSampler) else None
+        self._room = planned.tokens_per_batch if isinstance(planned, PackedBatchSampler) else None
         self._follow_epochs(planned, dataloader.dataset)
         if isinstance(sampler, PackedBatchSampler):
             # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
@@ -373,8 +374,7 @@ class PackedLoaderTrainer(ResumingTrainer):
                 args.max_length if packing else None,
                 bins_per_batch=batch_size,
                 num_ranks=ranks,
-                # The pieces of "bfd_split" are documents by the time of packing.
-                strategy=args.packing_strategy.removesuffix("_split"),
+                strategy=find_strategy(args.packing_strategy).packs_as,
                 seed=seed if shuffles else None,
             ),
             self.data_collator,
@@ -451,7 +451,7 @@ class PackedLoaderTrainer(ResumingTrainer):
 
     def _with_shapes(self, bins: int, most_documents: int | None = None) -> PackedCollator:
         """Return the collator of micro-batches of `bins` bins, all of one shape."""
-        shapes = StaticShapes.of(
+        shapes = StaticShapes.for_model(
             self._gate.base_model,
             capacity=self.args.max_length,
             bins=bins,

@@ -20,7 +20,7 @@ from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.packing.sampler import PackedBatchSampler, RestOfEpoch
+from trl_packing.packing.sampler import PackedBatchSampler, ResumedEpoch
 from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord
 from trl_packing.training.metrics import MeasuredTrainer
 
@@ -94,13 +94,13 @@ class ResumingTrainer(MeasuredTrainer):
         running = sampler if rest is None else rest.sampler
         trained = record.trained[~record.before]
         if (began_whole or rest) and _holds(running, record.steps, trained):
-            sampler.rest = rest
+            sampler.resumed_epoch = rest
             return Resumption(record.epoch, record.steps)
-        sampler.rest = self._rest(record.epoch, record.trained)
-        epoch = record.epoch + (sampler.rest is None)
+        sampler.resumed_epoch = self._rest(record.epoch, record.trained)
+        epoch = record.epoch + (sampler.resumed_epoch is None)
         return Resumption(epoch, 0, is_planned_anew=True)
 
-    def _rest(self, epoch: int, trained: np.ndarray) -> RestOfEpoch | None:
+    def _rest(self, epoch: int, trained: np.ndarray) -> ResumedEpoch | None:
         """Return what `epoch` has left where it has `trained` those, None if that is nothing."""
         left = np.flatnonzero(~trained)
         if not len(left) or not self._fills_a_micro_batch(len(left)):
@@ -109,19 +109,19 @@ class ResumingTrainer(MeasuredTrainer):
         sampler.set_epoch(epoch)
         share = trained.sum() / len(left)
         behind = round(self._num_steps(len(sampler)) * share) * sampler.accumulation
-        return RestOfEpoch(epoch, left, sampler, behind)
+        return ResumedEpoch(epoch, left, sampler, behind)
 
     def _fills_a_micro_batch(self, num_documents: int) -> bool:
         """Whether something is left of so many documents, as `dataloader_drop_last` asks."""
         assert self._sampler is not None
-        return num_documents >= self._sampler.kept_together
+        return num_documents >= self._sampler.documents_multiple_of
 
     def _num_steps(self, num_micro_batches: int) -> int:
         """Return the optimizer steps of so many micro-batches of a rank."""
         return -(-num_micro_batches // self.args.gradient_accumulation_steps)
 
-    def _rest_of(self, epoch: int) -> RestOfEpoch | None:
-        rest = None if self._sampler is None else self._sampler.rest
+    def _rest_of(self, epoch: int) -> ResumedEpoch | None:
+        rest = None if self._sampler is None else self._sampler.resumed_epoch
         return rest if rest is not None and rest.epoch == epoch else None
 
     # --- what `Trainer` counts by itself ------------------------------------------------------
@@ -153,7 +153,7 @@ class ResumingTrainer(MeasuredTrainer):
         in_epoch = per_epoch
         if rest is not None:
             in_epoch = self._num_steps(len(rest))
-            behind += self._num_steps(rest.num_behind)
+            behind += self._num_steps(rest.num_skipped)
         if self.args.max_steps > 0:
             later = max(max_steps - step - (in_epoch - behind), 0)
             num_epochs = epoch + 1 + -(-later // per_epoch)
@@ -194,7 +194,7 @@ class ResumingTrainer(MeasuredTrainer):
             epoch, behind, _ = self._resumed
             rest = self._rest_of(epoch)
             skipped = behind * self.args.gradient_accumulation_steps
-            return epoch, skipped + (0 if rest is None else rest.num_behind)
+            return epoch, skipped + (0 if rest is None else rest.num_skipped)
         if skipped and self._record is not None and self._record.trained.any():
             raise ValueError(
                 "the checkpoint was saved within an epoch that was packed by its lengths; on a "
@@ -260,12 +260,12 @@ class ResumingTrainer(MeasuredTrainer):
         if steps >= self._num_steps(len(running)):
             epoch, steps = epoch + 1, 0
         elif rest is None:
-            trained[sampler.documents_of_steps(steps)] = True
+            trained[sampler.documents_in_first_steps(steps)] = True
         else:
             before[:] = True
             before[rest.documents] = False
             trained[before] = True
-            trained[rest.documents[rest.sampler.documents_of_steps(steps)]] = True
+            trained[rest.documents[rest.sampler.documents_in_first_steps(steps)]] = True
         return EpochRecord(
             global_step=self.state.global_step,
             epoch=epoch,
@@ -286,7 +286,7 @@ class ResumingTrainer(MeasuredTrainer):
 def _holds(sampler: PackedBatchSampler, steps: int, trained: np.ndarray) -> bool:
     """Whether the first `steps` optimizer steps of `sampler` hold the `trained` documents alone."""
     found = np.zeros(len(trained), bool)
-    found[sampler.documents_of_steps(steps)] = True
+    found[sampler.documents_in_first_steps(steps)] = True
     return np.array_equal(found, trained)
 
 

@@ -17,7 +17,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.formatting.label_responses import ResponseLabeler
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.packing.collator import PackedCollator
 
 
@@ -83,7 +83,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         self.ignore_index = ignore_index
         self.padding_free = padding_free
         self.labeler = ResponseLabeler(
-            Templates.of(self.tokenizer, response_template, instruction_template)
+            ResponseTemplate.from_settings(self.tokenizer, response_template, instruction_template)
         )
 
     @property
