@@ -33,8 +33,8 @@ from trl_packing.attention import block_mask as explicit_mask
 from trl_packing.attention.backends import AttentionChoice, install_attention
 from trl_packing.attention.interface import unwrap_packed_calls
 from trl_packing.isolation.fallback import install_first_exact, with_fallbacks
-from trl_packing.tools.compatibility import Measured, one_at_a_time, packed_step, tiny_documents
 from trl_packing.tools.tiny_models import tiny_model
+from trl_packing.tools.tiny_step import StepResult, one_at_a_time, packed_step, tiny_documents
 
 TOLERANCE = 1e-5
 LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here
@@ -43,7 +43,7 @@ WAYS = ["documents", "model", "mask", "padded", "equal_lengths"]
 
 
 @cache
-def truth(name: str) -> Measured:
+def truth(name: str) -> StepResult:
     return one_at_a_time(tiny_model(name), tiny_documents())
 
 
@@ -493,7 +493,7 @@ def behind_virtual_tokens(model):
         logits.append(output.detach())
         loss += nll.item()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Measured(torch.cat(logits), loss, gradients)
+    return StepResult(torch.cat(logits), loss, gradients)
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")

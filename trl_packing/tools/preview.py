@@ -24,6 +24,7 @@ from trl_packing.config import PackedSFTConfig
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.preparation import Preparation
 from trl_packing.documents.arrow import ArrowDocuments, token_columns_of
+from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.show import show_document
@@ -140,7 +141,7 @@ def plan(
     run = PreviewedRun.of(dataset, tokenizer, settings, model)
     args = run.args
     prepared, counts = run.documents()
-    columns = [*token_columns_of(prepared.column_names), "seq_lengths"]
+    columns = [*token_columns_of(prepared.column_names), SEQ_LENGTHS]
     documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
     sampler = training_sampler(
         documents,
