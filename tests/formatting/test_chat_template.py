@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Context
-from trl_packing.formatting.row_format import Supervision
+from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
@@ -183,9 +183,9 @@ def with_template(source: str) -> PreTrainedTokenizerFast:
 
 
 def prepared(chat: ChatTemplate, rows, train_on="assistant", **settings) -> list[dict[str, Any]]:
-    supervision = Supervision(chat, chat.tokenizer.eos_token, train_on=train_on, **settings)
+    row_format = RowFormat(chat, chat.tokenizer.eos_token, train_on=train_on, **settings)
     rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-    return list(documents_from_rows(Dataset.from_list(rows), supervision).with_format("numpy"))
+    return list(documents_from_rows(Dataset.from_list(rows), row_format).with_format("numpy"))
 
 
 def trained(chat: ChatTemplate, rows, train_on="assistant") -> list[list[str]]:

@@ -179,7 +179,7 @@ def test_a_stream_is_reported_when_it_is_read(tmp_path, capsys, caplog):
     read = trainer.packing_report.preparation
     assert f"a stream: read so far {read.before.documents} documents" in printed
     assert read.before.documents % 20 == 0
-    assert read.steps[0].concerned == read.before.documents / 2
+    assert read.stages[0].affected == read.before.documents / 2
     assert "20 documents (100.0%) do not end in a trained stop token" in read.notes[0]
 
 

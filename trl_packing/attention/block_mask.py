@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trl_packing.attention.interface import wrap_packed_calls
 from trl_packing.documents.boundaries import mask_from_document_ids
-from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, sent
+from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, to_device
 from trl_packing.models.introspection import layer_values, text_config
 
 NAME = "mask"
@@ -51,7 +51,7 @@ def packed_mask(
 
     def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
         ids = np.repeat(np.arange(len(lengths)), lengths)[None]
-        return mask_from_document_ids(sent(ids, device), window=window, dtype=dtype)
+        return mask_from_document_ids(to_device(ids, device), window=window, dtype=dtype)
 
     seq_lengths = np.asarray(seq_lengths)
 

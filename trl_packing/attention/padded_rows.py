@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.interface import wrap_packed_calls
-from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, is_trained, keep, sent
+from trl_packing.documents.host_row import (
+    BOUNDARIES,
+    cache_values,
+    host_boundaries,
+    is_trained,
+    to_device,
+)
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.models.introspection import requires
 from trl_packing.models.neftune import announce_documents
@@ -140,7 +146,9 @@ def _rows_of(group: list[int], boundaries: Sequence[int], device: torch.device) 
     is_real = token < ends
     token = np.minimum(token, ends - 1)
     real = np.flatnonzero(is_real)
-    return _Rows(sent(token, device), sent(is_real, device), len(real) < is_real.size, token, real)
+    return _Rows(
+        to_device(token, device), to_device(is_real, device), len(real) < is_real.size, token, real
+    )
 
 
 def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
@@ -151,7 +159,7 @@ def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str,
     made = {name: cells(value) for name, value in batch.items()}
     if made.get("labels") is not None:
         made["labels"] = made["labels"].masked_fill(~rows.is_real, IGNORE_INDEX)
-        keep(made["labels"], _is_trained(batch["labels"], rows))
+        cache_values(made["labels"], _is_trained(batch["labels"], rows))
     if rows.is_padded:
         made["attention_mask"] = rows.is_real.long()
     return made
@@ -198,11 +206,11 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     if any(p.shape[1] < longest for p, (_, longest) in zip(parts, shapes, strict=True)):
         return None
     values = [
-        part[:, part.shape[1] - longest :].flatten(0, 1)[sent(row.real, part.device)]
+        part[:, part.shape[1] - longest :].flatten(0, 1)[to_device(row.real, part.device)]
         for part, row, (_, longest) in zip(parts, rows, shapes, strict=True)  # behind virtual ones
     ]
     order = np.argsort(np.concatenate([row.on_host.ravel()[row.real] for row in rows]))
-    joined = torch.cat(values)[sent(order, parts[0].device)]
+    joined = torch.cat(values)[to_device(order, parts[0].device)]
     return joined if is_flat else joined[None]
 
 
@@ -218,9 +226,9 @@ def _joined_scores(parts: list[Tensor], rows: list[_Rows]) -> Tensor:
         behind = row.real[row.real % longest > 0]  # real cells that are not the first of their row
         cells = behind - behind // longest - 1  # of (rows, longest - 1)
         part = part[:, part.shape[1] - longest + 1 :]  # behind virtual tokens
-        scores.append(part.flatten(0, 1)[sent(cells, part.device)])
+        scores.append(part.flatten(0, 1)[to_device(cells, part.device)])
         targets.append(row.on_host.ravel()[behind])
-    at = sent(np.concatenate(targets) - 1, parts[0].device)
+    at = to_device(np.concatenate(targets) - 1, parts[0].device)
     return parts[0].new_zeros(num_tokens - 1).index_put((at,), torch.cat(scores))[None]
 
 

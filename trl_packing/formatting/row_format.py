@@ -40,7 +40,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Supervision:
+class RowFormat:
     """What the settings of a run say about which tokens are trained.
 
     completion_only, assistant_only, text_field: as TRL's config has them.
@@ -61,6 +61,53 @@ class Supervision:
     response_field: str = "response"
     formatting_func: Callable[[Row], str] | None = None
     calls_tools: bool = False
+
+    @classmethod
+    def from_args(
+        cls,
+        args: SFTConfig,
+        tokenizer: Any,
+        first: dict[str, Any],
+        *,
+        chat_template: str | None,
+        completion_only: bool,
+        formatting_func: Callable[[Any], str] | None = None,
+        flagged: bool | None = None,
+    ) -> "RowFormat":
+        """Return what `args` say about which tokens of rows like `first` are trained.
+
+        chat_template, completion_only: what TRL has made of `args` and the training set.
+        flagged: whether messages say whether they are trained; None: as those of `first` do.
+        Raises ValueError for templates that are empty or cannot be read.
+        """
+        options = PackingOptions.of(args)
+        answers = prompt_template = None
+        if options.response_template is not None:
+            answers = ResponseTemplate.from_settings(
+                tokenizer, options.response_template, options.instruction_template
+            )
+        if options.prompt_template is not None:
+            prompt_template = PromptTemplate.from_setting(
+                options.prompt_template, options.query_field
+            )
+            completion_only = args.completion_only_loss is not False
+        train_on = options.train_on
+        flagged = says_what_is_trained(first) if flagged is None else flagged
+        if train_on is None and isinstance(args, PackedSFTConfig) and flagged:
+            train_on = "assistant"
+        return cls(
+            ChatTemplate(tokenizer, chat_template),
+            tokenizer.eos_token,
+            text_field=args.dataset_text_field,
+            completion_only=completion_only,
+            assistant_only=args.assistant_only_loss,
+            train_on=train_on,
+            answers=answers,
+            prompt_template=prompt_template,
+            response_field=options.response_field,
+            formatting_func=formatting_func,
+            calls_tools=_calls_tools(tokenizer),
+        )
 
     def form(self, row: Row) -> str:
         """Return what kind of row it is.
@@ -277,7 +324,7 @@ def _string(row: Row, column: str) -> str:
     return value
 
 
-def formatting_of_one(
+def format_per_example(
     formatting_func: Callable[[Any], Any] | None, dataset: Dataset | IterableDataset
 ) -> Callable[[Any], Any] | None:
     """Return `formatting_func` as TRL calls it now: one example in, one text out.
@@ -312,50 +359,6 @@ def _format_one(formatting_func: Callable[[Any], Any], example: dict[str, Any]) 
             "(map the data set before, to make more or fewer)"
         )
     return texts[0]
-
-
-def supervision_of(
-    args: SFTConfig,
-    tokenizer: Any,
-    first: dict[str, Any],
-    *,
-    chat_template: str | None,
-    completion_only: bool,
-    formatting_func: Callable[[Any], str] | None = None,
-    flagged: bool | None = None,
-) -> Supervision:
-    """Return what `args` say about which tokens of rows like `first` are trained.
-
-    chat_template, completion_only: what TRL has made of `args` and the training set.
-    flagged: whether messages say whether they are trained; None: as those of `first` do.
-    Raises ValueError for templates that are empty or cannot be read.
-    """
-    options = PackingOptions.of(args)
-    answers = prompt_template = None
-    if options.response_template is not None:
-        answers = ResponseTemplate.from_settings(
-            tokenizer, options.response_template, options.instruction_template
-        )
-    if options.prompt_template is not None:
-        prompt_template = PromptTemplate.from_setting(options.prompt_template, options.query_field)
-        completion_only = args.completion_only_loss is not False
-    train_on = options.train_on
-    flagged = says_what_is_trained(first) if flagged is None else flagged
-    if train_on is None and isinstance(args, PackedSFTConfig) and flagged:
-        train_on = "assistant"
-    return Supervision(
-        ChatTemplate(tokenizer, chat_template),
-        tokenizer.eos_token,
-        text_field=args.dataset_text_field,
-        completion_only=completion_only,
-        assistant_only=args.assistant_only_loss,
-        train_on=train_on,
-        answers=answers,
-        prompt_template=prompt_template,
-        response_field=options.response_field,
-        formatting_func=formatting_func,
-        calls_tools=_calls_tools(tokenizer),
-    )
 
 
 def _calls_tools(tokenizer: Any) -> bool:

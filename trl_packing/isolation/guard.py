@@ -19,7 +19,8 @@ from trl_packing.attention.backends import AttentionChoice, install_attention, r
 from trl_packing.config import PackingOptions
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits, limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.isolation.check import check_fused_head
 from trl_packing.isolation.fallback import Found, install_first, install_first_exact, with_fallbacks
 from trl_packing.isolation.messages import why_not_exact
@@ -197,7 +198,7 @@ def probe_documents(
 
 def _documents_of(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield first token and length of each document; a packed row holds several."""
-    lengths = row.get("seq_lengths")
+    lengths = row.get(SEQ_LENGTHS)
     lengths = [len(row["input_ids"])] if lengths is None else lengths
     yield from (
         (end - length, length) for length, end in zip(lengths, accumulate(lengths), strict=True)
@@ -206,9 +207,9 @@ def _documents_of(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 
 def _places(dataset: Dataset, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return row, first token and length of every document; packed rows hold several."""
-    if "seq_lengths" not in dataset.column_names:
+    if not is_packed(dataset):
         return np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64), lengths
-    packed = [row["seq_lengths"] for row in ArrowDocuments(dataset, ["seq_lengths"])]
+    packed = [row[SEQ_LENGTHS] for row in ArrowDocuments(dataset, [SEQ_LENGTHS])]
     rows = np.repeat(np.arange(len(packed)), [len(row) for row in packed])
     starts = np.concatenate([np.cumsum(row) - row for row in packed])
     return rows, starts, np.concatenate(packed)
