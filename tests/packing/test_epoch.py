@@ -29,7 +29,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 def test_the_fullest_bin_is_halved_again_and_again(sizes, number):
     split = [documents.tolist() for documents in split_bins(bins_of(sizes), number)]
     assert split == slow_split(bins_of(sizes), number)
-    assert sorted(sum(split, [])) == list(range(sum(sizes)))
+    assert sorted(document for documents in split for document in documents) == [*range(sum(sizes))]
 
 
 @given(sizes=SIZES, number=st.integers(1, 30))
