@@ -1,6 +1,7 @@
 """Imports point one way: a folder may import only the folders above it in this table.
 
-A new folder adds its row here first. `docs/architecture.md` draws the table.
+A new folder adds its row here first. `python docs/pictures/draw.py` draws the table for
+docs/architecture.md.
 """
 
 import ast

@@ -28,12 +28,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
 from trl.trainer.utils import global_then_local_main_first
 
-from trl_packing.attention.backends import AttentionChoice, use_attention
+from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.install import use_attention
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.preparation import Preparation
 from trl_packing.data.stream import columns_kept
+from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
@@ -73,7 +75,7 @@ from trl_packing.training.epoch_report import (
     settings_in_steps,
     without_plan,
 )
-from trl_packing.training.loaders import WEIGHT_COLUMNS, PackedLoaderTrainer, columns_of
+from trl_packing.training.loaders import PackedLoaderTrainer, columns_of
 from trl_packing.training.malloc import pages_kept
 from trl_packing.training.metrics import ThroughputOnBar
 from trl_packing.versions import warn_of_untested_versions

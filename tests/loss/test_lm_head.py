@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_packing.documents.host_row import keep
+from trl_packing.documents.host_row import cache_values
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss import lm_head as head
 from trl_packing.loss.lm_head import add_trained_positions_head
@@ -370,7 +370,7 @@ def scored_rows(monkeypatch):
 def known_batch(share=0.5, rows=1):
     """A batch whose trained positions the host knows, as those of the trainer."""
     made = batch(share, rows)
-    keep(made["labels"], made["labels"].numpy() != IGNORE_INDEX)
+    cache_values(made["labels"], made["labels"].numpy() != IGNORE_INDEX)
     return made
 
 

@@ -31,8 +31,8 @@ from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.evaluation import EvaluationSums
 from trl_packing.loss.step_loss import WeightedLabelSmoother, scale_of_weights
 from trl_packing.recognition.current_row import set_current_row
-from trl_packing.tools.compatibility import tiny_documents
 from trl_packing.tools.tiny_models import tiny_model
+from trl_packing.tools.tiny_step import tiny_documents
 
 # --- a step ---------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ from trl_packing import (
 )
 from trl_packing.plain_trainer.dataset import enabled_models
 from trl_packing.tools import tiny_models as architectures
-from trl_packing.tools.compatibility import tiny_documents
+from trl_packing.tools.tiny_step import tiny_documents
 
 
 def first_step(model, dataset, folder, **options):

@@ -98,7 +98,7 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         peft_config=peft_config,
     )
     if own_head:
-        from trl_packing.attention.backends import install_attention
+        from trl_packing.attention.install import install_attention
 
         use_native_head(trainer._gate.base_model)
         install_attention(trainer.model, trainer.attention)
@@ -221,7 +221,7 @@ def test_what_is_not_on_the_device_is_no_wait(tmp_path, monkeypatch):
     "name", some(["documents", "padded rows", "explicit mask", "own head"], {"documents"})
 )
 def test_without_what_the_collator_knows_every_micro_batch_waits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.documents.host_row.keep_row", lambda *args: None)
+    monkeypatch.setattr("trl_packing.documents.host_row.cache_row", lambda *args: None)
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path, every=10, **RUNS[name])
     assert min(waits.of("trl_packing")) >= 2

@@ -92,7 +92,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
 
     @property
     def num_unfound(self) -> int:
-        return self.labeler.num_unfound
+        return self.labeler.num_not_found
 
     def labels_of(self, input_ids: Any) -> np.ndarray:
         """Return the labels ``(T,)`` int64 of one document, and count it."""

@@ -19,7 +19,8 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from trl_packing.attention.backends import AttentionChoice, install_attention, resolve_attention
+from trl_packing.attention.backends import AttentionChoice, resolve_attention
+from trl_packing.attention.install import install_attention
 from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.check import check_fused_head
 from trl_packing.isolation.fallback import (

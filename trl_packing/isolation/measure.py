@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.backends import use_native_attention
+from trl_packing.attention.install import use_native_attention
 from trl_packing.documents.host_row import for_kernels
-from trl_packing.documents.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.isolation.probes import SHORT, Probe
 from trl_packing.models.introspection import requires
 from trl_packing.models.state import restore_state
@@ -138,7 +138,7 @@ def _packed_batch(
 ) -> dict[str, Any]:
     with _at(Stage.COLLATOR):
         batch = collate(documents)
-    batch.pop(WEIGHT_COLUMN, None)  # for the loss, not for the model
+    batch.pop(TOKEN_WEIGHTS, None)  # for the loss, not for the model
     return _on(model, for_kernels(batch))
 
 

@@ -9,7 +9,8 @@ from datasets import Dataset, IterableDataset
 
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.models.introspection import length_constants
 
 _OF_STREAM = 16  # rows of a stream that are read
@@ -80,7 +81,7 @@ def _of_stream(
 
 def _documents_of_row(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield first token and length of each document; a packed row holds several."""
-    lengths = row.get("seq_lengths")
+    lengths = row.get(SEQ_LENGTHS)
     lengths = [len(row["input_ids"])] if lengths is None else lengths
     yield from (
         (end - length, length) for length, end in zip(lengths, accumulate(lengths), strict=True)
@@ -94,9 +95,9 @@ def _places(dataset: Dataset, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
         dataset: documents, or packed rows, which hold several documents each.
         lengths: tokens of each row.
     """
-    if "seq_lengths" not in dataset.column_names:
+    if not is_packed(dataset):
         return np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64), lengths
-    packed = [row["seq_lengths"] for row in ArrowDocuments(dataset, ["seq_lengths"])]
+    packed = [row[SEQ_LENGTHS] for row in ArrowDocuments(dataset, [SEQ_LENGTHS])]
     rows = np.repeat(np.arange(len(packed)), [len(row) for row in packed])
     starts = np.concatenate([np.cumsum(row) - row for row in packed])
     return rows, starts, np.concatenate(packed)

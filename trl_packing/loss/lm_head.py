@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from trl_packing.documents.host_row import is_trained, known, on_host, sent
+from trl_packing.documents.host_row import cached_values, is_cpu, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.models.forward import unbind_forward
 from trl_packing.models.sharding import unshard_head
@@ -131,12 +131,12 @@ def _trained_positions(labels: Tensor, device: torch.device) -> tuple[Tensor, Te
     """
     slots = np.flatnonzero(is_trained(labels)[:, 1:])
     at = slots + slots // max(labels.shape[1] - 1, 1)
-    return sent(at, device), sent(slots, device)
+    return to_device(at, device), to_device(slots, device)
 
 
 def _is_trl_s(head: Any, call: dict[str, Any]) -> bool:
     """Whether TRL's forward waits no longer than ours would, for what the host does not know."""
-    return _has_triton(head.weight) and known(call["labels"]) is None
+    return _has_triton(head.weight) and cached_values(call["labels"]) is None
 
 
 def _has_triton(weight: Tensor) -> bool:
@@ -249,7 +249,7 @@ class _TrainedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, scale, softcap):
         dtype = _compute_dtype(hidden)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        ctx.takes_all_now = on_host(hidden)  # only there can the backward look at its gradient
+        ctx.takes_all_now = is_cpu(hidden)  # only there can the backward look at its gradient
         if not ctx.takes_all_now:
             needs_weight = needs_bias = False
         log_probs, entropy = hidden.new_empty((2, len(hidden)), dtype=torch.float32)

@@ -34,10 +34,10 @@ from trl import SFTTrainer
 
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import (
-    DOCUMENT_WEIGHT_COLUMN,
     IGNORE_INDEX,
     SOURCE_IDS,
-    WEIGHT_COLUMN,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
 )
 from trl_packing.loss.evaluation import EvaluationSums, Sources
 from trl_packing.loss.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
@@ -96,8 +96,7 @@ class WeightedLabelSmoother(LabelSmoother):
 
 logger = get_logger(__name__)
 
-_WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
-_FOR_THE_LOSS = (WEIGHT_COLUMN, SOURCE_IDS)  # of a batch; the model is not given them
+_FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS)  # of a batch; the model is not given them
 
 
 def target_weights(batch: Mapping[str, Any]) -> Tensor:
@@ -106,7 +105,7 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
     0 where it is not trained; 1 where it is, if the batch has no `loss_weights`.
     """
     is_trained = batch["labels"][..., 1:] != IGNORE_INDEX
-    weights = batch.get(WEIGHT_COLUMN)
+    weights = batch.get(TOKEN_WEIGHTS)
     return is_trained.float() if weights is None else weights[..., 1:] * is_trained
 
 
@@ -125,9 +124,9 @@ def sum_of_weights(weights: Tensor) -> Tensor:
 
 def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) -> None:
     """Raise ValueError if `columns` hold weights and a function computes the loss without them."""
-    for column in _WEIGHT_COLUMNS:
+    for column in WEIGHT_COLUMNS:
         if compute_loss_func is not None and column in columns:
-            each = "token" if column == WEIGHT_COLUMN else "document"
+            each = "token" if column == TOKEN_WEIGHTS else "document"
             raise ValueError(
                 f"{column} says what each {each} counts, but compute_loss_func computes the loss "
                 f"without it; leave compute_loss_func out, or drop the column: "
@@ -211,7 +210,7 @@ def _of_scores(weights: Tensor, scores: Tensor) -> Tensor:
     virtual = scores.shape[1] - weights.shape[1]
     if virtual < 0 or len(scores) != len(weights):
         raise RuntimeError(
-            f"the model scored {tuple(scores.shape)} targets where {WEIGHT_COLUMN} are of "
+            f"the model scored {tuple(scores.shape)} targets where {TOKEN_WEIGHTS} are of "
             f"{tuple(weights.shape)}; drop the column to train this model"
         )
     return pad(weights.to(scores.device), (virtual, 0))
@@ -240,7 +239,7 @@ class WeightedMeanTrainer(SFTTrainer):
             return batches, num_items
         self._weight_scale = None
         # All ranks or none: one may have no document left, and then no weights in its batch.
-        weighs = self._trains_weighted or any(WEIGHT_COLUMN in batch for batch in batches)
+        weighs = self._trains_weighted or any(TOKEN_WEIGHTS in batch for batch in batches)
         weighs = weighs and num_items is not None
         if weighs or self.aux_loss_enabled:
             # They stay on the device: the host would wait for the step before.
@@ -259,9 +258,9 @@ class WeightedMeanTrainer(SFTTrainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Keep the weights as they are: DeepSpeed has floats cast to the dtype of the model."""
         prepared = super()._prepare_inputs(inputs)
-        if WEIGHT_COLUMN in inputs and not self._trl_path:
-            weights = inputs[WEIGHT_COLUMN]
-            prepared[WEIGHT_COLUMN] = weights.to(self.args.device, non_blocking=True)
+        if TOKEN_WEIGHTS in inputs and not self._trl_path:
+            weights = inputs[TOKEN_WEIGHTS]
+            prepared[TOKEN_WEIGHTS] = weights.to(self.args.device, non_blocking=True)
         return prepared
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:

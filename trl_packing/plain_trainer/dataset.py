@@ -26,10 +26,11 @@ from transformers import TrainerCallback
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
-    DOCUMENT_WEIGHT_COLUMN,
+    DOCUMENT_WEIGHT,
     IGNORE_INDEX,
     MASK_COLUMNS,
-    WEIGHT_COLUMN,
+    SEQ_LENGTHS,
+    TOKEN_WEIGHTS,
     document_labels,
 )
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
@@ -75,9 +76,9 @@ class PackedDataset(torch.utils.data.Dataset):
         rows_multiple_of: int = 1,
     ):
         columns = _column_names(dataset)
-        for column in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN, "seq_lengths"):
+        for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
             if column in columns:
-                what = "rows are packed already" if column == "seq_lengths" else "a plain loss has"
+                what = "rows are packed already" if column == SEQ_LENGTHS else "a plain loss has"
                 raise ValueError(
                     f"the data set has {column}: {what + (' none' * (column != 'seq_lengths'))}; "
                     f"take PackedSFTTrainer, or drop it: dataset.remove_columns({column!r})"

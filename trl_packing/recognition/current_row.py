@@ -25,9 +25,9 @@ from torch.nn.functional import pad
 from trl_packing.documents.boundaries import boundaries_of_row, document_ids_from_lengths
 from trl_packing.documents.host_row import (
     BOUNDARIES,
+    cached_values,
     host_boundaries,
-    known,
-    known_max_length,
+    longest_document,
     remember_row,
     rows_alive,
 )
@@ -241,11 +241,11 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     if call.get("past_key_values") is None:
         call = call | {"use_cache": False}
     if not isinstance(call.get("max_length_q"), int):
-        longest = known_max_length(boundaries)
+        longest = longest_document(boundaries)
         call = call | {"max_length_q": longest, "max_length_k": longest}
     for name, places in (("labels", boundaries[:-1]), ("shift_labels", boundaries[1:] - 1)):
         labels = call.get(name)
-        if torch.is_tensor(labels) and labels.dim() == 2 and known(labels) is None:
+        if torch.is_tensor(labels) and labels.dim() == 2 and cached_values(labels) is None:
             call = call | {name: _without_targets_at(labels, places)}
     return call
 

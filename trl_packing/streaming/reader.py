@@ -31,8 +31,8 @@ from torch.utils.data import IterableDataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, check_lengths, take_counts
-from trl_packing.documents.labels import WEIGHT_COLUMN
-from trl_packing.documents.weights import document_weight, document_weights
+from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_WEIGHTS
+from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.packing.bins import pack
 from trl_packing.streaming.shards import ShardAssignment, assign_shards
 
@@ -100,9 +100,9 @@ class Source:
 def check_weights(document: Document, which: str) -> None:
     """Raise ValueError, naming the document, if it has weights that cannot be: null ones, too."""
     document_weight(document, which)
-    if WEIGHT_COLUMN in document:
+    if TOKEN_WEIGHTS in document:
         try:
-            document_weights(document, len(document["input_ids"]))
+            token_weights(document, len(document["input_ids"]))
         except ValueError as problem:
             raise ValueError(f"{which}: {problem}") from None
 
@@ -330,7 +330,7 @@ class PackedStream(IterableDataset):
         settings, documents = self.settings, window.documents
         assert settings.capacity is not None
         seed = self._seed(window)
-        rows = [i for i, d in enumerate(documents) if d.get("seq_lengths") is not None]
+        rows = [i for i, d in enumerate(documents) if d.get(SEQ_LENGTHS) is not None]
         loose = np.setdiff1d(np.arange(len(documents)), rows)
         bins = [[i] for i in rows]
         if len(loose):

@@ -19,7 +19,7 @@ from trl.data_utils import get_dataset_column_names
 
 from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.dataset import check_not_empty
-from trl_packing.data.overflow import overflow_of
+from trl_packing.data.overflow import Overflow
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.collator import PackedCollator
 
@@ -85,7 +85,7 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
     """Raise ValueError for settings that packing cannot serve, and for an empty data set."""
     if isinstance(args, SFTConfig):
         check_options(args)
-        overflow_of(args, args.packing)
+        Overflow.from_args(args, args.packing)
     # One process has nobody to share batches with: there the trainer turns both off.
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):

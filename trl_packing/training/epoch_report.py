@@ -12,9 +12,9 @@ import numpy as np
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import PreparationCounts, _number
-from trl_packing.data.overflow import overflow_of
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.overflow import Overflow
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.packing.document_order import order_seed
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 
@@ -104,7 +104,7 @@ class PackingReport:
         read = self.preparation.before
         if not read.documents:
             return "counted as it is read"
-        return f"read so far {_number(read.documents, 'document')} · {read}"
+        return f"read so far {quantity(read.documents, 'document')} · {read}"
 
     def _plan(self) -> str:
         if self.bins is None:
@@ -147,7 +147,7 @@ class PackingReport:
         lines = []
         steps, size = self.steps_per_epoch, self.padded_documents_per_step
         if steps and self.padded_steps and size and steps != self.padded_steps:
-            padded = f"{_number(self.padded_steps, 'step')} of {_number(size, 'document')}"
+            padded = f"{quantity(self.padded_steps, 'step')} of {quantity(size, 'document')}"
             lines.append(f"padded       {padded}; documents_per_step={size} keeps them")
             if self.given_in_steps:
                 lines.append(f"             {self._in_epochs(steps, self.padded_steps)}")
@@ -159,7 +159,7 @@ class PackingReport:
             )
         if steps and steps < WARN_STEPS:
             lines.append(
-                f"             warning: {_number(steps, 'optimizer step')} an epoch; lower "
+                f"             warning: {quantity(steps, 'optimizer step')} an epoch; lower "
                 "max_length, per_device_train_batch_size or gradient_accumulation_steps, or set "
                 "documents_per_step, if the run has few epochs"
             )
@@ -194,7 +194,7 @@ def training_sampler(
     Raises ValueError for documents_per_step on rows that were packed before.
     """
     accumulation, options = args.gradient_accumulation_steps, PackingOptions.of(args)
-    per_step, rows = options.documents_per_step, "seq_lengths" in documents.columns
+    per_step, rows = options.documents_per_step, is_packed(documents)
     if rows and per_step is not None:
         raise ValueError(
             f"documents_per_step={per_step} cannot regroup rows that were packed before (they have "
@@ -237,7 +237,7 @@ def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int
         "per_device_train_batch_size": batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "max_length": args.max_length,
-        "overflow": overflow_of(args, packing).policy,
+        "overflow": Overflow.from_args(args, packing).policy,
         "packing": packing,
         "packing_strategy": args.packing_strategy,
         "documents_per_step": PackingOptions.of(args).documents_per_step,

@@ -21,12 +21,18 @@ from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
 from trl_packing.data.stream import columns_kept
 from trl_packing.data.unpack import unpack_rows
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
+from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, is_packed
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    SEQ_LENGTHS,
+    SOURCE_IDS,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
+)
 from trl_packing.documents.weight_columns import (
-    check_loss_weights,
     check_some_weight,
-    weights_of_documents,
+    check_token_weights,
+    document_weights_from_rows,
 )
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.isolation.guard import IsolationGuard
@@ -52,9 +58,8 @@ from trl_packing.training.set_afterwards import GivenLists, calls
 
 logger = get_logger(__name__)
 
-WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 
-_ROW_COLUMNS = (*TOKEN_COLUMNS, WEIGHT_COLUMN, "seq_lengths")
+_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, SEQ_LENGTHS)
 _EVALUATIONS = ("Evaluation", "test")  # how transformers calls them
 
 
@@ -89,14 +94,14 @@ class PackedLoaderTrainer(ResumingTrainer):
         present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
         check_weights_can_be_used(self.compute_loss_func, dataset.column_names)
         scalars = {}
-        if DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
+        if DOCUMENT_WEIGHT in dataset.column_names:
             which = "the prepared data set"
-            scalars[DOCUMENT_WEIGHT_COLUMN] = weights_of_documents(dataset, which)
+            scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, which)
         if self._sources is not None and description in _EVALUATIONS:
             scalars[SOURCE_IDS] = self._sources.ids
         documents = ArrowDocuments(dataset, present, scalars)
-        if WEIGHT_COLUMN in present:
-            check_loss_weights(documents)
+        if TOKEN_WEIGHTS in present:
+            check_token_weights(documents)
         if description == "Evaluation":  # a prediction needs no loss
             check_some_weight(documents)
         return documents
@@ -238,7 +243,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         if self._trl_path or not isinstance(eval_dataset, ArrowDocuments) or self._evaluates_padded:
             return super()._get_eval_sampler(eval_dataset)
         (ranks, rank), size = self._data_ranks(), self.args.eval_batch_size
-        rows = "seq_lengths" in eval_dataset.columns
+        rows = is_packed(eval_dataset)
         return PackedBatchSampler(
             eval_dataset.lengths(),
             self.args.max_length,
@@ -340,7 +345,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         if self._evaluates_padded and isinstance(chosen, IterableDataset):
             limits = self._gate.limits  # read packed, a stream is checked by its reader
             dataset = chosen = chosen.map(limits.checked, with_indices=True)
-        if self._evaluates_padded and "seq_lengths" in columns_of(chosen):
+        if self._evaluates_padded and SEQ_LENGTHS in columns_of(chosen):
             dataset = chosen = unpack_rows(chosen)
         self._sources = None if source_column is None else Sources.of(chosen, source_column)
         packed, size = self.data_collator, self.args.eval_batch_size
@@ -443,7 +448,7 @@ class PackedLoaderTrainer(ResumingTrainer):
         if not self._options.static_shapes:
             return
         most, dataset = None, self.train_dataset
-        if isinstance(dataset, Dataset) and "seq_lengths" not in dataset.column_names:
+        if isinstance(dataset, Dataset) and not is_packed(dataset):
             sampler = self._training_sampler(self._remove_unused_columns(dataset))
             most = sampler.most_documents()
         self.data_collator = self._packed_collator = self._with_shapes(self._train_batch_size, most)
@@ -528,7 +533,7 @@ def _has_weights(dataset: Any) -> bool:
 
 def _stream_columns(dataset: IterableDataset) -> list[str]:
     present = columns_of(dataset)
-    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT_COLUMN) if name in present]
+    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT) if name in present]
 
 
 def _as_it_is(batch: Any) -> Any:
