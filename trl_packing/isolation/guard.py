@@ -210,7 +210,9 @@ class IsolationGuard:
         self._head_is_checked = True
 
     def _resolve(self, precision: Precision) -> list[AttentionChoice]:
-        choice = resolve_attention(self.base_model, self._requested, **precision._asdict())
+        choice = resolve_attention(
+            self.base_model, self._requested, device=precision.device, dtype=precision.dtype
+        )
         return with_fallbacks(choice) if self._requested == "auto" else [choice]
 
     def _use(
