@@ -23,7 +23,7 @@ import numpy as np
 from machine import provenance, publish, table
 
 from trl_packing.packing.bins import PackingPlan, pack
-from trl_packing.packing.epoch import packed_steps
+from trl_packing.packing.epoch import steps_from_plan
 from trl_packing.packing.sampler import PackedBatchSampler
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
@@ -74,7 +74,7 @@ class Bins:
 
     def steps(self, ranks: int, window: int, *, accumulation: int = 1, seed: int = 0) -> np.ndarray:
         """Return the bins of all full steps, (steps, ranks × accumulation)."""
-        steps = packed_steps(
+        steps = steps_from_plan(
             self.plan,
             self.lengths,
             num_ranks=ranks,

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.compatibility import tiny_tokenizer
+from trl_packing.tools.tiny_step import tiny_tokenizer
 
 # (tokens a row, vocabulary, dtype, ratio that the project promises)
 CASES = [

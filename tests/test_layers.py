@@ -1,6 +1,7 @@
 """Imports point one way: a folder may import only the folders above it in this table.
 
-A new folder adds its row here first. `docs/architecture.md` draws the table.
+A new folder adds its row here first. `python docs/pictures/draw.py` draws the table for
+docs/architecture.md.
 """
 
 import ast
@@ -20,23 +21,23 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "documents": (set(), {"datasets", "numpy", "pyarrow", "torch"}),
     "recognition": ({"documents"}, {"numpy", "torch", "transformers"}),
     "models": ({"recognition"}, {"numpy", "torch", "transformers"}),
-    "config": ({"documents"}, {"trl"}),
+    "packing": ({"documents", "models"}, {"numpy", "torch", "transformers"}),
+    "config": ({"documents", "packing"}, {"trl"}),
     "attention": ({"documents", "models", "recognition"}, {"numpy", "torch", "transformers"}),
     "loss": (
         {"documents", "models", "recognition"},
         {"accelerate", "datasets", "numpy", "pyarrow", "torch", "transformers", "trl"},
     ),
     "formatting": (
-        {"config", "documents"},
-        {"accelerate", "datasets", "jinja2", "numpy", "pyarrow", "transformers", "trl"},
+        {"config", "documents", "packing"},
+        {"accelerate", "datasets", "jinja2", "numpy", "pyarrow", "torch", "transformers", "trl"},
     ),
-    "packing": ({"documents", "formatting", "models"}, {"numpy", "torch", "transformers"}),
     "data": (
-        {"config", "documents", "formatting", "models"},
+        {"config", "documents", "formatting", "models", "packing"},
         {"accelerate", "datasets", "numpy", "pyarrow", "torch", "trl"},
     ),
     "isolation": (
-        {"attention", "config", "data", "documents", "loss", "models", "packing"},
+        {"attention", "data", "documents", "loss", "models", "packing"},
         {"accelerate", "datasets", "numpy", "torch"},
     ),
     "streaming": ({"data", "documents", "models", "packing"}, {"datasets", "numpy", "torch"}),
@@ -46,11 +47,11 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "config",
             "data",
             "documents",
+            "formatting",
             "isolation",
             "loss",
             "models",
             "packing",
-            "recognition",
             "streaming",
         },
         {"accelerate", "datasets", "numpy", "safetensors", "torch", "transformers", "trl"},
@@ -76,6 +77,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "config",
             "data",
             "documents",
+            "formatting",
             "isolation",
             "loss",
             "models",
@@ -84,7 +86,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "training",
             "versions",
         },
-        {"accelerate", "datasets", "torch", "transformers", "trl"},
+        {"accelerate", "torch", "transformers", "trl"},
     ),
     "tools": (
         {

@@ -39,6 +39,26 @@ trainer = PackedSFTTrainer(
 print("loss", trainer.train().training_loss, trl_packing.__file__)
 """
 
+# Fails if a recipe can be imported as a top-level module.
+NO_TOP_LEVEL_RECIPE = """
+from importlib.util import find_spec
+found = [name for name in ("evaluation", "streaming", "full", "recipe_data") if find_spec(name)]
+assert found == [], found
+"""
+# A recipe that imports another one, which imports a third; then one run as a module.
+RECIPES_AS_MODULES = f"""
+import runpy, sys
+before = list(sys.path)
+import trl_packing.recipes.padding_free
+sys.argv = ["sft_packed.py", "--help"]
+try:
+    runpy.run_module("trl_packing.recipes.sft_packed", run_name="__main__", alter_sys=True)
+except SystemExit as done:
+    assert done.code == 0, done
+assert sys.path == before, sys.path
+{NO_TOP_LEVEL_RECIPE}
+"""
+
 
 def unwanted(names: list[str]) -> list[str]:
     """Return what a wheel must not carry: tests, caches, files beside the package."""
@@ -74,6 +94,19 @@ def test_recipes_are_found_as_modules_in_a_checkout():
     assert spec is not None
     assert spec.origin == str(ROOT / "recipes" / "sft_packed.py")
     assert importlib.util.find_spec("trl_packing.recipes.no_such_recipe") is None
+
+
+def test_recipes_as_modules_leave_the_import_path_as_it_was(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RECIPES_AS_MODULES]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_check_sees_recipes_on_the_import_path():
+    code = f"import sys; sys.path.append({str(ROOT / 'recipes')!r})\n{NO_TOP_LEVEL_RECIPE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "AssertionError: ['evaluation', 'streaming', 'full', 'recipe_data']" in done.stderr
 
 
 def test_the_check_sees_what_does_not_belong_in_a_wheel():
@@ -170,9 +203,7 @@ def test_the_wheel_works_outside_the_repository(python, tmp_path):
 
 @pytest.mark.slow
 def test_recipes_run_as_modules_outside_the_repository(python, tmp_path):
-    assert "--packing_strategy" in outside(
-        python, tmp_path, "-m", "trl_packing.recipes.sft_packed", "--help"
-    )
+    outside(python, tmp_path, "-c", RECIPES_AS_MODULES)
     every = [n.removesuffix(".py") for n in recipes() if re.fullmatch(r"\w+\.py", n)]
     imports = "; ".join(f"import trl_packing.recipes.{name}" for name in sorted(every))
     outside(python, tmp_path, "-c", imports)

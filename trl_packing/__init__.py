@@ -20,10 +20,10 @@ if TYPE_CHECKING:
         lengths_from_eos,
         position_ids_from_lengths,
     )
+    from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
     from trl_packing.isolation.check import check_isolation
     from trl_packing.packing.bins import PackingPlan, pack
     from trl_packing.packing.collator import DataCollatorWithFlattening, PackedCollator
-    from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
     from trl_packing.packing.sampler import PackedBatchSampler
     from trl_packing.plain_trainer.dataset import PackedDataset, RepackEveryEpoch
     from trl_packing.plain_trainer.enable import enable_packing
@@ -39,7 +39,7 @@ _HOME = {
     "PackedSFTConfig": "config",
     "PackedCollator": "packing.collator",
     "DataCollatorWithFlattening": "packing.collator",
-    "DataCollatorForCompletionOnlyLM": "packing.completion_only_collator",
+    "DataCollatorForCompletionOnlyLM": "formatting.completion_only_collator",
     "PackedBatchSampler": "packing.sampler",
     "pack": "packing.bins",
     "PackingPlan": "packing.bins",

@@ -1,14 +1,14 @@
 """The command `trl-packing`.
 
 trl-packing inspect --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl
-    documents with their trained tokens marked, and what preparation would lose
+    print documents with their trained tokens marked, and count what preparation would lose
 
 trl-packing plan --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl --ranks 8
-    what an epoch is made of: bins, optimizer steps, documents a step, against a padded run
+    print the bins, optimizer steps and documents a step of an epoch, beside those of a padded run
 
 trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 trl-packing verify --matrix --output docs/compatibility.md
-    does packing change what this model learns? Asked of a model, or of all
+    measure whether packing changes what a model learns, on one model or on every architecture
 """
 
 import argparse
@@ -25,11 +25,11 @@ from trl_packing.tools.exit_messages import message_of
 
 if TYPE_CHECKING:
     from trl_packing.attention.backends import AttentionChoice
-    from trl_packing.isolation.fallback import Found
+    from trl_packing.isolation.fallback import CheckResult
 
-# Help and typing errors take half a second: what a command needs is imported inside of it.
+# Libraries are imported inside the commands, so that `--help` and typing errors are quick.
 
-
+# `attention.backends.CHOICES`, written out here because importing it loads torch.
 ATTENTIONS = (
     "auto",
     "flash_attention_4",
@@ -45,13 +45,14 @@ ATTENTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status.
+    """Run the command.
 
-    0: done. 1: documents leak (verify), differ in silence (matrix), or no row could be shown
-    (inspect). 2: what was asked for cannot be done; one line on stderr says why.
+    Returns:
+        The exit status: 0 on success; 1 if documents leak or differ silently (verify), or no row
+        can be shown (inspect); 2 if the command cannot run, with the reason in one line on stderr.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know every character
+        if isinstance(stream, io.TextIOWrapper):  # the terminal may lack some characters
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     arguments, settings = parser.parse_known_args(argv)
@@ -79,27 +80,27 @@ def _parser() -> argparse.ArgumentParser:
         "inspect", help="print documents with their trained tokens marked", epilog=further
     )
     plan = commands.add_parser(
-        "plan", help="what an epoch is made of: bins, steps, what is lost", epilog=further
+        "plan", help="print the bins and optimizer steps of an epoch", epilog=further
     )
     for command in (inspect, plan):
-        command.add_argument("--model", required=True, help="whose tokenizer: a hub id or a folder")
-        command.add_argument("--data", required=True, help="a hub id, or a .json, .jsonl, .parquet")
+        command.add_argument("--model", required=True, help="hub id or folder of a tokenizer")
+        command.add_argument("--data", required=True, help="hub id, .json, .jsonl or .parquet")
         command.add_argument("--split", default="train")
     plan.add_argument("--ranks", type=int, default=1, help="data-parallel processes")
-    inspect.add_argument("--rows", type=int, nargs="+", help="which rows; default: the first three")
-    inspect.add_argument("--all", action="store_true", help="prepare all rows: what is lost")
+    inspect.add_argument("--rows", type=int, nargs="+", help="row numbers; default: 0 1 2")
+    inspect.add_argument("--all", action="store_true", help="count what all rows would lose")
     verify = commands.add_parser("verify", help="measure whether packed documents see each other")
-    what = verify.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="a hub id or a folder with a causal language model")
-    what.add_argument("--matrix", action="store_true", help="a tiny model of every architecture")
+    of_what = verify.add_mutually_exclusive_group(required=True)
+    of_what.add_argument("--model", help="causal language model: hub id or folder")
+    of_what.add_argument("--matrix", action="store_true", help="a tiny model of every architecture")
     verify.add_argument("--attention", default="auto", choices=ATTENTIONS, help="with --model")
     verify.add_argument("--dtype", default="float32", help="with --model: auto, bfloat16, ...")
-    verify.add_argument("--device", help="with --model: cpu, cuda, ...; default: cuda if there is")
-    verify.add_argument("--max-length", type=int, default=1024, help="longest document to probe")
-    verify.add_argument("--gradients", action="store_true", help="compare gradients too")
-    verify.add_argument("--only", nargs="+", metavar="NAME", help="with --matrix: these alone")
-    verify.add_argument("--processes", type=int, default=2, help="with --matrix")
-    verify.add_argument("--output", help="with --matrix: a Markdown file to write")
+    verify.add_argument("--device", help="with --model: cpu, cuda, ...; default: cuda if available")
+    verify.add_argument("--max-length", type=int, default=1024, help="with --model: longest probe")
+    verify.add_argument("--gradients", action="store_true", help="with --model: gradients too")
+    verify.add_argument("--only", nargs="+", metavar="NAME", help="with --matrix: only these")
+    verify.add_argument("--processes", type=int, default=2, help="with --matrix: workers")
+    verify.add_argument("--output", help="with --matrix: Markdown file to write")
     return parser
 
 
@@ -107,46 +108,44 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    from trl_packing.tools.preview import PreviewedRun, losses_of, show_rows_of
+    from trl_packing.tools.preview import preview_losses, preview_rows
+    from trl_packing.tools.previewed_run import PreviewedRun
 
-    rows, processing_class = _loaded(arguments, settings)
-    run = PreviewedRun.of(rows, processing_class, settings, arguments.model)
-    has_shown = False
-    for shown in show_rows_of(run, arguments.rows, color=sys.stdout.isatty()):
-        has_shown |= bool(shown.documents)
-        for text in shown.texts:
+    rows, processing_class = _load(arguments, settings)
+    run = PreviewedRun.from_settings(rows, processing_class, settings, arguments.model)
+    shows_documents = False
+    for preview in preview_rows(run, arguments.rows, color=sys.stdout.isatty()):
+        shows_documents |= bool(preview.documents)
+        for text in preview.texts:
             print(text, end="\n\n")
     if arguments.all:
-        print(losses_of(run), end="\n\n")
-    return 0 if has_shown else 1
+        print(preview_losses(run), end="\n\n")
+    return 0 if shows_documents else 1
 
 
 def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    from trl_packing.tools.preview import hidden_size_of, plan
+    from trl_packing.tools.preview import preview_epoch
+    from trl_packing.tools.previewed_run import PreviewedRun
+    from trl_packing.tools.settings import load_hidden_size
 
-    rows, processing_class = _loaded(arguments, settings)
-    report = plan(
-        rows,
-        processing_class,
-        settings,
-        ranks=arguments.ranks,
-        hidden_size=hidden_size_of(arguments.model, settings),
-        model=arguments.model,
-    )
-    print(report)
+    rows, processing_class = _load(arguments, settings)
+    run = PreviewedRun.from_settings(rows, processing_class, settings, arguments.model)
+    hidden_size = load_hidden_size(arguments.model, settings)
+    print(preview_epoch(run, ranks=arguments.ranks, hidden_size=hidden_size))
     return 0
 
 
-def _loaded(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any, Any]:
-    """Return the rows, and the tokenizer or processor that the trainer would load."""
+def _load(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any, Any]:
+    """Return the rows of the data set, and the tokenizer or processor that the trainer loads."""
     import datasets
 
     from trl_packing.data.dataset import load_rows
-    from trl_packing.tools.preview import load_processing_class
+    from trl_packing.tools.settings import load_processing_class
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it then raises
-    # Of options that TRL sets and transformers renames; there is nothing that a user could do.
+    # datasets logs the errors that it raises.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    # transformers warns about renamed options that TRL sets; the user cannot change them.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     processing_class = load_processing_class(arguments.model, settings)
     return load_rows(arguments.data, arguments.split), processing_class
@@ -161,7 +160,7 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging as transformers_logging
 
     from trl_packing.attention.backends import resolve_attention
-    from trl_packing.isolation.fallback import judge_way, ways_from
+    from trl_packing.isolation.fallback import check_backend, with_fallbacks
 
     _check_probe(arguments)
     transformers_logging.disable_progress_bar()
@@ -169,8 +168,8 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(device)
     first = resolve_attention(model, arguments.attention)
     print(f"{arguments.model}: {type(model).__name__}, {model.dtype}, {device}\n")
-    for way in ways_from(first) if arguments.attention == "auto" else [first]:
-        found = judge_way(
+    for way in with_fallbacks(first) if arguments.attention == "auto" else [first]:
+        found = check_backend(
             model,
             way,
             training=True,
@@ -181,15 +180,15 @@ def _verify_model(arguments: argparse.Namespace) -> int:
         if found:
             print(f"\nTraining on packed documents is exact with attention={way.backend!r}.")
             return 0
-    print("\nNo way keeps the documents of a packed row apart on this model.")
+    print("\nNo attention backend keeps the documents of a packed row apart on this model.")
     return 1
 
 
 def _check_probe(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what a model cannot be loaded with, before it is loaded."""
+    """Raise ValueError for options that would fail after the model has been loaded."""
     import torch
 
-    from trl_packing.tools.preview import check_path_exists
+    from trl_packing.tools.settings import check_path_exists
 
     check_path_exists("--model", arguments.model)
     dtype = arguments.dtype
@@ -204,7 +203,7 @@ def _check_probe(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--device {arguments.device} cannot be used: {error}") from error
 
 
-def _line(way: "AttentionChoice", found: "Found") -> str:
+def _line(way: "AttentionChoice", found: "CheckResult") -> str:
     from trl_packing.isolation.fallback import Refusal
 
     if isinstance(found, Refusal):
@@ -236,12 +235,12 @@ def _verify_all(arguments: argparse.Namespace) -> int:
     verdicts = []
     for verdict in judge_all(chosen, processes=arguments.processes):
         verdicts.append(verdict)
-        print(f"{verdict.name:28} {verdict.outcome:10} {verdict.way:14} {verdict.reason[:90]}")
+        print(f"{verdict.name:28} {verdict.outcome:10} {verdict.backend:14} {verdict.reason[:90]}")
     print(f"\n{summary(verdicts)}")
     if arguments.output:
         text = f"{_HEADER}\n{summary(verdicts)}\n\n{table(verdicts)}\n{_provenance()}"
         Path(arguments.output).write_text(text)
-    # The negative control: without the check, leaking models must be seen to leak.
+    # The negative control: packed by TRL, leaking models must be reported as different.
     blind = arguments.only is None and not any(v.by_trl.startswith("differs") for v in verdicts)
     return 1 if blind or any(v.is_silent_difference for v in verdicts) else 0
 
@@ -249,14 +248,15 @@ def _verify_all(arguments: argparse.Namespace) -> int:
 _HEADER = """# Compatibility
 
 `trl-packing verify --matrix` trains one packed optimizer step of a tiny random model of every
-causal language model architecture that transformers knows, vision-language models on text among
-them, and compares logits, loss and every gradient with the same documents one at a time.
+causal language model architecture that transformers knows (vision-language models on text
+included), and compares logits, loss and every gradient with the same documents one at a time.
 
-    way           documents: a kernel that takes boundaries; model: its own mask from position_ids;
-                  mask: an explicit 4-D mask; padded, equal_lengths: rows of the same documents
+    backend       documents: a kernel that takes boundaries; model: the model's mask from
+                  position_ids; mask: an explicit 4-D mask; padded, equal_lengths: padded rows of
+                  the same documents
     logits, ...   largest difference from one document at a time, relative to the largest value
-    may be        what rounding may do to this model
-    by TRL        what TRL's padding-free batch does to the untouched model (log-probabilities)
+    tolerance     the largest difference that rounding explains on this model
+    by TRL        the same, for TRL's padding-free batch on the untouched model (log-probabilities)
 """
 
 

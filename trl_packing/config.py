@@ -9,8 +9,8 @@ from typing import Any
 from trl import SFTConfig
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
+from trl_packing.packing.bins import STRATEGIES
 
-STRATEGIES = ("bfd", "bfd_split", "next_fit", "greedy", "wrapped")
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
 ISOLATION_CHECKS = ("error", "warn", "off")
 TRAIN_ON = ("assistant", "last_assistant", "all")
@@ -41,7 +41,7 @@ class PackedSFTConfig(SFTConfig):
         "How documents are packed: 'bfd' (best-fit decreasing over the whole set), 'bfd_split' "
         "(the same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), 'wrapped' "
         "(laid end to end and cut at max_length; the pieces stay isolated).",
-        STRATEGIES,
+        tuple(STRATEGIES),
     )
     overflow: str | None = _choice(
         None,
@@ -193,7 +193,7 @@ def check_options(args: Any) -> None:
     options = PackingOptions.of(args)
     _check_types(args)
     choices = {
-        "packing_strategy": (args.packing_strategy, STRATEGIES),
+        "packing_strategy": (args.packing_strategy, tuple(STRATEGIES)),
         "overflow": (options.overflow, (None, *OVERFLOWS)),
         "isolation_check": (options.isolation_check, ISOLATION_CHECKS),
         "train_on": (options.train_on, (None, *TRAIN_ON)),

@@ -30,27 +30,27 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from trl_packing.attention.backends import AttentionChoice, attention_in_use
+from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.install import use_attention
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.preparation import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, host_row
-from trl_packing.documents.labels import WEIGHT_COLUMN
-from trl_packing.documents.weight_columns import check_some_weight
-from trl_packing.isolation.guard import IsolationGate
+from trl_packing.documents.labels import WEIGHT_COLUMNS
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.step_loss import StepLoss
-from trl_packing.models.neftune import embedding_documents, scale_noise_by_document
+from trl_packing.models.neftune import announce_documents, scale_noise_by_document
 from trl_packing.models.sharding import (
-    check_engine_can_train,
+    check_deepspeed_can_train,
     forget_evaluation_wrapper,
+    gather_full_state_dict,
     keep_outputs_precise,
-    whole_model_saved,
 )
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.recognition.current_row import (
     AnnouncedBatches,
     AnnouncedLoader,
@@ -74,7 +74,6 @@ from trl_packing.training.arguments import (
 )
 from trl_packing.training.checkpoints import check_resumable, checkpoint_to_resume, write_whole
 from trl_packing.training.collators import RunCollators
-from trl_packing.training.columns import WEIGHT_COLUMNS, documents_of
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.loaders import PackedLoaders
 from trl_packing.training.malloc import keep_freed_pages
@@ -232,13 +231,14 @@ class PackedSFTTrainer(SFTTrainer):
     def _build_packed_run(self, collator: PackedCollator | None, *, takes_count: bool) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         args, options, rows = self.args, self._options, self._pad_to_multiple_of()
-        self._guard = guard = IsolationGate(
+        self._guard = guard = IsolationGuard(
             self.model,
-            options,
-            asked=self._packing_requested(),
-            device=args.device,
-            dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+            attention=options.attention,
+            isolation_check=options.isolation_check,
+            packing_requested=self._packing_requested(),
         )
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        guard.select_backend(Precision(args.device.type, dtype))
         if collator is None:
             collator = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
         self._collators = collators = RunCollators(
@@ -306,7 +306,7 @@ class PackedSFTTrainer(SFTTrainer):
         """Restore the model's `attn_implementation` at the end of the block."""
         if self._run_path.reason:
             return nullcontext()
-        return attention_in_use(self.model, self.attention)
+        return use_attention(self.model, self.attention)
 
     # --- data sets ----------------------------------------------------------------------------
 
@@ -366,13 +366,7 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Read documents from Arrow, instead of removing columns and making lists."""
-        is_evaluated = description in ("Evaluation", "test")  # transformers' words
-        sources = self._loaders.sources if is_evaluated else None
-        ids = None if sources is None else sources.ids
-        documents = documents_of(dataset, self.compute_loss_func, ids)
-        if description == "Evaluation":  # a prediction needs no loss
-            check_some_weight(documents)
-        return documents
+        return self._loaders.documents(dataset, description)
 
     @packed_runs_only
     def _set_signature_columns_if_needed(self) -> None:
@@ -415,7 +409,13 @@ class PackedSFTTrainer(SFTTrainer):
     @follows_user
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
-        check_engine_can_train(self)
+        checkpoint = self._prepare_to_train(resume_from_checkpoint)
+        with self._training(checkpoint):
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _prepare_to_train(self, resume_from_checkpoint: Any) -> Any:
+        """Return the checkpoint to resume from. Raise ValueError for what would stop the run."""
+        check_deepspeed_can_train(self)
         if self._run_path.reason is None:
             check_some_weights(self._all_datasets(), self.compute_loss_func)
         forget_evaluation_wrapper(self)
@@ -424,15 +424,18 @@ class PackedSFTTrainer(SFTTrainer):
         self._sampling.torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         check_resumable(checkpoint, self)
-        on_cpu = self.args.device.type == "cpu"
+        return checkpoint
+
+    @contextmanager
+    def _training(self, checkpoint: Any) -> Iterator[None]:
         with (
             self._attention_in_use(),
             restore_current_row(),
-            keep_freed_pages(on_cpu),
+            keep_freed_pages(self.args.device.type == "cpu"),
             self._epochs.resuming(checkpoint),
         ):
             set_current_row(None)
-            return super().train(checkpoint, *args, **kwargs)
+            yield
 
     def _before_first_step(self) -> None:
         """Check isolation, when the model is wrapped and nothing is trained yet."""
@@ -486,7 +489,7 @@ class PackedSFTTrainer(SFTTrainer):
         with (
             restore_current_row(),
             self._step_loss.hide_num_items(num_items_in_batch, hide=self._hides_count()) as count,
-            embedding_documents(boundaries=inputs.get("cu_seq_lens_q")),
+            announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
         ):
             set_current_row(inputs)
             return super().training_step(model, inputs, count)
@@ -503,9 +506,7 @@ class PackedSFTTrainer(SFTTrainer):
         """Move a row to the device, its CPU copy and its float32 weights with it."""
         prepared, row = super()._prepare_inputs(inputs), host_row(inputs)
         prepared = prepared if row is None else PackedBatch(prepared, row)
-        if WEIGHT_COLUMN in inputs:  # DeepSpeed has cast them to the dtype of the model
-            weights = inputs[WEIGHT_COLUMN]
-            prepared[WEIGHT_COLUMN] = weights.to(self.args.device, non_blocking=True)
+        self._step_loss.keep_weights(inputs, prepared)
         replace_current_row(prepared)
         return prepared
 
@@ -536,11 +537,9 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         is_new = self.state.global_step > self._globalstep_last_logged  # as the parent asks
-        logs, means = self.control.should_log and is_new, self._metrics["train"]
+        logs = self.control.should_log and is_new
         if self._meter.is_running and (logs or self.control.should_evaluate):
-            self._total_train_tokens = self._meter.share(means)
-            if logs:
-                self._meter.log_interval(means)
+            self._total_train_tokens = self._meter.share(self._metrics["train"], log=logs)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     @packed_runs_only
@@ -548,13 +547,9 @@ class PackedSFTTrainer(SFTTrainer):
         """Log the totals too, and count documents as transformers' samples, not bins."""
         if self._meter.is_running:
             means = self._metrics["train"]
-            self._total_train_tokens = self._meter.share(means)
-            # transformers 5.19 and later multiply by the share of the schedule that this call ran.
-            start = getattr(self, "_initial_global_step", None)
-            steps = self.state.global_step - (start or 0)
-            share = 1.0 if start is None else steps / max(self.state.max_steps, 1)
-            counts = self._meter.log_run(means)
-            num_train_samples = counts.documents / share if share else num_train_samples
+            self._total_train_tokens = self._meter.share(means, log=False)
+            first_step = getattr(self, "_initial_global_step", None)
+            num_train_samples = self._meter.log_run(means, num_train_samples, first_step)
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     @packed_runs_only
@@ -581,7 +576,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model on any engine; parts of checkpoints are saved as configured."""
-        with nullcontext() if _internal_call else whole_model_saved(self.accelerator):
+        with nullcontext() if _internal_call else gather_full_state_dict(self.accelerator):
             super().save_model(output_dir, _internal_call)
 
     # --- evaluation ---------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def ask(name, model, monkeypatch):
     assert set(rope_thresholds(model)) <= set(lengths)
     windows = layer_values(text_config(model), "sliding_window")
     assert {window for window in windows if window} <= set(lengths)
-    shapes = StaticShapes.of(model, capacity=1024, bins=2)
+    shapes = StaticShapes.for_model(model, capacity=1024, bins=2)
     assert 0 < shapes.longest_tail <= 1024
     with suppress(NotCountable):
         flops = model_flops(model)

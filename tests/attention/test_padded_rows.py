@@ -300,7 +300,7 @@ def test_unwrapped_the_module_has_no_forward_of_its_own():
 
 def test_forwards_that_other_ranks_wait_for_change_nothing(monkeypatch):
     """Sharded ranks make equally many forwards; the idle ones take part in the backward."""
-    monkeypatch.setattr(padded_rows, "largest_if_sharded", lambda count, model: count + 2)
+    monkeypatch.setattr(padded_rows, "all_reduce_max_if_sharded", lambda count, model: count + 2)
     passed = []
 
     def make(x, labels):

@@ -5,22 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from trl_packing.data.counts import Amount, PreparationCounts, Step
+from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
 from trl_packing.training.epoch_report import PackingReport
 
-KEPT_ALL = PreparationCounts(Amount(3, 9, 6, 3), Amount(3, 9, 6, 3))
+KEPT_ALL = PreparationCounts(TokenCounts(3, 9, 6, 3), TokenCounts(3, 9, 6, 3))
 CUT = PreparationCounts(
-    before=Amount(1_200, 600_000, 400_000, 1_200),
-    after=Amount(1_150, 560_000, 380_000, 1_170),
-    steps=(
-        Step(
+    before=TokenCounts(1_200, 600_000, 400_000, 1_200),
+    after=TokenCounts(1_150, 560_000, 380_000, 1_170),
+    stages=(
+        Stage(
             30,
             "longer than max_length=1024: cut at the end",
-            Amount(0, 38_000, 20_000, 30),
-            lost_a_stop=30,
-            way_out="raise max_length or set overflow='split'",
+            TokenCounts(0, 38_000, 20_000, 30),
+            lost_eos=30,
+            remedy="raise max_length or set overflow='split'",
         ),
-        Step(50, "without a trained token: dropped", Amount(50, 2_000), empty=2),
+        Stage(50, "without a trained token: dropped", TokenCounts(50, 2_000), empty=2),
     ),
     notes=("3 of 1,150 documents (0.3%) end in no stop token",),
 )
@@ -72,10 +72,12 @@ def test_the_report_as_json_holds_every_number():
     assert read["bins"] == 548
     assert read.pop("utilization") == pytest.approx(0.99795, abs=1e-5)
     preparation = read.pop("preparation")
-    assert Amount(**preparation["before"]) == CUT.before
-    assert Amount(**preparation["after"]) == CUT.after
-    steps = [Step(**step | {"lost": Amount(**step["lost"])}) for step in preparation["steps"]]
-    assert tuple(steps) == CUT.steps
+    assert TokenCounts(**preparation["before"]) == CUT.before
+    assert TokenCounts(**preparation["after"]) == CUT.after
+    stages = [
+        Stage(**stage | {"lost": TokenCounts(**stage["lost"])}) for stage in preparation["stages"]
+    ]
+    assert tuple(stages) == CUT.stages
     assert tuple(preparation["notes"]) == CUT.notes
     assert PackingReport(**read, preparation=CUT) == REPORT
 
@@ -86,42 +88,44 @@ def test_nothing_is_said_where_nothing_was_lost():
 
 
 def test_a_step_says_what_it_lost():
-    assert str(Step(1, "dropped", Amount(1, 1, 0, 1))) == (
+    assert str(Stage(1, "dropped", TokenCounts(1, 1, 0, 1))) == (
         "1 document dropped; lost 1 token, 1 stop token"
     )
-    assert str(Step(2, "cut in two", Amount(-2, 0, 5), unit="piece")) == (
+    assert str(Stage(2, "cut in two", TokenCounts(-2, 0, 5), unit="piece")) == (
         "2 pieces cut in two; lost 0 tokens, 5 trained"
     )
-    assert str(Step(2, "split into pieces", Amount(-2))) == "2 documents split into pieces"
+    assert str(Stage(2, "split into pieces", TokenCounts(-2))) == "2 documents split into pieces"
 
 
-def test_the_sum_is_said_where_several_steps_lost_something():
-    lossy = Step(1, "cut", Amount(0, 3))
-    assert str(PreparationCounts(steps=(lossy,))) == "1 document cut; lost 3 tokens"
-    both = PreparationCounts(Amount(2, 10), Amount(1, 4), (lossy, Step(1, "gone", Amount(1, 3))))
+def test_the_sum_is_said_where_several_stages_lost_something():
+    lossy = Stage(1, "cut", TokenCounts(0, 3))
+    assert str(PreparationCounts(stages=(lossy,))) == "1 document cut; lost 3 tokens"
+    both = PreparationCounts(
+        TokenCounts(2, 10), TokenCounts(1, 4), (lossy, Stage(1, "gone", TokenCounts(1, 3)))
+    )
     assert str(both).splitlines()[-1] == "lost in all: 6 tokens"
     assert both.adds_up()
 
 
-def test_steps_add_up_or_not():
+def test_stages_add_up_or_not():
     assert CUT.adds_up()
-    assert not replace(CUT, steps=CUT.steps[1:]).adds_up()
+    assert not replace(CUT, stages=CUT.stages[1:]).adds_up()
 
 
 def test_counts_of_two_parts_add_up_step_by_step():
     more = PreparationCounts(
-        Amount(5, 50, 20, 2),
-        Amount(3, 44, 19, 1),
+        TokenCounts(5, 50, 20, 2),
+        TokenCounts(3, 44, 19, 1),
         (
-            Step(1, CUT.steps[0].why, Amount(0, 4, 1, 1), lost_a_stop=1),
-            Step(2, "another", Amount(2, 2, 0, 0), empty=1),
+            Stage(1, CUT.stages[0].why, TokenCounts(0, 4, 1, 1), lost_eos=1),
+            Stage(2, "another", TokenCounts(2, 2, 0, 0), empty=1),
         ),
         ("a note",),
     )
     both = CUT + more
     assert both.adds_up()
-    assert [step.concerned for step in both.steps] == [CUT.steps[0].concerned + 1, 50, 2]
-    assert both.steps[0].lost == CUT.steps[0].lost + more.steps[0].lost
+    assert [stage.affected for stage in both.stages] == [CUT.stages[0].affected + 1, 50, 2]
+    assert both.stages[0].lost == CUT.stages[0].lost + more.stages[0].lost
     assert both.notes == CUT.notes, "of the first part that has any"
     assert (PreparationCounts() + more).notes == more.notes
     assert CUT + PreparationCounts() == CUT
@@ -129,16 +133,18 @@ def test_counts_of_two_parts_add_up_step_by_step():
 
 @pytest.mark.parametrize(("lost", "warns"), [(10, False), (11, True)])
 def test_the_warning_begins_above_one_percent(lost, warns):
-    cut = Step(lost, "cut", Amount(0, lost, lost), way_out="raise max_length")
-    counts = PreparationCounts(Amount(10, 1_000, 1_000), Amount(10, 989, 1_000 - lost), (cut,))
+    cut = Stage(lost, "cut", TokenCounts(0, lost, lost), remedy="raise max_length")
+    counts = PreparationCounts(
+        TokenCounts(10, 1_000, 1_000), TokenCounts(10, 989, 1_000 - lost), (cut,)
+    )
     sentence = "warning: 1.1% of the trained tokens are lost; raise max_length"
     assert (sentence in str(counts)) == warns == ("warning" in str(counts))
 
 
 @pytest.mark.parametrize(("documents", "warns"), [(10, False), (11, True)])
 def test_stop_tokens_lost_in_one_percent_of_the_documents_are_warned_about(documents, warns):
-    cut = Step(documents, "cut", Amount(0, 11, 11, 11), documents, way_out="raise max_length")
-    before = Amount(1_000, 90_000, 90_000, 1_000)
+    cut = Stage(documents, "cut", TokenCounts(0, 11, 11, 11), documents, remedy="raise max_length")
+    before = TokenCounts(1_000, 90_000, 90_000, 1_000)
     counts = PreparationCounts(before, before - cut.lost, (cut,))
     sentence = "warning: 1.1% of the documents lost a stop token; raise max_length"
     assert (sentence in str(counts)) == warns == ("warning" in str(counts))
@@ -146,9 +152,11 @@ def test_stop_tokens_lost_in_one_percent_of_the_documents_are_warned_about(docum
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_way_out_is_that_of_the_step_that_lost_most(order):
-    small = Step(1, "cut", Amount(0, 9, 9), way_out="raise max_length")
-    big = Step(1, "without the template", Amount(0, 0, 90), way_out="check the template")
-    counts = PreparationCounts(Amount(9, 999, 999), Amount(9, 990, 900), (big, small)[::order])
+    small = Stage(1, "cut", TokenCounts(0, 9, 9), remedy="raise max_length")
+    big = Stage(1, "without the template", TokenCounts(0, 0, 90), remedy="check the template")
+    counts = PreparationCounts(
+        TokenCounts(9, 999, 999), TokenCounts(9, 990, 900), (big, small)[::order]
+    )
     assert str(counts).endswith("lost; check the template")
 
 

@@ -16,9 +16,9 @@ from trl_packing.data.counts import fit_and_count
 from trl_packing.data.eos import (
     append_eos,
     append_eos_to_table,
+    documents_without_eos,
     eos_appender,
     stop_token_ids,
-    unended,
 )
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream
@@ -83,7 +83,7 @@ def test_a_tokenizer_without_any_stop_token_has_none():
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     assert stop_token_ids(tokenizer) == frozenset()
-    assert unended(documents(([A, A], "xx")), tokenizer, frozenset()) is None
+    assert documents_without_eos(documents(([A, A], "xx")), tokenizer, frozenset()) is None
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -109,17 +109,19 @@ LEFT_OUT = [([A, EOS], ".."), ([], "")]
 
 @pytest.mark.parametrize("good", ENDED)
 def test_white_space_and_untrained_tokens_may_follow_the_stop_token(good):
-    assert unended(documents(good), TOKENIZER, STOPS) is None
+    assert documents_without_eos(documents(good), TOKENIZER, STOPS) is None
 
 
 @pytest.mark.parametrize("bad", UNENDED)
 def test_these_do_not_end_in_a_trained_stop_token(bad):
-    found = unended(documents(*ENDED, bad), TOKENIZER, STOPS)
+    found = documents_without_eos(documents(*ENDED, bad), TOKENIZER, STOPS)
     assert (found.documents, found.of, found.row) == (1, len(ENDED) + 1, len(ENDED))
 
 
 def test_documents_without_a_trained_token_are_left_out():
-    found = unended(documents(*LEFT_OUT, *ENDED, *LEFT_OUT, *UNENDED), TOKENIZER, STOPS)
+    found = documents_without_eos(
+        documents(*LEFT_OUT, *ENDED, *LEFT_OUT, *UNENDED), TOKENIZER, STOPS
+    )
     assert (found.documents, found.of) == (len(UNENDED), len(UNENDED) + len(ENDED))
 
 
@@ -127,7 +129,7 @@ def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
     rows = [document(ids, marks) for ids, marks in [([A, EOS], ".x")] * 963]
     text = TOKENIZER.encode("What is better than ugly? Beautiful, they say, but is it so?")
     rows[12:12] = [document(text, "." + "x" * (len(text) - 1))] * 37
-    found = unended(Dataset.from_list(rows), TOKENIZER, STOPS)
+    found = documents_without_eos(Dataset.from_list(rows), TOKENIZER, STOPS)
     counted = (
         "37 of 1,000 documents (3.7%) do not end in a trained stop token (one of '<eos>', "
         "'<|im_end|>'); "
@@ -148,8 +150,10 @@ def test_rows_are_counted_through_a_mapping_and_over_chunks():
     joined = concatenate_datasets(parts)
     assert joined.data.column("labels").num_chunks == 3
     mixed = joined.shuffle(seed=2).select(range(15))
-    alone = [unended(mixed.select([i]), TOKENIZER, STOPS) is not None for i in range(15)]
-    found = unended(mixed, TOKENIZER, STOPS)
+    alone = [
+        documents_without_eos(mixed.select([i]), TOKENIZER, STOPS) is not None for i in range(15)
+    ]
+    found = documents_without_eos(mixed, TOKENIZER, STOPS)
     assert found.documents == sum(alone) > 0
     assert found.row == alone.index(True)
 
@@ -158,7 +162,9 @@ def test_only_tokens_met_at_ends_are_decoded(monkeypatch):
     tokenizer = tiny_tokenizer()
     decoded, decode = [], tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or decode(ids))
-    assert unended(documents(*ENDED, ([7, 8, 9, EOS], "xxxx")), tokenizer, STOPS) is None
+    assert (
+        documents_without_eos(documents(*ENDED, ([7, 8, 9, EOS], "xxxx")), tokenizer, STOPS) is None
+    )
     assert sorted(decoded) == sorted([[NEWLINE], [SPACE]])
 
 
@@ -215,7 +221,7 @@ def test_what_needs_nothing_is_not_copied():
 
 
 def test_what_is_still_counted_afterwards():
-    found = unended(appended(ALL_IN), TOKENIZER, STOPS)
+    found = documents_without_eos(appended(ALL_IN), TOKENIZER, STOPS)
     assert found.documents == 2  # the two untrained tails
 
 
@@ -371,8 +377,8 @@ def test_the_stop_token_is_appended_before_the_overflow_policy(tmp_path):
     rows = [{"input_ids": list(range(10, 42))}, *TOKENIZED]
     dataset = Dataset.from_list(rows)
     trainer = trainer_of(tmp_path, dataset, append_eos=True)
-    (step,) = trainer.packing_report.preparation.steps
-    assert (step.why, step.lost.tokens, step.lost.stops, step.lost_a_stop) == (
+    (stage,) = trainer.packing_report.preparation.stages
+    assert (stage.why, stage.lost.tokens, stage.lost.stops, stage.lost_eos) == (
         "longer than max_length=32: cut at the end",
         1,
         1,

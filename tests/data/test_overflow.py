@@ -10,7 +10,7 @@ from datasets import Dataset, Features, LargeList, List, Value, concatenate_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.data.counts import Amount, PreparationCounts, Step, fit_and_count
+from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts, fit_and_count
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream, take_counts
 
@@ -56,59 +56,61 @@ def data_sets(draw):
 # Trained tokens are 2 + 2 + 3 before: the first token of a document never is one. 12 and 25 are
 # stop tokens, and 20 would be one if it were trained. Amounts: documents, tokens, trained, stops.
 STOPS = {12, 25, 20}
-BEFORE = Amount(3, 13, 7, 2)
+BEFORE = TokenCounts(3, 13, 7, 2)
 RAISE = "raise max_length"  # pieces of an answer without its prompt would make no sense
 
 BY_HAND = {
     # The second document keeps its prompt only, so it goes.
     "truncate": (
         [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
-        Amount(2, 7, 5, 1),
-        Step(1, "longer than max_length=4: cut at the end", Amount(0, 2, 2, 1), 1, RAISE),
-        Step(1, "with no trained token left: dropped", Amount(1, 4, 0, 0)),
+        TokenCounts(2, 7, 5, 1),
+        Stage(1, "longer than max_length=4: cut at the end", TokenCounts(0, 2, 2, 1), 1, RAISE),
+        Stage(1, "with no trained token left: dropped", TokenCounts(1, 4, 0, 0)),
     ),
     "truncate_start": (
         [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
-        Amount(3, 11, 7, 2),
-        Step(1, "longer than max_length=4: cut at the start", Amount(0, 2), 0, RAISE),
+        TokenCounts(3, 11, 7, 2),
+        Stage(1, "longer than max_length=4: cut at the start", TokenCounts(0, 2), 0, RAISE),
     ),
     "truncate_prompt": (
         [("10 11 12", "10 11 12"), ("22 23 24 25", ". . 24 25"), ("30 31 32 33", "30 31 32 33")],
-        Amount(3, 11, 7, 2),
-        Step(1, "longer than max_length=4: prompt cut at the start", Amount(0, 2), 0, RAISE),
+        TokenCounts(3, 11, 7, 2),
+        Stage(1, "longer than max_length=4: prompt cut at the start", TokenCounts(0, 2), 0, RAISE),
     ),
     "drop": (
         [("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")],
-        Amount(2, 7, 5, 1),
-        Step(1, "longer than max_length=4: dropped", Amount(1, 6, 2, 1), 1, RAISE),
+        TokenCounts(2, 7, 5, 1),
+        Stage(1, "longer than max_length=4: dropped", TokenCounts(1, 6, 2, 1), 1, RAISE),
     ),
     # 20 21 22 23 | 24 25: the first piece has nothing to train; 24 begins a piece: no target.
     "split": (
         [("10 11 12", "10 11 12"), ("24 25", "24 25"), ("30 31 32 33", "30 31 32 33")],
-        Amount(3, 9, 6, 2),
-        Step(
+        TokenCounts(3, 9, 6, 2),
+        Stage(
             1,
             "longer than max_length=4: split into pieces",
-            Amount(-1, 0, 1, 0),
+            TokenCounts(-1, 0, 1, 0),
             0,
             "raise max_length",
         ),
-        Step(1, "with no trained token left: dropped", Amount(1, 4), unit="piece"),
+        Stage(1, "with no trained token left: dropped", TokenCounts(1, 4), unit="piece"),
     ),
     # 10 11 12 20 | 21 22 23 24 | 25 30 31 32 | 33: 20, 25 and 33 stand alone in their pieces.
     "wrapped": (
         [("10 11 12", "10 11 12"), ("21 22 23 24", ". . . 24"), ("30 31 32", "30 31 32")],
-        Amount(3, 10, 5, 1),
-        Step(2, "cut where rows of max_length=4 end", Amount(-3, 0, 2, 1), 1, "raise max_length"),
-        Step(3, "with no trained token left: dropped", Amount(3, 3), unit="piece"),
+        TokenCounts(3, 10, 5, 1),
+        Stage(
+            2, "cut where rows of max_length=4 end", TokenCounts(-3, 0, 2, 1), 1, "raise max_length"
+        ),
+        Stage(3, "with no trained token left: dropped", TokenCounts(3, 3), unit="piece"),
     ),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_gives_the_documents_and_the_losses_written_here(policy):
-    documents, after, *steps = BY_HAND[policy]
-    expected = PreparationCounts(BEFORE, after, tuple(steps))
+    documents, after, *stages = BY_HAND[policy]
+    expected = PreparationCounts(BEFORE, after, tuple(stages))
     assert fit(THREE, policy, stop_ids=STOPS) == (documents, expected)
 
 
@@ -160,7 +162,7 @@ def test_documents_that_fit_are_neither_copied_nor_changed(policy):
     for capacity in (6, None):
         fitted, counts = fit_and_count(dataset, Overflow(policy, capacity))
         assert fitted is dataset
-        assert counts == PreparationCounts(Amount(3, 13, 7), Amount(3, 13, 7))
+        assert counts == PreparationCounts(TokenCounts(3, 13, 7), TokenCounts(3, 13, 7))
 
 
 def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted():
@@ -173,11 +175,11 @@ def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted()
     ]
     documents, counts = fit(rows, "truncate")
     assert documents == [("10 11 12", "10 11 12")]
-    assert counts.before - counts.after == Amount(4, 12, 2)
-    assert [(step.concerned, step.why, step.lost) for step in counts.steps] == [
-        (1, "longer than max_length=4: cut at the end", Amount(0, 4, 2)),
-        (3, "without a trained token: dropped", Amount(3, 4)),
-        (1, "with no trained token left: dropped", Amount(1, 4)),
+    assert counts.before - counts.after == TokenCounts(4, 12, 2)
+    assert [(stage.affected, stage.why, stage.lost) for stage in counts.stages] == [
+        (1, "longer than max_length=4: cut at the end", TokenCounts(0, 4, 2)),
+        (3, "without a trained token: dropped", TokenCounts(3, 4)),
+        (1, "with no trained token left: dropped", TokenCounts(1, 4)),
     ]
     assert fit(rows, "split")[0] == [("10 11 12", "10 11 12"), ("54 55 56 57", ". . 56 57")]
 
@@ -196,7 +198,7 @@ def test_wrapped_runs_on_over_all_rows_and_not_over_chunks_of_a_thousand():
     fitted, counts = fit_and_count(Dataset.from_list(rows), Overflow("wrapped", 4))
     # Of every 4 documents, laid over 3 rows: 3 | 1 2 | 2 1 | 3, of which single tokens go.
     assert len(fitted) == 2500
-    assert counts.before - counts.after == Amount(0, 2 * 625, 2 * 625)
+    assert counts.before - counts.after == TokenCounts(0, 2 * 625, 2 * 625)
 
 
 # --- nothing lost, by property --------------------------------------------------------------------
@@ -256,11 +258,11 @@ def test_the_check_for_losses_notices_damage(damage):
         assert_nothing_lost(rows, pieces, counts, 4)
 
 
-def slow_amount(rows) -> Amount:
+def slow_counts(rows) -> TokenCounts:
     """Documents, tokens, trained tokens and stop tokens, counted one by one."""
     targets = [label for row in rows for label in row["labels"][1:] if label != -100]
     tokens = sum(len(row["input_ids"]) for row in rows)
-    return Amount(len(rows), tokens, len(targets), sum(t in STOP_EVERY for t in targets))
+    return TokenCounts(len(rows), tokens, len(targets), sum(t in STOP_EVERY for t in targets))
 
 
 def slow_documents_with_fewer_stops(rows, fitted) -> int:
@@ -276,18 +278,18 @@ def test_the_report_adds_up_to_what_came_out(policy, rows, capacity):
         Dataset.from_list(rows), Overflow(policy, capacity), stop_ids=STOP_EVERY
     )
     fitted = list(fitted)
-    assert (counts.before, counts.after) == (slow_amount(rows), slow_amount(fitted))
-    assert sum((step.lost for step in counts.steps), counts.after) == counts.before
-    assert sum(s.lost_a_stop for s in counts.steps) == slow_documents_with_fewer_stops(rows, fitted)
-    cut = sum(s.concerned for s in counts.steps if "max_length" in s.why)
+    assert (counts.before, counts.after) == (slow_counts(rows), slow_counts(fitted))
+    assert sum((stage.lost for stage in counts.stages), counts.after) == counts.before
+    assert sum(s.lost_eos for s in counts.stages) == slow_documents_with_fewer_stops(rows, fitted)
+    cut = sum(s.affected for s in counts.stages if "max_length" in s.why)
     assert policy == "wrapped" or cut == sum(len(row["input_ids"]) > capacity for row in rows)
 
 
 def test_counts_that_do_not_add_up_are_noticed():
     _, counts = fit(THREE, "split", stop_ids=STOPS)
     assert counts.adds_up()
-    assert not replace(counts, steps=counts.steps[1:]).adds_up()
-    assert not replace(counts, after=counts.after + Amount(stops=1)).adds_up()
+    assert not replace(counts, stages=counts.stages[1:]).adds_up()
+    assert not replace(counts, after=counts.after + TokenCounts(stops=1)).adds_up()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -298,7 +300,7 @@ def test_a_second_run_reads_the_cache_and_reports_the_same(tmp_path, policy):
     again, same = fit_and_count(Dataset.load_from_disk(tmp_path), overflow, stop_ids=STOPS)
     assert again.cache_files == first.cache_files
     assert same == counts
-    assert counts.before == Amount(*(700 * n for n in astuple(BEFORE)))
+    assert counts.before == TokenCounts(*(700 * n for n in astuple(BEFORE)))
 
 
 # --- weights --------------------------------------------------------------------------------------

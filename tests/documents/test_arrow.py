@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.weight_columns import check_loss_weights
+from trl_packing.documents.weight_columns import check_token_weights
 from trl_packing.packing.collator import PackedCollator
 
 ROWS = [
@@ -200,7 +200,7 @@ def test_weights_of_any_numbers_are_given_as_float32(numbers):
     documents = ArrowDocuments(with_weights(WEIGHTED, numbers), WITH_WEIGHTS)
     assert lists(documents) == WEIGHTED
     assert {d["loss_weights"].dtype for d in documents} == {np.dtype(np.float32)}
-    check_loss_weights(documents)
+    check_token_weights(documents)
 
 
 def test_float32_weights_are_views_of_the_arrow_memory():
@@ -224,14 +224,14 @@ def test_the_first_document_of_impossible_weights_is_named(wrong):
     rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1.0, wrong]}]
     dataset = with_weights(rows, "float64")
     with pytest.raises(ValueError, match=r"document 1: loss_weights has .* at token 1; give"):
-        check_loss_weights(ArrowDocuments(dataset.select([2, 4, 4, 0]), WITH_WEIGHTS))
-    check_loss_weights(ArrowDocuments(dataset.select([2, 0]), WITH_WEIGHTS))
+        check_token_weights(ArrowDocuments(dataset.select([2, 4, 4, 0]), WITH_WEIGHTS))
+    check_token_weights(ArrowDocuments(dataset.select([2, 0]), WITH_WEIGHTS))
 
 
 def test_the_first_document_without_a_weight_for_every_token_is_named():
     rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1]}]
     with pytest.raises(ValueError, match="document 4: loss_weights has 1 entries but input_ids"):
-        check_loss_weights(ArrowDocuments(with_weights(rows), WITH_WEIGHTS))
+        check_token_weights(ArrowDocuments(with_weights(rows), WITH_WEIGHTS))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from helpers.tiny import documents_of_lengths, tiny_model
 from torch.utils.data import DataLoader
 
 from trl_packing import PackedCollator
-from trl_packing.documents.host_row import for_kernels, host_row, known, rows_alive
+from trl_packing.documents.host_row import cached_values, for_kernels, host_row, rows_alive
 
 DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 KEYS = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
@@ -73,12 +73,12 @@ def test_the_numbers_come_along_with_the_tensors(num_workers):
     collator = PackedCollator(pad_to_multiple_of=8, tensors_only=True)
     loader = DataLoader(DOCUMENTS, batch_size=3, collate_fn=collator, num_workers=num_workers)
     for batch in (b.to("cpu") for b in loader):
-        assert known(batch["labels"]) is not None
-        assert known(batch["cu_seq_lens_q"]).tolist() == batch["cu_seq_lens_q"].tolist()
+        assert cached_values(batch["labels"]) is not None
+        assert cached_values(batch["cu_seq_lens_q"]).tolist() == batch["cu_seq_lens_q"].tolist()
         assert any(ids is batch["input_ids"] for ids, _ in rows_alive())
         again = pickle.loads(pickle.dumps(batch))
         assert host_row(again).boundaries.tolist() == host_row(batch).boundaries.tolist()
-        assert known(again["labels"]) is not None
+        assert cached_values(again["labels"]) is not None
 
 
 def test_without_a_row_the_longest_document_is_read_from_the_boundaries():

@@ -6,7 +6,7 @@ from datasets import Dataset, concatenate_datasets
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import document_columns_of
-from trl_packing.documents.weight_columns import weights_of_documents
+from trl_packing.documents.weight_columns import document_weights_from_rows
 
 
 def dataset_of(*weights):
@@ -15,22 +15,22 @@ def dataset_of(*weights):
 
 def test_weights_are_read_through_select_and_chunks():
     dataset = concatenate_datasets([dataset_of(1, 2), dataset_of(3, 4)]).select([3, 0, 2])
-    weights = weights_of_documents(dataset, "it")
+    weights = document_weights_from_rows(dataset, "it")
     assert weights.dtype == np.float32
     assert weights.tolist() == [4.0, 1.0, 3.0]
 
 
 def test_rows_that_were_left_out_may_be_wrong():
     dataset = dataset_of(1.0, -1.0, 2.0)
-    assert weights_of_documents(dataset.select([0, 2]), "it").tolist() == [1.0, 2.0]
+    assert document_weights_from_rows(dataset.select([0, 2]), "it").tolist() == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"row 0 of the shuffled set has loss_weight=-1\.0; give"):
-        weights_of_documents(dataset.select([1, 0]), "the shuffled set")
+        document_weights_from_rows(dataset.select([1, 0]), "the shuffled set")
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("-inf"), 1e300])
 def test_impossible_weights_name_their_row(wrong):
     with pytest.raises(ValueError, match="row 1 of it has loss_weight="):
-        weights_of_documents(dataset_of(1.0, wrong), "it")
+        document_weights_from_rows(dataset_of(1.0, wrong), "it")
 
 
 @pytest.mark.parametrize("wrong", ["1", True, [1.0]])
@@ -38,7 +38,7 @@ def test_only_numbers_are_weights(wrong):
     with pytest.raises(
         ValueError, match=r"column 'loss_weight' of it holds .*convert it to numbers"
     ):
-        weights_of_documents(dataset_of(wrong), "it")
+        document_weights_from_rows(dataset_of(wrong), "it")
 
 
 def test_documents_carry_their_values():

@@ -25,10 +25,10 @@ from helpers.tiny import tiny_tokenizer as text_tokenizer
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.documents.weights import document_weight, weigh_documents
+from trl_packing.documents.weights import document_weight, weigh_tokens
 from trl_packing.packing.collator import WeightedPaddedCollator
-from trl_packing.tools.compatibility import tiny_documents
 from trl_packing.tools.tiny_models import tiny_model
+from trl_packing.tools.tiny_step import tiny_documents
 
 MODES = ("document", "sqrt")
 DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
@@ -76,7 +76,7 @@ def test_weights_are_those_of_each_document_computed_alone(mode):
     ]
     flat = np.concatenate(labels)
     flat[np.cumsum([0, *lengths[:-1]])] = -100
-    found = weigh_documents(np.concatenate(own), flat, lengths, factors, mode)
+    found = weigh_tokens(np.concatenate(own), flat, lengths, factors, mode)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 

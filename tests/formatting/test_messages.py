@@ -9,7 +9,7 @@ from trl_packing.formatting.messages import (
     check_messages,
     is_sharegpt,
     messages_from_sharegpt,
-    tools_of,
+    tools_from_value,
     trained_messages,
     without_flags,
 )
@@ -115,29 +115,29 @@ WRAPPED = {"type": "function", "function": BARE}
     ],
 )
 def test_tools_are_a_list_or_nothing_and_json_is_read(value, expected):
-    assert tools_of(value) == expected
+    assert tools_from_value(value) == expected
 
 
 @pytest.mark.parametrize("value", [[BARE], json.dumps([BARE]), [WRAPPED]])
 def test_bare_functions_of_sharegpt_are_wrapped(value):
-    assert tools_of(value, sharegpt=True) == [WRAPPED]
+    assert tools_from_value(value, sharegpt=True) == [WRAPPED]
 
 
 @pytest.mark.parametrize("value", [None, "", "[]", []])
 def test_sharegpt_without_tools_has_none(value):
-    assert tools_of(value, sharegpt=True) is None
+    assert tools_from_value(value, sharegpt=True) is None
 
 
 def test_tools_that_are_no_json_are_refused():
     with pytest.raises(ValueError, match="'tools' is not JSON"):
-        tools_of("weather(city)")
+        tools_from_value("weather(city)")
 
 
 @pytest.mark.parametrize("value", ['{"name": "weather"}', "21", '["weather"]', {"a": 1}])
 @pytest.mark.parametrize("sharegpt", [True, False])
 def test_tools_that_are_no_list_of_tools_are_refused(value, sharegpt):
     with pytest.raises(ValueError, match="'tools' must be a list of dictionaries, got"):
-        tools_of(value, sharegpt=sharegpt)
+        tools_from_value(value, sharegpt=sharegpt)
 
 
 # --- bad messages ---------------------------------------------------------------------------------

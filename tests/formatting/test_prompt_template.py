@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_packing.formatting.prompt_template import NAMED, PromptTemplate, field_of
+from trl_packing.formatting.prompt_template import NAMED, PromptTemplate, field_text
 
 # tatsu-lab/stanford_alpaca's train.py, word by word
 ALPACA_WITH_INPUT = (
@@ -18,7 +18,7 @@ ALPACA = (
 
 
 def prompt_of(given: str, row: dict, query_field: str = "query") -> str:
-    return PromptTemplate.of(given, query_field).prompt(row)
+    return PromptTemplate.from_setting(given, query_field).prompt(row)
 
 
 def test_alpaca_is_stanfords_with_a_line_break_at_the_end():
@@ -35,7 +35,7 @@ def test_alpaca_without_an_input_says_nothing_of_one(no_input):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_named_template_asks_for_the_query_alone(name):
-    template = PromptTemplate.of(name, "question")
+    template = PromptTemplate.from_setting(name, "question")
     assert template.fields == ["question"]
     assert "2 + 3?" in template.prompt({"question": "2 + 3?"})
 
@@ -58,7 +58,7 @@ def test_the_two_characters_of_a_line_break_become_one():
 
 
 def test_doubled_braces_are_braces():
-    template = PromptTemplate.of('{{"task": "{task}"}}')
+    template = PromptTemplate.from_setting('{{"task": "{task}"}}')
     assert template.fields == ["task"]
     assert template.prompt({"task": "{x}"}) == '{"task": "{x}"}'
 
@@ -89,39 +89,39 @@ def test_a_missing_column_is_named(row, complaint):
     with pytest.raises(ValueError, match=complaint):
         prompt_of("alpaca", row, "q")
     with pytest.raises(ValueError, match=complaint):
-        field_of(row, "q")
+        field_text(row, "q")
 
 
 def test_an_empty_or_zero_value_is_a_value():
-    assert field_of({"q": ""}, "q") == ""
-    assert field_of({"q": 0}, "q") == "0"
+    assert field_text({"q": ""}, "q") == ""
+    assert field_text({"q": 0}, "q") == "0"
 
 
 @pytest.mark.parametrize("given", ["alpacca", "missing.txt", "", "Answer:", "long " * 999])
 def test_what_is_no_name_no_file_and_has_no_field_is_refused(given):
     with pytest.raises(ValueError, match=r"prompt_template=.* is no file, names no template \(alp"):
-        PromptTemplate.of(given)
+        PromptTemplate.from_setting(given)
 
 
 def test_a_file_without_a_field_is_refused(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("Answer: {{}}")
     with pytest.raises(ValueError, match="has no field in braces"):
-        PromptTemplate.of(str(path))
+        PromptTemplate.from_setting(str(path))
 
 
 def test_text_with_only_literal_braces_is_refused():
     with pytest.raises(ValueError, match="has no field in braces"):
-        PromptTemplate.of("Answer: {{}}")
+        PromptTemplate.from_setting("Answer: {{}}")
 
 
 @pytest.mark.parametrize("given", ["{", "Q: {q", "Q: q}{q}", "{q} }"])
 def test_braces_that_do_not_close_are_refused(given):
     with pytest.raises(ValueError, match="prompt_template cannot be read"):
-        PromptTemplate.of(given)
+        PromptTemplate.from_setting(given)
 
 
 @pytest.mark.parametrize("given", ["{}", "{} {q}"])
 def test_a_field_without_a_name_of_a_column_is_refused(given):
     with pytest.raises(ValueError, match="no name of a column"):
-        PromptTemplate.of(given)
+        PromptTemplate.from_setting(given)

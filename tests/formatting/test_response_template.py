@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
-from trl_packing.formatting.response_template import DecodedDocument, Templates
+from trl_packing.formatting.response_template import DecodedDocument, ResponseTemplate
 
 ANSWER = "### Answer:"
 QUESTION = "### Question:"
@@ -20,7 +20,7 @@ def ids_of(tokenizer, text: str) -> np.ndarray:
 
 def trained_text(tokenizer, text, response, instruction=None) -> str | None:
     ids = ids_of(tokenizer, text)
-    mask = Templates.of(tokenizer, response, instruction).trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, response, instruction).trained(ids)
     return None if mask is None else tokenizer.decode(ids[mask])
 
 
@@ -44,7 +44,7 @@ def test_a_token_across_the_end_of_the_template_is_masked():
     tokenizer = merging_tokenizer()
     text = "### Question: Why?\n ### Answer: Because."
     ids = ids_of(tokenizer, text)
-    mask = Templates.of(tokenizer, ANSWER, None).trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, ANSWER, None).trained(ids)
     first = int(np.argmax(mask))
     before = tokenizer.decode(ids[first - 1 : first])
     assert ":" in before
@@ -58,7 +58,7 @@ def test_a_token_across_the_beginning_of_the_instruction_template_is_masked():
     ids = ids_of(tokenizer, text)
     pieces = [tokenizer.decode([token]) for token in ids]
     across = pieces.index(" ### A")  # its space belongs to the answer
-    mask = Templates.of(tokenizer, "\n\n", "### Answer:").trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, "\n\n", "### Answer:").trained(ids)
     assert not mask[across]
     assert mask[across - 1]
     assert tokenizer.decode(ids[mask]) == "Hi?Hi"
@@ -72,7 +72,9 @@ def test_every_answer_is_trained_and_nothing_else(make):
         for n, word in enumerate(["naïve", "東京", "🦙", "end"])
     )
     ids = ids_of(tokenizer, text)
-    mask = Templates.of(tokenizer, "### Assistant:\n\n", "### Human:").trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, "### Assistant:\n\n", "### Human:").trained(
+        ids
+    )
     runs = np.split(ids, np.flatnonzero(np.diff(mask.astype(int))) + 1)
     answers = [tokenizer.decode(run).strip() for run in runs[1::2]]
     assert answers == ["The naïve!", "The 東京!", "The 🦙!", "The end!"]
@@ -87,7 +89,7 @@ def test_trained_tokens_are_those_that_begin_after_the_template(question, answer
     ids = ids_of(tokenizer, prompt + answer)
     ends = byte_ends(tokenizer, ids)
     expected = np.concatenate([[0], ends[:-1]]) >= len(prompt.encode())
-    mask = Templates.of(tokenizer, ANSWER, None).trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, ANSWER, None).trained(ids)
     assert mask.tolist() == expected.tolist()
     # The text: the answer, but for what shares a token with the template.
     lost = int(ends[~mask][-1]) - len(prompt.encode())
@@ -102,7 +104,7 @@ def test_sentencepiece_tokens_are_traced_back_too(question, answer):
     text = f"{QUESTION}{question}\n{ANSWER}{answer}"
     ids = ids_of(tokenizer, text)
     assume(tokenizer.decode(ids) == text)  # "▁" itself comes back as a space
-    mask = Templates.of(tokenizer, ANSWER, None).trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, ANSWER, None).trained(ids)
     pieces = [
         1 if piece.startswith("<0x") else len(piece.replace("▁", " ").encode())
         for piece in tokenizer.convert_ids_to_tokens(ids.tolist())
@@ -128,7 +130,7 @@ def test_trained_tokens_of_several_turns_hold_no_character_of_a_template(turns):
         any(low <= start and end <= high for low, high in expected_bytes)
         for start, end in zip(starts, ends, strict=True)
     ]
-    mask = Templates.of(tokenizer, "### Assistant:", "### Human:").trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, "### Assistant:", "### Human:").trained(ids)
     assert mask.tolist() == expected
 
 
@@ -165,9 +167,12 @@ def test_ids_are_matched_as_ids_before_text():
     one, other = ids_of(tokenizer, "ab").tolist(), ids_of(tokenizer, "a").tolist()
     assert one == [*other, *ids_of(tokenizer, "b").tolist()]
     ids = np.array([*one, 300, 301, *one, 302])
-    assert Templates.of(tokenizer, one, None).trained(ids).tolist() == [False] * 6 + [True]
+    assert ResponseTemplate.from_settings(tokenizer, one, None).trained(ids).tolist() == [
+        False
+    ] * 6 + [True]
     assert (
-        Templates.of(tokenizer, [300, 301], None).trained(ids).tolist() == [False] * 4 + [True] * 3
+        ResponseTemplate.from_settings(tokenizer, [300, 301], None).trained(ids).tolist()
+        == [False] * 4 + [True] * 3
     )
 
 
@@ -176,7 +181,7 @@ def test_invalid_bytes_between_tokens_do_not_stop_the_search():
     broken = ids_of(tokenizer, "é").tolist()[:1] if len(ids_of(tokenizer, "é")) > 1 else []
     byte = [tokenizer.convert_tokens_to_ids(sorted(ByteLevel.alphabet())[-1])]
     ids = np.array([*broken, *byte, *ids_of(tokenizer, ANSWER), *byte, *ids_of(tokenizer, "xyz")])
-    mask = Templates.of(tokenizer, ANSWER, None).trained(ids)
+    mask = ResponseTemplate.from_settings(tokenizer, ANSWER, None).trained(ids)
     assert tokenizer.decode(ids[mask]).endswith("xyz")
     assert mask.sum() == 1 + len(ids_of(tokenizer, "xyz"))
 
@@ -206,6 +211,6 @@ def test_offsets_of_every_character_are_those_of_the_bytes():
 @pytest.mark.parametrize("template", ["", []])
 def test_an_empty_template_is_refused(template):
     with pytest.raises(ValueError, match="response_template is empty"):
-        Templates.of(merging_tokenizer(), template, None)
+        ResponseTemplate.from_settings(merging_tokenizer(), template, None)
     with pytest.raises(ValueError, match="instruction_template is empty"):
-        Templates.of(merging_tokenizer(), ANSWER, template)
+        ResponseTemplate.from_settings(merging_tokenizer(), ANSWER, template)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig
-from trl_packing.formatting.row_format import Supervision, supervision_of
+from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import (
     can_prepare,
     documents_from_rows,
@@ -183,7 +183,7 @@ def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> l
     if args.assistant_only_loss and "{% generation" not in tokenizer.chat_template:
         template = trl.chat_template_utils.get_training_chat_template(tokenizer)
     completion_only = args.completion_only_loss
-    supervision = supervision_of(
+    row_format = RowFormat.from_args(
         args,
         tokenizer,
         first,
@@ -191,14 +191,14 @@ def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> l
         completion_only="completion" in first if completion_only is None else completion_only,
         formatting_func=formatting_func,
     )
-    prepared = documents_from_rows(dataset, supervision, keeps_columns=keeps_columns)
+    prepared = documents_from_rows(dataset, row_format, keeps_columns=keeps_columns)
     return documents(prepared)
 
 
-def supervision_for(rows: Dataset, tokenizer: Any, **settings: Any) -> Supervision:
+def row_format_for(rows: Dataset, tokenizer: Any, **settings: Any) -> RowFormat:
     """What our config says of rows without completions."""
     args = config(PackedSFTConfig, "o", packing=False, **settings)
-    return supervision_of(args, tokenizer, rows[0], chat_template=None, completion_only=False)
+    return RowFormat.from_args(args, tokenizer, rows[0], chat_template=None, completion_only=False)
 
 
 def documents(dataset: Any) -> list[tuple[list, list]]:
@@ -354,8 +354,8 @@ def test_weights_of_messages_become_weights_of_tokens():
         assistant("Full."),
     ]
     rows = Dataset.from_list([{"messages": messages}])
-    supervision = supervision_for(rows, chat)
-    (row,) = documents_from_rows(rows, supervision)
+    row_format = row_format_for(rows, chat)
+    (row,) = documents_from_rows(rows, row_format)
     by_weight: dict[float, list[int]] = {}
     for token, weight in zip(row["input_ids"], row["loss_weights"], strict=True):
         by_weight.setdefault(weight, []).append(token)
@@ -368,8 +368,8 @@ def test_plain_sft_config_leaves_the_flags_of_messages_to_trl(tmp_path):
     chat = tokenizer("qwen2_5")
     rows = Dataset.from_list([{"messages": [user("Hi"), assistant("Ho") | {"train": False}]}])
     args = config(SFTConfig, tmp_path)
-    supervision = supervision_of(args, chat, rows[0], chat_template=None, completion_only=False)
-    assert documents(documents_from_rows(rows, supervision)) == by_trl(rows, chat, tmp_path)
+    row_format = RowFormat.from_args(args, chat, rows[0], chat_template=None, completion_only=False)
+    assert documents(documents_from_rows(rows, row_format)) == by_trl(rows, chat, tmp_path)
 
 
 @pytest.mark.parametrize("turns", [1, 3])
@@ -545,7 +545,7 @@ def test_a_second_run_reads_the_cache(tmp_path):
     )
     chat = tokenizer("qwen2_5")
     supervisions = [
-        supervision_for(dataset, chat, **settings)
+        row_format_for(dataset, chat, **settings)
         for settings in ({}, {}, {"response_template": "a"})
     ]
     first, second, other = (documents_from_rows(dataset, s).cache_files for s in supervisions)
@@ -555,16 +555,16 @@ def test_a_second_run_reads_the_cache(tmp_path):
 def test_other_columns_stay_where_they_are_kept():
     rows = data_set("text").add_column("source", list(range(len(data_set("text")))))
     chat = tokenizer("qwen2_5")
-    supervision = supervision_for(rows, chat)
-    kept = documents_from_rows(rows, supervision, keeps_columns=True)
+    row_format = row_format_for(rows, chat)
+    kept = documents_from_rows(rows, row_format, keeps_columns=True)
     assert kept.column_names == ["text", "source", "input_ids", "labels"]
-    assert documents_from_rows(rows, supervision).column_names == ["input_ids", "labels"]
+    assert documents_from_rows(rows, row_format).column_names == ["input_ids", "labels"]
 
 
 def test_several_processes_make_the_same_documents():
     chat, rows = tokenizer("qwen2_5"), data_set("messages")
-    supervision = supervision_for(rows, chat)
-    assert documents(documents_from_rows(rows, supervision, num_proc=2)) == by_us(rows, chat)
+    row_format = row_format_for(rows, chat)
+    assert documents(documents_from_rows(rows, row_format, num_proc=2)) == by_us(rows, chat)
 
 
 def test_processors_and_tokenizers_of_their_own_take_the_code_of_trl():

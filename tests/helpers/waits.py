@@ -154,6 +154,6 @@ def counted_waits(monkeypatch) -> Iterator[Waits]:
     monkeypatch.setattr(torch.Tensor, "to", sent)
     monkeypatch.setattr("trl_packing.training.metrics.wait_for", waited)
     for module in ("documents.host_row", "loss.lm_head"):
-        monkeypatch.setattr(f"trl_packing.{module}.on_host", lambda tensor: False)
+        monkeypatch.setattr(f"trl_packing.{module}.is_cpu", lambda tensor: False)
     with waits:
         yield waits

@@ -29,12 +29,13 @@ from trl_packing import (
     block_diagonal_mask,
     resolve_attention,
 )
-from trl_packing.attention import block_mask as explicit_mask
-from trl_packing.attention.backends import AttentionChoice, install_attention
+from trl_packing.attention import block_mask
+from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import unwrap_packed_calls
-from trl_packing.isolation.fallback import install_first_exact, ways_from
-from trl_packing.tools.compatibility import Measured, one_at_a_time, packed_step, tiny_documents
+from trl_packing.isolation.fallback import install_first_exact, with_fallbacks
 from trl_packing.tools.tiny_models import tiny_model
+from trl_packing.tools.tiny_step import StepResult, one_at_a_time, packed_step, tiny_documents
 
 TOLERANCE = 1e-5
 LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here
@@ -43,7 +44,7 @@ WAYS = ["documents", "model", "mask", "padded", "equal_lengths"]
 
 
 @cache
-def truth(name: str) -> Measured:
+def truth(name: str) -> StepResult:
     return one_at_a_time(tiny_model(name), tiny_documents())
 
 
@@ -148,7 +149,7 @@ def test_a_mask_without_the_window_fails_the_same_comparison(tmp_path, monkeypat
     def without_window(seq_lengths, config, dtype, device):
         return block_diagonal_mask(torch.from_numpy(seq_lengths)[None], dtype=dtype)
 
-    monkeypatch.setattr(explicit_mask, "packed_mask", without_window)
+    monkeypatch.setattr(block_mask, "packed_mask", without_window)
     _, packed = step("mistral", tmp_path, attention="mask", isolation_check="off")
     assert min(packed.distance(truth("mistral"))) > LEAK
 
@@ -159,7 +160,7 @@ def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_pat
     options = {"attention": "padded", "isolation_check": "off"}
     _, apart = packed_step(copy.deepcopy(model), documents, str(tmp_path), **options)
     assert_exact(apart, expected)
-    monkeypatch.setattr(trl_packing.attention.backends, "rope_thresholds", lambda model: [])
+    monkeypatch.setattr(trl_packing.attention.install, "rope_thresholds", lambda model: [])
     _, together = packed_step(copy.deepcopy(model), documents, str(tmp_path), **options)
     assert min(together.distance(expected)) > LEAK
 
@@ -192,11 +193,11 @@ def test_micro_batches_hold_as_many_documents_as_padded_ones_would(tmp_path):
 
 def test_ways_are_tried_from_fast_to_slow():
     def order(name):
-        return [way.backend for way in ways_from(resolve_attention(tiny_model(name)))]
+        return [way.backend for way in with_fallbacks(resolve_attention(tiny_model(name)))]
 
     assert order("llama") == WAYS
     assert order("bloom") == WAYS[1:]
-    assert [way.backend for way in ways_from(AttentionChoice("padded", None, ""))] == WAYS[3:]
+    assert [way.backend for way in with_fallbacks(AttentionChoice("padded", None, ""))] == WAYS[3:]
 
 
 def test_one_line_says_what_failed_and_by_how_much(tmp_path, caplog):
@@ -300,7 +301,7 @@ def test_where_nobody_asked_for_packing_rows_are_padded_as_in_trl(tmp_path, capl
 def test_documents_given_to_the_check_decide(tmp_path):
     """Longrope: below the threshold of 32 tokens the kernel is exact, across it rows are padded."""
     model = tiny_model("phi3+longrope")
-    ways = ways_from(resolve_attention(model))
+    ways = with_fallbacks(resolve_attention(model))
     short, long = ([d["input_ids"] for d in tiny_documents(n)] for n in ((5, 20), (5, 60)))
     for documents, backend in ((short, "documents"), (long, "padded")):
         way, report = install_first_exact(model, ways, documents, training=True)
@@ -493,7 +494,7 @@ def behind_virtual_tokens(model):
         logits.append(output.detach())
         loss += nll.item()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Measured(torch.cat(logits), loss, gradients)
+    return StepResult(torch.cat(logits), loss, gradients)
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
@@ -597,14 +598,14 @@ def test_every_way_replaces_the_one_before_and_leaves_nothing(name):
     model.forward = model.forward  # as the fused head of TRL, an attribute of the instance
     before, implementation = forwards(model), model.config._attn_implementation
     first = resolve_attention(model)
-    for way in (*ways_from(first), first):
+    for way in (*with_fallbacks(first), first):
         install_attention(model, way)
         install_attention(model, AttentionChoice("model", None, ""))
         for module in model.modules():
             unwrap_packed_calls(module)
         assert forwards(model) == before
         assert model.config._attn_implementation == implementation
-    for way in ways_from(first):  # one over another, without a stop between
+    for way in with_fallbacks(first):  # one over another, without a stop between
         install_attention(model, way)
     install_attention(model, AttentionChoice("model", None, ""))
     for module in model.modules():

@@ -233,7 +233,7 @@ def test_a_document_alone_in_its_row_has_the_numbers_of_transformers():
     expected = neftune.neftune_post_forward_hook(embeddings, (), output)
     torch.manual_seed(0)
     boundaries = torch.tensor([0, 6, 6], dtype=torch.int32)  # one without tokens fills it up
-    with neftune.embedding_documents(boundaries=boundaries):
+    with neftune.announce_documents(boundaries=boundaries):
         found = neftune.add_noise_by_document(embeddings, (), output)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert not torch.equal(found, output)
@@ -243,7 +243,7 @@ def test_rows_without_documents_have_finite_noise():
     embeddings = torch.nn.Embedding(8, WIDTH).train()
     embeddings.neftune_noise_alpha = ALPHA
     output = embeddings(torch.arange(6).view(2, 3))
-    with neftune.embedding_documents(row_lengths=torch.tensor([0, 3])):
+    with neftune.announce_documents(row_lengths=torch.tensor([0, 3])):
         assert neftune.add_noise_by_document(embeddings, (), output).isfinite().all()
 
 
@@ -257,7 +257,7 @@ def test_a_scaled_embedding_gets_the_same_noise():
     ids = torch.full((1, 50), FIRST)
     clean = model.get_base_model().eval().get_input_embeddings()(ids)
     model.train()
-    with neftune.embedding_documents(boundaries=torch.tensor([0, 2, 50])):
+    with neftune.announce_documents(boundaries=torch.tensor([0, 2, 50])):
         noise = embeddings(ids) - clean
     handle.remove()
     for part, length in ((noise[0, :2], 2), (noise[0, 2:], 48)):

@@ -123,7 +123,7 @@ def assert_same_training(ranks: list[dict], alone: dict) -> None:
     for rank in ranks:
         assert rank["is_sharded"]
         assert rank["attention"] == alone["attention"]
-        assert rank["scores_own_logits"] == alone["scores_own_logits"]
+        assert rank["scores_native_logits"] == alone["scores_native_logits"]
         torch.testing.assert_close(rank["losses"], alone["losses"], **close)
         torch.testing.assert_close(rank["grad_norms"], alone["grad_norms"], **close)
         torch.testing.assert_close(rank["parameters"], alone["parameters"], **close)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.packing.bins import pack
-from trl_packing.packing.epoch import balanced_order
+from trl_packing.packing.balance import balanced_order
+from trl_packing.packing.bins import STRATEGIES, pack
 from trl_packing.packing.sampler import PackedBatchSampler
 
 CAPACITY = 32_768
@@ -166,7 +166,7 @@ def test_every_bin_of_the_full_steps_is_used_once(number, slots, bins_per_batch,
 layouts = {
     "lengths": st.lists(st.integers(1, 64), min_size=8, max_size=120),
     "bins_per_batch": st.integers(1, 3),
-    "strategy": st.sampled_from(["bfd", "next_fit", "greedy", "wrapped"]),
+    "strategy": st.sampled_from(list(STRATEGIES)),
     "seed": st.integers(0, 100),
     "balance_window": st.integers(1, 9),
 }

@@ -62,7 +62,7 @@ def share_of_repeated_pairs(one: PackingPlan, other: PackingPlan) -> float:
     return len(pairs(one) & pairs(other)) / len(pairs(one))
 
 
-@given(lengths=LENGTHS, strategy=st.sampled_from(STRATEGIES), seed=SEEDS)
+@given(lengths=LENGTHS, strategy=st.sampled_from(list(STRATEGIES)), seed=SEEDS)
 def test_every_document_lands_in_exactly_one_bin_within_capacity(lengths, strategy, seed):
     plan = pack(lengths, CAPACITY, strategy, seed)
     assert_every_document_once_within_capacity(plan, lengths)
@@ -133,13 +133,37 @@ def test_without_a_seed_equal_lengths_keep_dataset_order():
     assert [documents.tolist() for documents in pack([4] * 5, 8)] == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [n for n, s in STRATEGIES.items() if s.shuffles])
 def test_a_seed_gives_the_same_plan_again_and_another_seed_another(strategy):
     lengths = log_normal(200)
     one, again, other = (pack(lengths, 4096, strategy, seed) for seed in [(3, 1), (3, 1), (3, 2)])
     np.testing.assert_array_equal(one.indices, again.indices)
     np.testing.assert_array_equal(one.offsets, again.offsets)
     assert one.indices.tolist() != other.indices.tolist()
+
+
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_wrapped_keeps_dataset_order_whatever_the_seed(lengths, seed):
+    plan = pack(lengths, CAPACITY, "wrapped", seed)
+    assert [documents.tolist() for documents in plan] == slow_next_fit(lengths, CAPACITY)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_only_the_bins_of_order_dependent_strategies_change_in_number(strategy):
+    lengths = log_normal(300)
+    orders = (np.random.default_rng(seed).permutation(lengths) for seed in range(8))
+    numbers = {len(pack(order, 4096, strategy)) for order in orders}
+    assert (len(numbers) > 1) == STRATEGIES[strategy].order_dependent
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_a_strategy_makes_the_bins_of_the_one_that_it_packs_as(strategy, lengths, seed):
+    packs_as = STRATEGIES[strategy].packs_as
+    assert STRATEGIES[packs_as].packs_as == packs_as
+    one, other = (pack(lengths, CAPACITY, name, seed) for name in (strategy, packs_as))
+    np.testing.assert_array_equal(one.indices, other.indices)
+    np.testing.assert_array_equal(one.offsets, other.offsets)
 
 
 def test_a_seed_does_not_touch_numpys_global_random_state():

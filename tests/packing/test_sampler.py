@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from trl_packing import PackedBatchSampler, PackedSFTConfig, PackedSFTTrainer
+from trl_packing.packing.bins import STRATEGIES
 
 CAPACITY = 32
 RANKS = [1, 2, 3, 8]
@@ -19,7 +20,7 @@ lengths_of_documents = st.lists(st.integers(1, CAPACITY), min_size=8, max_size=6
 layouts = {
     "bins_per_batch": st.integers(1, 4),
     "accumulation": st.integers(1, 4),
-    "strategy": st.sampled_from(["bfd", "next_fit", "greedy", "wrapped"]),
+    "strategy": st.sampled_from(list(STRATEGIES)),
     "seed": st.integers(0, 100),
     "shuffle": st.booleans(),
 }

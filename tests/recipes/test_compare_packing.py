@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+from trl_packing.recipes import FOLDER, compare_packing, padding_free
+from trl_packing.recipes.recipe_data import InputError
 
-import compare_packing
-import padding_free
-from recipe_data import InputError
-
-RECIPES = Path(compare_packing.__file__).parent
 SMALL = ["--num_documents", "24", "--max_length", "256", "--per_device_train_batch_size", "2"]
 
 
 def run(script: str, *arguments: str, cwd: Path, processes: int = 1) -> subprocess.CompletedProcess:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(RECIPES / script)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(FOLDER / script)]
     return subprocess.run(
         [*command, *arguments],
         cwd=cwd,
@@ -55,7 +51,7 @@ def test_what_is_missing_is_said_in_one_sentence():
 
 def test_the_config_and_the_demo_are_read():
     data_args, args, _ = compare_packing.parse(
-        ["--config", str(RECIPES / "compare_packing.yaml"), "--num_documents", "7"],
+        ["--config", str(FOLDER / "compare_packing.yaml"), "--num_documents", "7"],
         compare_packing.DEMO,
     )
     assert (data_args.num_documents, data_args.completion_column) == (7, "answer")
@@ -111,7 +107,7 @@ def test_they_take_data_and_a_model_of_ones_own(tmp_path):
     model = save_tiny_model(tmp_path, "llama")
     done = run(
         "padding_free.py",
-        *("--config", str(RECIPES / "compare_packing.yaml"), "--num_documents", "12"),
+        *("--config", str(FOLDER / "compare_packing.yaml"), "--num_documents", "12"),
         *("--model_name_or_path", model, "--dataset_name", str(path), "--test_split_size", "0.2"),
         *("--prompt_column", "q", "--completion_column", "a"),
         cwd=tmp_path,

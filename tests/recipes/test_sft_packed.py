@@ -12,14 +12,10 @@ import pytest
 from datasets import Dataset, IterableDataset
 from filelock import FileLock
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+from trl_packing.recipes import FOLDER, make_demo_data, sft_packed
+from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 
-import make_demo_data
-import sft_packed
-from recipe_data import DataArguments, InputError, load_documents
-
-RECIPES = Path(sft_packed.__file__).parent
-SHARED = RECIPES.parents[1] / "shared"
+SHARED = FOLDER.parents[1] / "shared"
 ROWS = [{"question": f"What is {i}?", "answer": f"A number: {i}.", "n": i} for i in range(10)]
 NAMED = {"prompt_column": "question", "completion_column": "answer"}
 
@@ -218,7 +214,7 @@ def test_the_demos_settings_do_not_leak_into_a_real_run():
 
 def test_what_the_user_says_wins_over_the_demo_and_the_yaml_file(tmp_path):
     assert sft_packed.parse(["--learning_rate", "0.5"])[1].learning_rate == 0.5
-    config = ["--config", str(RECIPES / "sft_gsm8k.yaml")]
+    config = ["--config", str(FOLDER / "sft_gsm8k.yaml")]
     data_args, training_args, model_args = sft_packed.parse([*config, "--use_peft"])
     assert data_args.completion_column == "answer"
     assert training_args.learning_rate == 5e-5
@@ -229,14 +225,14 @@ def test_what_the_user_says_wins_over_the_demo_and_the_yaml_file(tmp_path):
 def test_the_committed_demo_is_what_its_script_writes(tmp_path):
     make_demo_data.main(tmp_path)
     written = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    demo = RECIPES / "demo"
+    demo = FOLDER / "demo"
     assert written == {p.relative_to(demo): p.read_bytes() for p in demo.rglob("*") if p.is_file()}
     assert sum(map(len, written.values())) < 1_500_000
 
 
 def test_no_held_out_prompt_is_trained_on():
     train, test, _ = load_documents(
-        DataArguments(dataset_name=str(RECIPES / "demo" / "data")), needs_test=True
+        DataArguments(dataset_name=str(FOLDER / "demo" / "data")), needs_test=True
     )
     assert len(test) == 200
     assert not set(train["prompt"]) & set(test["prompt"])
@@ -263,7 +259,7 @@ def run(*arguments: str, processes: int = 1, cwd: Path, timeout: int = 900) -> s
         if processes == 1
         else ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     )
-    command = [sys.executable, "-m", *launcher, str(RECIPES / "sft_packed.py"), *arguments]
+    command = [sys.executable, "-m", *launcher, str(FOLDER / "sft_packed.py"), *arguments]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     if processes > 1:
         environment["OMP_NUM_THREADS"] = "1"
@@ -296,7 +292,7 @@ def test_two_processes_train_and_print_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_refusal_is_one_line_without_a_traceback(tmp_path):
-    command = [sys.executable, str(RECIPES / "sft_packed.py"), "--dataset_name", "nothing.jsonl"]
+    command = [sys.executable, str(FOLDER / "sft_packed.py"), "--dataset_name", "nothing.jsonl"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("sft_packed.py: ")

@@ -161,8 +161,8 @@ def test_documents_are_trained_apart(call, options, tmp_path):
 
 @pytest.mark.parametrize("name", ["PackedDataset", "PackedCollator"])
 def test_the_comparison_sees_documents_that_see_each_other(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(plain_trainer, "completed_call", lambda model, call: call)
-    monkeypatch.setattr("trl_packing.recognition.calls.completed_call", lambda model, call: call)
+    monkeypatch.setattr(plain_trainer, "complete_call", lambda model, call: call)
+    monkeypatch.setattr("trl_packing.recognition.calls.complete_call", lambda model, call: call)
     trainer, found = step_of(ids_only, tmp_path, **COLLATED[name])
     is_packed = name == "PackedDataset"
     documents = documents_of_rows(trainer.train_dataset, range(4)) if is_packed else DOCUMENTS[:4]

@@ -9,9 +9,9 @@ from helpers.streams import CAPACITY, LENGTHS, SOURCES, documents, names, sharde
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.packing.bins import pack
+from trl_packing.packing.bins import STRATEGIES, pack
 from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
-from trl_packing.streaming.shards import division_of
+from trl_packing.streaming.shards import assign_shards
 
 
 def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, division=None, **options):
@@ -24,7 +24,7 @@ def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, division
 
 def read_all(source, num_ranks, num_workers=0, **options):
     """Return the micro-batches of all readers of each rank, one reader behind the other."""
-    division = division_of(source, num_ranks, num_workers)
+    division = assign_shards(source, num_ranks, num_workers)
     return [
         [
             batch
@@ -50,7 +50,7 @@ def assert_exactly_once(ranks, num_documents):
     lengths=st.lists(st.integers(1, CAPACITY), max_size=80),
     window_bins=st.integers(1, 8),
     bins_per_batch=st.integers(1, 3),
-    strategy=st.sampled_from(["bfd", "next_fit", "greedy", "wrapped"]),
+    strategy=st.sampled_from(list(STRATEGIES)),
     seed=st.sampled_from([None, 0, 7]),
 )
 def test_bins_hold_every_document_once_and_no_more_than_capacity(
@@ -249,7 +249,7 @@ def test_ranks_read_shards_of_their_own_if_these_are_about_equally_many(
     num_shards, num_ranks, num_workers, by_rank, num_readers
 ):
     source = sharded([9] * 40, num_shards)
-    division = division_of(source, num_ranks, num_workers)
+    division = assign_shards(source, num_ranks, num_workers)
     assert (division.by_rank, division.num_readers) == (by_rank, num_readers)
     assert_exactly_once(read_all(source, num_ranks, num_workers), 40)
 
@@ -274,7 +274,7 @@ def test_a_rank_prepares_only_the_documents_of_its_shards(num_shards, expected):
 def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run(num_shards):
     """accelerate calls `shard` for them; packed, shards come from all over the stream."""
     source = sharded(range(1, 61), num_shards)
-    packed, unpacked = (division_of(source, 2, 0, packs=packs) for packs in (True, False))
+    packed, unpacked = (assign_shards(source, 2, 0, packs=packs) for packs in (True, False))
     for rank in range(2):
         theirs = names(source.shard(2, rank))
         assert names(unpacked.part(source, 2, rank, 0)) == theirs

@@ -7,7 +7,13 @@ docs/compatibility.md.
 import pytest
 
 from trl_packing.cli import main
-from trl_packing.tools.compatibility import PACKED_WAYS, Verdict, judge_architecture, summary, table
+from trl_packing.tools.compatibility import (
+    ONE_ROW_BACKENDS,
+    Verdict,
+    judge_architecture,
+    summary,
+    table,
+)
 
 # (architecture, the way it must be exact by, what TRL's packing does to it)
 DOZEN = [
@@ -37,7 +43,7 @@ DOZEN = [
 def test_an_architecture_is_exact_by_its_way(name, way, by_trl):
     verdict = judge_architecture(name)
     assert verdict.outcome == "exact", verdict
-    assert verdict.way == way
+    assert verdict.backend == way
     assert verdict.by_trl.startswith(by_trl)
     errors = (verdict.logits_error, verdict.loss_error, verdict.gradient_error)
     assert max(errors) <= verdict.tolerance <= 1e-3
@@ -54,7 +60,7 @@ def test_without_the_check_the_same_models_differ(name):
 
 def test_shared_keys_are_shared_with_gradient_checkpointing_too():
     verdict = judge_architecture("gemma4_text", gradient_checkpointing=True)
-    assert (verdict.outcome, verdict.way) == ("exact", "documents")
+    assert (verdict.outcome, verdict.backend) == ("exact", "documents")
 
 
 @pytest.mark.parametrize("attention", ["model", "documents", "padded"])
@@ -86,7 +92,7 @@ def test_the_summary_counts_what_matters():
     assert "padded here: c" in text
     assert len(table(verdicts).splitlines()) == 2 + len(verdicts)
     assert r"needs \| timm" in table(verdicts)
-    assert {v.way for v in verdicts if v.way in PACKED_WAYS} == {"documents"}
+    assert {v.backend for v in verdicts if v.backend in ONE_ROW_BACKENDS} == {"documents"}
 
 
 @pytest.mark.slow

@@ -3,22 +3,17 @@
 import contextlib
 import io
 import re
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing import pack, show_document, show_rows
 from trl_packing.formatting.printable import escape_hidden, escape_text
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
-import multipack_picture
-from helpers.attacks import ATTACKS, harmful
+from trl_packing.recipes import multipack_picture
 
 
 def document(tokenizer, *parts: tuple[str, bool]) -> dict:

@@ -434,7 +434,7 @@ def test_any_changes_train_every_document_once(trainer, tmp_path_factory, parts,
         record.save(checkpoint / FILE)
     assert set(counts.values()) == {1}
     missed = NUMBER - len(counts)
-    assert missed < sampler.kept_together  # documents that dataloader_drop_last drops
+    assert missed < sampler.documents_multiple_of  # documents that dataloader_drop_last drops
 
 
 def test_a_record_that_lacks_documents_fails_the_same_count(trainer, tmp_path):

@@ -13,8 +13,8 @@ from peft import LoraConfig
 
 import trl_packing
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.loss.lm_head import use_own_head
-from trl_packing.models.introspection import inside_peft
+from trl_packing.loss.lm_head import use_native_head
+from trl_packing.models.introspection import unwrap_peft
 from trl_packing.tools.tiny_models import tiny_model as architecture
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
@@ -99,9 +99,9 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         peft_config=peft_config,
     )
     if own_head:
-        from trl_packing.attention.backends import install_attention
+        from trl_packing.attention.install import install_attention
 
-        use_own_head(inside_peft(trainer.model))
+        use_native_head(unwrap_peft(trainer.model))
         install_attention(trainer.model, trainer.attention)
     trainer.train()
 
@@ -172,7 +172,7 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
 
         monkeypatch.setattr(trainer.accelerator, "gather", gather)
         waits.step = STEPS
-        meter.share({})
+        meter.share({}, log=False)
         with meter.pause():  # an evaluation after the log, in the same step
             pass
         waits.step = None
@@ -226,7 +226,7 @@ def test_what_is_not_on_the_device_is_no_wait(tmp_path, monkeypatch):
     "name", some(["documents", "padded rows", "explicit mask", "own head"], {"documents"})
 )
 def test_without_what_the_collator_knows_every_micro_batch_waits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.documents.host_row.keep_row", lambda *args: None)
+    monkeypatch.setattr("trl_packing.documents.host_row.cache_row", lambda *args: None)
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path, every=10, **RUNS[name])
     assert min(waits.of("trl_packing")) >= 2

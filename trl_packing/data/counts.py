@@ -1,4 +1,4 @@
-"""What preparation kept and lost, and what a training step is made of: numbers, then words.
+"""What preparation kept and lost, as numbers and as words.
 
 Everything here is a value object. `overflow` and the trainer fill it in; `str()` is what a user
 reads.
@@ -20,7 +20,7 @@ WARN_LOST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Amount:
+class TokenCounts:
     """Documents, their tokens, the trained ones of these, and the stop tokens of the trained."""
 
     documents: int = 0
@@ -28,78 +28,82 @@ class Amount:
     trained: int = 0
     stops: int = 0
 
-    def __add__(self, other: "Amount") -> "Amount":
-        return Amount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "TokenCounts") -> "TokenCounts":
+        return TokenCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def __sub__(self, other: "Amount") -> "Amount":
-        return Amount(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __sub__(self, other: "TokenCounts") -> "TokenCounts":
+        return TokenCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
         trained = f", {self.trained:,} trained" * bool(self.trained)
-        stops = f", {_number(self.stops, 'stop token')}" * bool(self.stops)
-        return _number(self.tokens, "token") + trained + stops
+        stops = f", {quantity(self.stops, 'stop token')}" * bool(self.stops)
+        return quantity(self.tokens, "token") + trained + stops
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one step of preparation lost: `concerned` documents (or pieces) are `why`.
+class Stage:
+    """Losses of one stage of preparation: how many documents were affected, and why.
 
-    `lost` is what there was before the step less what there was after it. Pieces are documents from
-    then on, so a step that splits documents loses a negative number of them.
-    `lost_a_stop` counts the documents that have fewer trained stop tokens than before, `empty`
-    those of the concerned that have no token at all.
+    Attributes:
+        affected: documents (or pieces, by `unit`) that the stage changed or dropped.
+        why: the reason, as a predicate of the affected documents.
+        lost: counts before the stage minus counts after it. A piece counts as a document, so a
+            stage that splits documents loses a negative number of them.
+        lost_eos: documents that have fewer trained stop tokens than before.
+        remedy: the setting that avoids the loss.
+        empty: affected documents without any token.
     """
 
-    concerned: int
+    affected: int
     why: str
-    lost: Amount = field(default_factory=Amount)
-    lost_a_stop: int = 0
-    way_out: str = ""
+    lost: TokenCounts = field(default_factory=TokenCounts)
+    lost_eos: int = 0
+    remedy: str = ""
     unit: str = "document"
     empty: int = 0
 
-    def __add__(self, other: "Step") -> "Step":
-        """Return the same step on the documents of both."""
+    def __add__(self, other: "Stage") -> "Stage":
+        """Return the same stage on the documents of both."""
         return replace(
             self,
-            concerned=self.concerned + other.concerned,
+            affected=self.affected + other.affected,
             lost=self.lost + other.lost,
-            lost_a_stop=self.lost_a_stop + other.lost_a_stop,
+            lost_eos=self.lost_eos + other.lost_eos,
             empty=self.empty + other.empty,
-            way_out=min(self.way_out, other.way_out, key=len),  # what helps the documents of both
+            remedy=min(self.remedy, other.remedy, key=len),  # what helps the documents of both
         )
 
     def __str__(self) -> str:
         empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
         lost = f"; lost {self.lost}" * (self.lost.tokens > 0 or self.lost.trained > 0)
-        return f"{_number(self.concerned, self.unit)} {self.why}{empty}{lost}"
+        return f"{quantity(self.affected, self.unit)} {self.why}{empty}{lost}"
 
 
 @dataclass(frozen=True)
 class PreparationCounts:
-    """What came into the preparation of one data set, what came out, and each step between them.
+    """What came into the preparation of one data set, what came out, and each stage between them.
 
     `notes` are sentences on the documents that are no loss.
     """
 
-    before: Amount = field(default_factory=Amount)
-    after: Amount = field(default_factory=Amount)
-    steps: tuple[Step, ...] = ()
+    before: TokenCounts = field(default_factory=TokenCounts)
+    after: TokenCounts = field(default_factory=TokenCounts)
+    stages: tuple[Stage, ...] = ()
     notes: tuple[str, ...] = ()
 
     def adds_up(self) -> bool:
-        """Whether the steps lost exactly what came in and did not come out."""
-        return self.before - sum((step.lost for step in self.steps), Amount()) == self.after
+        """Whether the stages lost exactly what came in and did not come out."""
+        return self.before - sum((stage.lost for stage in self.stages), TokenCounts()) == self.after
 
     def __add__(self, other: "PreparationCounts") -> "PreparationCounts":
         """Return the counts of two parts of a data set; of notes, those of the first with any."""
-        steps = {step.why: step for step in self.steps}
-        for step in other.steps:
-            steps[step.why] = steps[step.why] + step if step.why in steps else step
+        stages = {stage.why: stage for stage in self.stages}
+        for stage in other.stages:
+            stages[stage.why] = stages[stage.why] + stage if stage.why in stages else stage
         return PreparationCounts(
             self.before + other.before,
             self.after + other.after,
-            tuple(steps.values()),
+            tuple(stages.values()),
             self.notes or other.notes,
         )
 
@@ -107,8 +111,8 @@ class PreparationCounts:
         return replace(self, notes=(*self.notes, note))
 
     def __str__(self) -> str:
-        lines = [str(step) for step in self.steps]
-        if sum(step.lost.tokens > 0 or step.lost.trained > 0 for step in self.steps) > 1:
+        lines = [str(stage) for stage in self.stages]
+        if sum(stage.lost.tokens > 0 or stage.lost.trained > 0 for stage in self.stages) > 1:
             lines.append(f"lost in all: {self.before - self.after}")
         return "\n".join(filter(None, [*lines, self._warning(), *self.notes]))
 
@@ -119,21 +123,21 @@ class PreparationCounts:
                 self.before.trained - self.after.trained, self.before.trained
             ),
             "{:.1%} of the documents lost a stop token": _share(
-                sum(step.lost_a_stop for step in self.steps), self.before.documents
+                sum(stage.lost_eos for stage in self.stages), self.before.documents
             ),
         }
         words = [text.format(n) for text, n in shares.items() if n > WARN_LOST_SHARE]
         if not words:
             return ""
-        most = max(self.steps, key=lambda step: (step.lost.trained, step.lost_a_stop))
-        return f"warning: {' and '.join(words)}{'; ' * bool(most.way_out)}{most.way_out}"
+        most = max(self.stages, key=lambda stage: (stage.lost.trained, stage.lost_eos))
+        return f"warning: {' and '.join(words)}{'; ' * bool(most.remedy)}{most.remedy}"
 
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _number(number: int, unit: str) -> str:
+def quantity(number: int, unit: str) -> str:
     return f"{number:,} {unit}{'s' * (number != 1)}"
 
 
@@ -147,7 +151,7 @@ _VERB = {
 }
 
 
-class _Counted(NamedTuple):
+class _PieceCounts(NamedTuple):
     """Tokens, trained tokens and trained stop tokens of each piece, ``(pieces,)`` int64."""
 
     tokens: np.ndarray
@@ -155,11 +159,11 @@ class _Counted(NamedTuple):
     stops: np.ndarray
     labelled: np.ndarray  # with the first token, which is never a target
 
-    def amount(self, chosen: np.ndarray | None = None) -> Amount:
+    def sums(self, chosen: np.ndarray | None = None) -> TokenCounts:
         """Return the sums over all pieces, or over those that are `chosen`."""
         counted = self.tokens, self.trained, self.stops
         sums = [values if chosen is None else values[chosen] for values in counted]
-        return Amount(len(sums[0]), *(int(values.sum()) for values in sums))
+        return TokenCounts(len(sums[0]), *(int(values.sum()) for values in sums))
 
 
 def fit_and_count(
@@ -185,9 +189,9 @@ def count_losses(
     overflow: Overflow,
     stop_ids: Iterable[int] = (),
 ) -> PreparationCounts:
-    """Count what went in, what came out, and what each step between them lost.
+    """Count what went in, what came out, and what each stage between them lost.
 
-    The steps are counted from the pieces and not while `map` cuts, which a cache may answer for.
+    The stages are counted from the pieces and not while `map` cuts, which a cache may answer for.
     """
     stops = np.array(sorted(stop_ids), np.int64)
     whole = _whole(documents)
@@ -198,16 +202,16 @@ def count_losses(
     before = cut = _count(documents, whole, stops)
     if not np.array_equal(pieces, whole):
         cut = _count(documents, pieces, stops)
-    steps = [
-        _overflow_step(overflow, before, cut, pieces),
-        *_drop_steps(overflow, before, cut, pieces),
+    stages = [
+        _overflow_stage(overflow, before, cut, pieces),
+        *_drop_stages(overflow, before, cut, pieces),
     ]
     counts = PreparationCounts(
-        before=before.amount(),
-        after=_count(fitted, _whole(fitted), stops).amount(),
-        steps=tuple(step for step in steps if step.concerned),
+        before=before.sums(),
+        after=_count(fitted, _whole(fitted), stops).sums(),
+        stages=tuple(stage for stage in stages if stage.affected),
     )
-    assert counts.adds_up(), f"the steps do not explain what came out: {counts!r}"
+    assert counts.adds_up(), f"the stages do not explain what came out: {counts!r}"
     return counts
 
 
@@ -222,13 +226,13 @@ def _prompts(documents: ArrowDocuments) -> np.ndarray:
     return np.concatenate([*chunks, np.zeros(0, np.int64)])[stored]
 
 
-def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _Counted:
+def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _PieceCounts:
     """Count the tokens of every piece, one chunk of the Arrow table at a time."""
     labels = documents.readers["labels"]
     stored = documents.stored_rows(pieces.rows)
     order = np.argsort(stored, kind="stable")
     groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
-    counted = _Counted(pieces.stops - pieces.starts, *np.zeros((3, len(stored)), np.int64))
+    counted = _PieceCounts(pieces.stops - pieces.starts, *np.zeros((3, len(stored)), np.int64))
     for (values, offsets), first, chosen in zip(
         labels.chunks, labels.first_row[:-1], groups, strict=False
     ):
@@ -244,7 +248,9 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _
     return counted
 
 
-def _overflow_step(overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces) -> Step:
+def _overflow_stage(
+    overflow: Overflow, before: _PieceCounts, cut: _PieceCounts, pieces: Pieces
+) -> Stage:
     number = len(before.tokens)
     intact = int((cut.tokens == before.tokens[pieces.rows]).sum())
     stops_left = np.bincount(pieces.rows, cut.stops, minlength=number)
@@ -252,16 +258,18 @@ def _overflow_step(overflow: Overflow, before: _Counted, cut: _Counted, pieces: 
     if overflow.policy == "wrapped":
         why = f"cut where rows of max_length={overflow.capacity} end"
     suggests_split = not overflow.makes_pieces and _are_running_text(overflow, before, cut, pieces)
-    return Step(
+    return Stage(
         number - intact,
         why,
-        before.amount() - cut.amount(),
-        lost_a_stop=int((stops_left < before.stops).sum()),
-        way_out="raise max_length" + " or set overflow='split'" * suggests_split,
+        before.sums() - cut.sums(),
+        lost_eos=int((stops_left < before.stops).sum()),
+        remedy="raise max_length" + " or set overflow='split'" * suggests_split,
     )
 
 
-def _are_running_text(overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces) -> bool:
+def _are_running_text(
+    overflow: Overflow, before: _PieceCounts, cut: _PieceCounts, pieces: Pieces
+) -> bool:
     """Return whether pieces of the documents that are cut would make sense alone.
 
     Those of a conversation, or of an answer without its prompt, would not: these have tokens that
@@ -273,9 +281,9 @@ def _are_running_text(overflow: Overflow, before: _Counted, cut: _Counted, piece
     return overflow.running_text and bool(trained.all() and (before.stops[is_cut] < 2).all())
 
 
-def _drop_steps(
-    overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces
-) -> tuple[Step, Step]:
+def _drop_stages(
+    overflow: Overflow, before: _PieceCounts, cut: _PieceCounts, pieces: Pieces
+) -> tuple[Stage, Stage]:
     """Return what went for having nothing to train: from the beginning, and because of the cut."""
     untrained = cut.trained == 0
     if overflow.drops_as_padded:
@@ -284,16 +292,16 @@ def _drop_steps(
     documents = np.unique(pieces.rows[never])
     empty = int((before.tokens[documents] == 0).sum())
     return (
-        Step(
+        Stage(
             len(documents),
             "without a trained token: dropped",
-            cut.amount(never),
+            cut.sums(never),
             empty=empty,
         ),
-        Step(
+        Stage(
             int((untrained & ~never).sum()),
             "with no trained token left: dropped",
-            cut.amount(untrained & ~never),
+            cut.sums(untrained & ~never),
             unit="piece" if overflow.makes_pieces else "document",
         ),
     )

@@ -18,7 +18,7 @@ from trl.data_utils import is_conversational, maybe_convert_to_chatml
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, weight_lists
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import MASK_COLUMNS, WEIGHT_COLUMN
+from trl_packing.documents.labels import MASK_COLUMNS, SEQ_LENGTHS, TOKEN_WEIGHTS
 
 
 def check_columns(
@@ -107,15 +107,15 @@ def check_rows(
         )
     if isinstance(rows, datasets.IterableDataset):
         return
-    documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])
-    wrong = documents.rows_where("seq_lengths", lambda lengths: lengths < 0)
+    documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
+    wrong = documents.rows_where(SEQ_LENGTHS, lambda lengths: lengths < 0)
     if len(wrong):
-        stated = documents[int(wrong[0])]["seq_lengths"].tolist()
+        stated = documents[int(wrong[0])][SEQ_LENGTHS].tolist()
         raise ValueError(
             f"row {wrong[0]} of the {name} dataset has the seq_lengths {stated}; no length can be "
             f"negative{and_others(wrong)}"
         )
-    lengths, sums = documents.lengths(), documents.sums("seq_lengths")
+    lengths, sums = documents.lengths(), documents.sums(SEQ_LENGTHS)
     wrong = np.flatnonzero(lengths != sums)
     if len(wrong):
         row = wrong[0]
@@ -150,11 +150,11 @@ def _check_token_columns(dataset: datasets.Dataset, name: str) -> None:
     documents = ArrowDocuments(dataset, present)
     ModelLimits().check_documents(documents, f"of the {name} dataset")  # no id is negative
     entries = {column: documents.lengths(column) for column in present}
-    if WEIGHT_COLUMN in dataset.column_names:
-        chunks = dataset.data.column(WEIGHT_COLUMN).chunks
-        stored = [np.diff(weight_lists(WEIGHT_COLUMN, chunk)[1]) for chunk in chunks]
+    if TOKEN_WEIGHTS in dataset.column_names:
+        chunks = dataset.data.column(TOKEN_WEIGHTS).chunks
+        stored = [np.diff(weight_lists(TOKEN_WEIGHTS, chunk)[1]) for chunk in chunks]
         rows = documents.stored_rows(np.arange(len(documents)))
-        entries[WEIGHT_COLUMN] = np.concatenate([*stored, np.zeros(0, np.int64)])[rows]
+        entries[TOKEN_WEIGHTS] = np.concatenate([*stored, np.zeros(0, np.int64)])[rows]
     expected = entries["input_ids"]
     for column, number in entries.items():
         wrong = np.flatnonzero(number != expected)

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, list_column, token_lists
-from trl_packing.documents.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import quote
 
 # A text that no chat template contains.
@@ -60,7 +60,7 @@ def _end_of_turn(tokenizer: Any, chat_template: str | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class Unended:
+class MissingEos:
     """`documents` of `of` documents do not end in a trained stop token; `row` is the first."""
 
     documents: int
@@ -78,12 +78,12 @@ class Unended:
 
     def note(self, append_eos: bool) -> str:
         """Return the sentence with the way out: short, for the report."""
-        way_out = (
+        remedy = (
             "their last tokens are not trained: check the completion or assistant masks"
             if append_eos
             else "set append_eos=True, or end them in one"
         )
-        return f"{self}; {way_out}"
+        return f"{self}; {remedy}"
 
     def warning(self, append_eos: bool) -> str:
         """Return the same with what it means, and the end of the first such document."""
@@ -93,7 +93,9 @@ class Unended:
         )
 
 
-def unended(dataset: datasets.Dataset, tokenizer: Any, stop_ids: Iterable[int]) -> Unended | None:
+def documents_without_eos(
+    dataset: datasets.Dataset, tokenizer: Any, stop_ids: Iterable[int]
+) -> MissingEos | None:
     """Return which documents of `dataset` do not end in a trained stop token; None if all do.
 
     Documents without a trained token are left out, and nothing is asked where there is no stop
@@ -103,18 +105,18 @@ def unended(dataset: datasets.Dataset, tokenizer: Any, stop_ids: Iterable[int]) 
     if not stops:
         return None
     documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
-    blanks = _Blanks(tokenizer, stops)
+    whitespace = _WhitespaceTokens(tokenizer, stops)
     trained, ended = [np.zeros(0, bool)], [np.zeros(0, bool)]
     for labels, offsets in documents.readers["labels"].chunks:
         trained.append(_last(labels, offsets, [IGNORE_INDEX]) >= 0)
-        ended.append(_holds(labels, blanks.last(labels, offsets, IGNORE_INDEX), stops))
+        ended.append(_holds(labels, whitespace.last(labels, offsets, IGNORE_INDEX), stops))
     rows = documents.stored_rows(np.arange(len(documents)))
     trained_rows = np.concatenate(trained)[rows]
     wrong = np.flatnonzero(trained_rows & ~np.concatenate(ended)[rows])
     if not len(wrong):
         return None
     row = int(wrong[0])
-    return Unended(
+    return MissingEos(
         documents=len(wrong),
         of=int(trained_rows.sum()),
         row=row,
@@ -123,24 +125,24 @@ def unended(dataset: datasets.Dataset, tokenizer: Any, stop_ids: Iterable[int]) 
     )
 
 
-class _Blanks:
+class _WhitespaceTokens:
     """The white-space tokens met at the ends of documents; only ids that are met are decoded."""
 
     def __init__(self, tokenizer: Any, stop_ids: Iterable[int]):
         self.tokenizer = tokenizer
-        self.is_blank = dict.fromkeys(stop_ids, False)
+        self.is_whitespace = dict.fromkeys(stop_ids, False)
 
     @property
     def ids(self) -> list[int]:
-        return sorted(token for token, blank in self.is_blank.items() if blank)
+        return sorted(token for token, is_space in self.is_whitespace.items() if is_space)
 
     def last(self, values: np.ndarray, offsets: np.ndarray, *ignored: int) -> np.ndarray:
-        """Return where the last value of each list is that is neither `ignored` nor blank."""
+        """Return where the last value of each list is that is neither `ignored` nor white space."""
         while True:
             last = _last(values, offsets, [*ignored, *self.ids])
-            met = set(np.unique(values[last[last >= 0]]).tolist()) - self.is_blank.keys()
+            met = set(np.unique(values[last[last >= 0]]).tolist()) - self.is_whitespace.keys()
             decoded = {token: not self.tokenizer.decode([token]).strip() for token in met}
-            self.is_blank |= decoded
+            self.is_whitespace |= decoded
             if not any(decoded.values()):
                 return last
 
@@ -178,15 +180,15 @@ def append_eos(
     """
     stops = sorted(stop_ids)
     eos_id = _eos_id(tokenizer)
-    if unended(dataset, tokenizer, stops) is None:
+    if documents_without_eos(dataset, tokenizer, stops) is None:
         return dataset
-    blanks = _Blanks(tokenizer, stops)
+    whitespace = _WhitespaceTokens(tokenizer, stops)
     readers = ArrowDocuments(dataset, TOKEN_COLUMNS).readers
     for column, ignored in (("input_ids", ()), ("labels", (IGNORE_INDEX,))):
         for chunk in readers[column].chunks:
-            blanks.last(*chunk, *ignored)
+            whitespace.last(*chunk, *ignored)
     # Ids and not the tokenizer: its hash, by which `map` caches, changes when it is used.
-    arguments = {"eos_id": eos_id, "stop_ids": stops, "blank_ids": blanks.ids}
+    arguments = {"eos_id": eos_id, "stop_ids": stops, "whitespace_ids": whitespace.ids}
     return (
         dataset.with_format("arrow")
         .map(
@@ -209,10 +211,10 @@ def _append_eos_to_batch(
     tokenizer: Any, stop_ids: list[int], eos_id: int, table: pa.Table
 ) -> pa.Table:
     lists = token_lists(table)
-    blanks = _Blanks(tokenizer, stop_ids)
-    blanks.last(*lists["input_ids"])
-    blanks.last(*lists["labels"], IGNORE_INDEX)
-    return append_eos_to_table(table, eos_id, stop_ids, blanks.ids)
+    whitespace = _WhitespaceTokens(tokenizer, stop_ids)
+    whitespace.last(*lists["input_ids"])
+    whitespace.last(*lists["labels"], IGNORE_INDEX)
+    return append_eos_to_table(table, eos_id, stop_ids, whitespace.ids)
 
 
 def _eos_id(tokenizer: Any) -> int:
@@ -225,15 +227,15 @@ def _eos_id(tokenizer: Any) -> int:
 
 
 def append_eos_to_table(
-    table: pa.Table, eos_id: int, stop_ids: list[int], blank_ids: list[int]
+    table: pa.Table, eos_id: int, stop_ids: list[int], whitespace_ids: list[int]
 ) -> pa.Table:
     """Return `table` with every document that is trained to its end ending in a stop token."""
     lists = token_lists(table)
     ids, offsets = lists["input_ids"]
     labels = lists["labels"][0].copy()
     starts, stops = offsets[:-1], offsets[1:]
-    ended = _holds(labels, _last(labels, offsets, [IGNORE_INDEX, *blank_ids]), stop_ids)
-    end = _last(ids, offsets, blank_ids)
+    ended = _holds(labels, _last(labels, offsets, [IGNORE_INDEX, *whitespace_ids]), stop_ids)
+    end = _last(ids, offsets, whitespace_ids)
     stands = _holds(ids, end, stop_ids)
     follows = stands & (end > starts)
     follows[follows] = labels[end[follows] - 1] != IGNORE_INDEX
@@ -244,10 +246,10 @@ def append_eos_to_table(
     at = stops[appends]
     longer = offsets + np.concatenate([[0], np.cumsum(appends)])
     values = {"input_ids": np.insert(ids, at, eos_id), "labels": np.insert(labels, at, eos_id)}
-    if WEIGHT_COLUMN in lists:
-        weights = lists[WEIGHT_COLUMN][0].copy()
+    if TOKEN_WEIGHTS in lists:
+        weights = lists[TOKEN_WEIGHTS][0].copy()
         weights[trained_now] = 1
-        values[WEIGHT_COLUMN] = np.insert(weights, at, 1)
+        values[TOKEN_WEIGHTS] = np.insert(weights, at, 1)
     columns = [
         list_column(values[field.name], longer, field)
         if field.name in values

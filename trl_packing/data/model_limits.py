@@ -17,9 +17,9 @@ import datasets
 import numpy as np
 from torch import nn
 
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS
 from trl_packing.models.introspection import text_config
 
 # How the modules of learned positions are called, from GPT-2 to BERT's decoder and OPT.
@@ -41,7 +41,7 @@ class ModelLimits:
         if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
             return
         present = set(dataset.column_names)
-        columns = [c for c in ("input_ids", "labels", "seq_lengths") if c in present]
+        columns = [c for c in ("input_ids", "labels", SEQ_LENGTHS) if c in present]
         if "input_ids" in columns:
             self.check_documents(ArrowDocuments(dataset, columns), f"of the {name} dataset")
 
@@ -62,7 +62,7 @@ class ModelLimits:
                     which = f"document {numbers[wrong[0]]} {where}"
                     raise ValueError(f"{which} {problem}{and_others(wrong)}")
         if self.positions is not None:
-            column = "seq_lengths" if "seq_lengths" in documents.columns else "input_ids"
+            column = SEQ_LENGTHS if is_packed(documents) else "input_ids"
             wrong, length = self._too_long(documents, column)
             if len(wrong):
                 raise ValueError(
@@ -76,7 +76,7 @@ class ModelLimits:
             values = np.asarray(document.get(column, ()))
             if values.size and (wrong := is_beyond(values)).any():
                 raise ValueError(f"{which} {self._problem(column, values[wrong][0])}")
-        lengths = document.get("seq_lengths")
+        lengths = document.get(SEQ_LENGTHS)
         longest = len(document["input_ids"]) if lengths is None else max(lengths, default=0)
         if self.positions is not None and longest > self.positions:
             raise ValueError(f"{which} {self._problem('length', longest)}")

@@ -38,6 +38,7 @@ from trl_packing.documents.arrow import (
     token_lists,
 )
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.packing.bins import find_strategy
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,27 @@ class Overflow:
     capacity: int | None
     running_text: bool = True
     drops_as_padded: bool = False
+
+    @classmethod
+    def from_args(cls, args: SFTConfig, packing: bool) -> "Overflow":
+        """Return the overflow policy that `args` ask for, in TRL's terms and ours.
+
+        Raises ValueError for a truncation_mode that does not exist.
+        """
+        if args.truncation_mode not in ("keep_start", "keep_end"):
+            raise ValueError(
+                f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or "
+                "'keep_end'"
+            )
+        implied = find_strategy(args.packing_strategy).overflow if packing else None
+        policy = PackingOptions.of(args).overflow or implied or "truncate"
+        if implied == "wrapped":
+            policy = implied
+        if policy == "truncate" and args.truncation_mode == "keep_end":
+            policy = "truncate_start"
+        # With another policy documents are not TRL's anyway.
+        as_padded = not packing and policy in ("truncate", "truncate_start")
+        return cls(policy, args.max_length, drops_as_padded=as_padded)
 
     @property
     def makes_pieces(self) -> bool:
@@ -211,25 +233,3 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
         for field in table.schema
     ]
     return pa.table(columns, names=table.column_names)
-
-
-def overflow_of(args: SFTConfig, packing: bool) -> Overflow:
-    """Return the overflow policy that `args` ask for, in TRL's terms and ours.
-
-    Raises ValueError for a truncation_mode that does not exist.
-    """
-    if args.truncation_mode not in ("keep_start", "keep_end"):
-        raise ValueError(
-            f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or "
-            "'keep_end'"
-        )
-    policy = PackingOptions.of(args).overflow
-    if packing and args.packing_strategy == "wrapped":
-        policy = "wrapped"
-    elif policy is None:
-        policy = "split" if packing and args.packing_strategy == "bfd_split" else "truncate"
-    if policy == "truncate" and args.truncation_mode == "keep_end":
-        policy = "truncate_start"
-    # With another policy documents are not TRL's anyway.
-    as_padded = not packing and policy in ("truncate", "truncate_start")
-    return Overflow(policy, args.max_length, drops_as_padded=as_padded)

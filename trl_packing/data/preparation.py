@@ -29,21 +29,20 @@ from trl_packing.data.dataset import (
     check_rows,
     empty_completions,
 )
-from trl_packing.data.eos import append_eos, eos_appender, stop_token_ids, unended
-from trl_packing.data.overflow import overflow_of
+from trl_packing.data.eos import append_eos, documents_without_eos, eos_appender, stop_token_ids
+from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, token_columns_of
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_columns_of
-from trl_packing.documents.weight_columns import weights_of_documents
+from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, is_packed, token_columns_of
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, document_columns_of
+from trl_packing.documents.weight_columns import document_weights_from_rows
 from trl_packing.formatting.label_responses import ResponseLabeler, label_documents
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.formatting.row_format import (
-    Supervision,
-    formatting_of_one,
+    RowFormat,
+    format_per_example,
     has_flags,
     says_what_is_trained,
-    supervision_of,
 )
 from trl_packing.formatting.tokenize_rows import can_prepare, documents_from_rows, label_tokenized
 
@@ -86,17 +85,17 @@ class Preparation:
         self._check_columns(dataset, formatting_func, name)
         empty = self._empty_completions(dataset, formatting_func, name)
         dataset, padding = self._unpadded(dataset, name)
-        documents, unfound = self._tokenized(dataset, formatting_func, name), None
+        documents, not_found = self._tokenized(dataset, formatting_func, name), None
         labeler = self.labeler or self._template_of_tokens(dataset, name)
         if labeler is not None:
-            documents, unfound = label_documents(
+            documents, not_found = label_documents(
                 documents, labeler, num_proc=self.args.dataset_num_proc, name=name
             )
         elif self.options.response_template is not None:
-            unfound = self._unfound(documents, name)
+            not_found = self._not_found(documents, name)
         is_text = formatting_func is None and self._is_running_text(dataset)
         fitted, counts = self._fitted(documents, name, running_text=is_text)
-        for note in filter(None, (empty, padding, unfound)):
+        for note in filter(None, (empty, padding, not_found)):
             logger.warning(note)
             counts = counts and counts.with_note(note)
         return fitted, counts
@@ -110,8 +109,8 @@ class Preparation:
     def _check_columns(self, dataset: AnyDataset, formatting_func: Any, name: str) -> None:
         if formatting_func is None and self.options.prompt_template is None:
             check_columns(dataset, name, self.args.dataset_text_field)
-        if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
-            weights_of_documents(dataset, f"the {name} dataset")  # said of the user's own rows
+        if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in dataset.column_names:
+            document_weights_from_rows(dataset, f"the {name} dataset")  # names the user's row
 
     def _unpadded(self, dataset: AnyDataset, name: str) -> tuple[AnyDataset, str | None]:
         if "input_ids" not in get_dataset_column_names(dataset):
@@ -130,7 +129,7 @@ class Preparation:
     def _tokenized(self, dataset: AnyDataset, formatting_func: Any, name: str) -> AnyDataset:
         """Return documents with `input_ids` and `labels`, of any length."""
         args = self.args
-        formatting_func = formatting_of_one(formatting_func, dataset)
+        formatting_func = format_per_example(formatting_func, dataset)
         if "input_ids" in get_dataset_column_names(dataset):
             if formatting_func is not None:
                 logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
@@ -146,7 +145,7 @@ class Preparation:
             return self.by_trl(dataset, formatting_func, name)
         else:
             first = next(iter(dataset))  # once: a stream would be asked again each time
-            supervision = supervision_of(
+            row_format = RowFormat.from_args(
                 args,
                 self.processing_class,
                 first,
@@ -155,8 +154,8 @@ class Preparation:
                 formatting_func=formatting_func,
                 flagged=has_flags(dataset, first),
             )
-            self._warn_of_tools(first, supervision, name)
-            if supervision.train_on != self.options.train_on and not says_what_is_trained(first):
+            self._warn_of_tools(first, row_format, name)
+            if row_format.train_on != self.options.train_on and not says_what_is_trained(first):
                 logger.warning(
                     f"messages of the {name} dataset have 'train' or 'weight', null in its first "
                     "row: the assistant's turns are trained, and others as they say; set train_on "
@@ -164,7 +163,7 @@ class Preparation:
                 )
             documents = documents_from_rows(
                 dataset,
-                supervision,
+                row_format,
                 keeps_columns=not self.packing,
                 document_columns=self._document_columns(dataset),
                 num_proc=args.dataset_num_proc,
@@ -176,7 +175,7 @@ class Preparation:
 
     def _shuffles_what_fits(self, documents: AnyDataset) -> bool:
         """Return whether documents are shuffled after those that are dropped, as TRL does."""
-        packed = "seq_lengths" in get_dataset_column_names(documents)
+        packed = is_packed(documents)
         # Without a capacity TRL drops nothing, so the function that fits a stream has no like
         # there; and `datasets` shuffles what a function returns in another order than tables.
         if isinstance(documents, IterableDataset) and self.args.max_length is None:
@@ -193,8 +192,8 @@ class Preparation:
         columns = get_dataset_column_names(dataset)
         return document_columns_of(columns, self.options.source_column)
 
-    def _warn_of_tools(self, first: Mapping[str, Any], supervision: Supervision, name: str) -> None:
-        if first.get("tools") and supervision.chat.exists and not supervision.calls_tools:
+    def _warn_of_tools(self, first: Mapping[str, Any], row_format: RowFormat, name: str) -> None:
+        if first.get("tools") and row_format.chat.exists and not row_format.calls_tools:
             logger.warning(
                 f"the {name} dataset has tools, but the chat template renders no tool calls: the "
                 "model will not read which tools there are (calls in ShareGPT's form are trained "
@@ -212,7 +211,7 @@ class Preparation:
                     "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
                 )
 
-    def _unfound(self, documents: AnyDataset, name: str) -> str | None:
+    def _not_found(self, documents: AnyDataset, name: str) -> str | None:
         """Return a sentence on documents without the response template, if there are any.
 
         Raises ValueError if none has it.
@@ -220,16 +219,16 @@ class Preparation:
         if isinstance(documents, IterableDataset):
             return None
         trained = ArrowDocuments(documents, TOKEN_COLUMNS).num_trained()
-        unfound = np.flatnonzero(trained == 0)
-        if not len(unfound):
+        not_found = np.flatnonzero(trained == 0)
+        if not len(not_found):
             return None
         options = self.options
-        templates = Templates.of(
+        templates = ResponseTemplate.from_settings(
             self.tokenizer, options.response_template, options.instruction_template
         )
-        ids = np.asarray(documents[int(unfound[0])]["input_ids"])
-        words = templates.unfound(len(unfound), len(trained), ids)
-        if len(unfound) == len(trained):
+        ids = np.asarray(documents[int(not_found[0])]["input_ids"])
+        words = templates.not_found(len(not_found), len(trained), ids)
+        if len(not_found) == len(trained):
             raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
         return f"{name} dataset: {words}"
 
@@ -245,7 +244,9 @@ class Preparation:
                     f"{options.response_template!r} is set: both say what is trained; remove one"
                 )
         return ResponseLabeler(
-            Templates.of(self.tokenizer, options.response_template, options.instruction_template)
+            ResponseTemplate.from_settings(
+                self.tokenizer, options.response_template, options.instruction_template
+            )
         )
 
     # --- what fits --------------------------------------------------------------------------------
@@ -259,9 +260,9 @@ class Preparation:
         self, documents: AnyDataset, name: str, *, running_text: bool
     ) -> tuple[AnyDataset, PreparationCounts | None]:
         args, appends = self.args, self.options.append_eos
-        overflow = replace(overflow_of(args, self.packing), running_text=running_text)
+        overflow = replace(Overflow.from_args(args, self.packing), running_text=running_text)
         stops = self._stop_ids()
-        if "seq_lengths" in get_dataset_column_names(documents):
+        if is_packed(documents):
             check_rows(documents, args.max_length, name, append_eos=appends)
             return documents, None
         if isinstance(documents, IterableDataset):
@@ -279,7 +280,7 @@ class Preparation:
             documents, overflow, stop_ids=stops, num_proc=num_proc, name=name
         )
         fitted = self._shuffled(fitted)
-        without_stop = unended(documents, self.tokenizer, stops)
+        without_stop = documents_without_eos(documents, self.tokenizer, stops)
         if without_stop is not None:
             logger.warning(f"{name} dataset: {without_stop.warning(appends)}")
             counts = counts.with_note(without_stop.note(appends))
@@ -294,7 +295,7 @@ class Preparation:
 def _note_of_ends(
     documents: Dataset, tokenizer: Any, stops: frozenset[int], appends: bool
 ) -> str | None:
-    without_stop = unended(documents, tokenizer, stops)
+    without_stop = documents_without_eos(documents, tokenizer, stops)
     if without_stop is None:
         return None
     return f"of the documents read first, {without_stop.note(appends)}"

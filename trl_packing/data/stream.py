@@ -18,7 +18,7 @@ from trl_packing.data.model_limits import ModelLimits
 from trl_packing.data.overflow import Overflow, fit_table
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, token_columns_of
 from trl_packing.documents.bad_rows import check_same_columns
-from trl_packing.documents.labels import document_columns_of
+from trl_packing.documents.labels import SEQ_LENGTHS, document_columns_of
 
 Batch = Mapping[str, Sequence[Any]]
 
@@ -131,7 +131,7 @@ NOTHING_TO_TRAIN = (
 
 def check_lengths(row: Document, number: int) -> None:
     """Raise ValueError if a packed row misstates the lengths of its documents."""
-    lengths = row.get("seq_lengths")
+    lengths = row.get(SEQ_LENGTHS)
     if lengths is not None and (
         min(lengths, default=0) < 0 or sum(lengths) != len(row["input_ids"])
     ):

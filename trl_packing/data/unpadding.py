@@ -20,12 +20,12 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.data.overflow import Pieces, gather
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, flat_lists, list_column
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import MASK_COLUMNS, WEIGHT_COLUMN
+from trl_packing.documents.labels import MASK_COLUMNS, SEQ_LENGTHS, TOKEN_WEIGHTS
 
 logger = get_logger(__name__)
 
 _MASK = "attention_mask"
-_BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, WEIGHT_COLUMN, _MASK)
+_BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, SEQ_LENGTHS, TOKEN_WEIGHTS, _MASK)
 
 
 def cut_padding(
@@ -39,7 +39,7 @@ def cut_padding(
     Raises ValueError, naming the row, for an `attention_mask` that is no padding at the ends.
     """
     columns = get_dataset_column_names(dataset)
-    if _MASK not in columns or "seq_lengths" in columns:
+    if _MASK not in columns or SEQ_LENGTHS in columns:
         return dataset, None
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.with_format(None).map(

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trl_packing.documents.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
@@ -95,9 +95,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
     @property
     def num_documents(self) -> int:
         """Rows, or the documents in them where rows are packed (they have `seq_lengths`)."""
-        return (
-            int(self.lengths("seq_lengths").sum()) if "seq_lengths" in self.columns else len(self)
-        )
+        return int(self.lengths(SEQ_LENGTHS).sum()) if is_packed(self) else len(self)
 
     def lengths(self, column: str = "input_ids") -> np.ndarray:
         """Return the entries of `column` in every document, ``(documents,)`` int64."""
@@ -110,7 +108,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
         """
         if "labels" not in self.columns:
             return np.maximum(self.lengths() - 1, 0)
-        if "seq_lengths" in self.columns:
+        if is_packed(self):
             return np.array([_num_trained_in_row(row) for row in self], dtype=np.int64)
         return self._in_order(self.readers["labels"].count_after_first(IGNORE_INDEX))
 
@@ -134,10 +132,19 @@ class ArrowDocuments(torch.utils.data.Dataset):
 
 
 def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
-    starts = np.cumsum(row["seq_lengths"]) - row["seq_lengths"]
+    starts = np.cumsum(row[SEQ_LENGTHS]) - row[SEQ_LENGTHS]
     trained = row["labels"] != IGNORE_INDEX
     trained[starts[starts < len(trained)]] = False
     return int(trained.sum())
+
+
+def is_packed(dataset: "ArrowDocuments | datasets.Dataset | datasets.IterableDataset") -> bool:
+    """Return whether rows hold several documents each: they have `seq_lengths`.
+
+    The first row of a stream is read if the stream does not know its columns.
+    """
+    columns = dataset.columns if isinstance(dataset, ArrowDocuments) else dataset.column_names
+    return SEQ_LENGTHS in (next(iter(dataset), {}) if columns is None else columns)
 
 
 class _ListColumn:
@@ -145,7 +152,7 @@ class _ListColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray):
         self.name = name
-        read = weight_lists if name == WEIGHT_COLUMN else integer_lists
+        read = weight_lists if name == TOKEN_WEIGHTS else integer_lists
         self.chunks = [read(name, chunk) for chunk in column.chunks if len(chunk)]
         sizes = [len(offsets) - 1 for _, offsets in self.chunks]
         self.first_row = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -159,7 +166,7 @@ class _ListColumn:
         values, offsets = self.chunks[chunk]
         found = values[offsets[row] : offsets[row + 1]]
         # By document: the whole column cast would be a copy of it in memory.
-        return found.astype(np.float32, copy=False) if self.name == WEIGHT_COLUMN else found
+        return found.astype(np.float32, copy=False) if self.name == TOKEN_WEIGHTS else found
 
     def sums(self) -> np.ndarray:
         """Return the sum of each row."""
@@ -233,8 +240,8 @@ FlatLists = tuple[np.ndarray, np.ndarray]
 
 
 def token_columns_of(columns: Iterable[str]) -> list[str]:
-    """Return `TOKEN_COLUMNS`, and `WEIGHT_COLUMN` if it is among `columns`."""
-    return [*TOKEN_COLUMNS, *({WEIGHT_COLUMN} & set(columns))]
+    """Return `TOKEN_COLUMNS`, and `TOKEN_WEIGHTS` if it is among `columns`."""
+    return [*TOKEN_COLUMNS, *({TOKEN_WEIGHTS} & set(columns))]
 
 
 def token_lists(table: pa.Table) -> dict[str, FlatLists]:
@@ -259,7 +266,7 @@ def token_lists(table: pa.Table) -> dict[str, FlatLists]:
 def flat_lists(name: str, column: pa.ChunkedArray) -> FlatLists:
     """Return values ``(T,)`` and offsets ``(N + 1,)`` int64, the first 0, of one column."""
     chunk = column.combine_chunks()  # a copy, also of one chunk: the offsets of a slice begin at 0
-    values, offsets = (weight_lists if name == WEIGHT_COLUMN else integer_lists)(name, chunk)
+    values, offsets = (weight_lists if name == TOKEN_WEIGHTS else integer_lists)(name, chunk)
     return values, offsets.astype(np.int64)
 
 
@@ -278,6 +285,6 @@ def _stored_rows(dataset: datasets.Dataset) -> np.ndarray:
 
 
 def _documents_of_rows(dataset: datasets.Dataset) -> np.ndarray:
-    if "seq_lengths" not in dataset.column_names:
+    if not is_packed(dataset):
         return np.ones(len(dataset), dtype=np.int64)
-    return ArrowDocuments(dataset, ["seq_lengths"]).lengths("seq_lengths")
+    return ArrowDocuments(dataset, [SEQ_LENGTHS]).lengths(SEQ_LENGTHS)

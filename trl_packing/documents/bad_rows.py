@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trl_packing.documents.arrow import TOKEN_COLUMNS
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, WEIGHT_COLUMN
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, TOKEN_WEIGHTS
 
 # The numbers and quotations in which sentences on rows of a kind differ.
 _VALUES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
@@ -100,4 +100,4 @@ def check_same_columns(
             )
 
 
-_BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
+_BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT)

@@ -1,8 +1,8 @@
 """What the host knows of a packed row, so that nobody has to ask the device.
 
     collator           makes a `PackedBatch`: tensors, and a `HostRow` beside them
-    batch.to(device)   keeps the numbers of the row under its tensors there (`keep`)
-    attention, head    read the numbers of a tensor (`known`)
+    batch.to(device)   keeps the numbers of the row under its tensors there (`cache_values`)
+    attention, head    read the numbers of a tensor (`cached_values`)
 
 Asking a device for a number (`item`, `tolist`, a boolean index) makes the host wait until all work
 that is queued is done, and the device is idle until the host has queued more.
@@ -97,7 +97,7 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     longest, row = batch.get("max_length_q"), host_row(batch)
     if not isinstance(longest, int):
         boundaries = batch["cu_seq_lens_q"]
-        longest = known_max_length(boundaries) if row is None else row.max_length
+        longest = longest_document(boundaries) if row is None else row.max_length
     return dict(batch) | {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
 
 
@@ -120,7 +120,7 @@ def remember_row(batch: Mapping[str, Any]) -> None:
         _rows_alive[batch["input_ids"]] = {k: batch[k] for k in BOUNDARIES if k in batch}
     row = host_row(batch)
     if row is not None:
-        keep_row(batch["labels"], batch["cu_seq_lens_q"], row)
+        cache_row(batch["labels"], batch["cu_seq_lens_q"], row)
 
 
 def rows_alive() -> list[tuple[Tensor, dict[str, Any]]]:
@@ -133,18 +133,18 @@ _rows_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _rows_lock = threading.Lock()
 
 
-def on_host(tensor: Tensor) -> bool:
+def is_cpu(tensor: Tensor) -> bool:
     """Whether the host can read `tensor` without waiting."""
     return tensor.device.type == "cpu"
 
 
-def keep(tensor: Tensor, values: np.ndarray) -> None:
-    """Remember `values` for `known(tensor)`, until somebody writes into the tensor."""
+def cache_values(tensor: Tensor, values: np.ndarray) -> None:
+    """Remember `values` for `cached_values(tensor)`, until somebody writes into the tensor."""
     if not tensor.is_inference():  # these do not count who writes into them
         _kept[tensor] = (values, tensor._version)
 
 
-def known(tensor: Tensor) -> np.ndarray | None:
+def cached_values(tensor: Tensor) -> np.ndarray | None:
     """Return what was kept for `tensor`, None if nothing was or it has been written into."""
     values, version = _kept.get(tensor, (None, 0))
     return values if values is not None and tensor._version == version else None
@@ -156,14 +156,14 @@ _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def keep_row(labels: Tensor, cu_seqlens: Tensor, row: HostRow) -> None:
+def cache_row(labels: Tensor, cu_seqlens: Tensor, row: HostRow) -> None:
     """Remember `row` under its tensors on the device."""
-    keep(labels, row.is_trained)
-    keep(cu_seqlens, row.boundaries)
+    cache_values(labels, row.is_trained)
+    cache_values(cu_seqlens, row.boundaries)
     _max_lengths[cu_seqlens] = row.max_length
 
 
-def known_max_length(cu_seqlens: Tensor) -> int:
+def longest_document(cu_seqlens: Tensor) -> int:
     """Return the longest document that kernels are told of; asks the device if it must."""
     kept = _max_lengths.get(cu_seqlens)
     return int(np.diff(host_boundaries(cu_seqlens)).max()) if kept is None else kept
@@ -171,23 +171,23 @@ def known_max_length(cu_seqlens: Tensor) -> int:
 
 def host_boundaries(cu_seqlens: Tensor) -> list[int]:
     """Return the boundaries as Python ints, asking the device at most once a tensor."""
-    boundaries = known(cu_seqlens)
+    boundaries = cached_values(cu_seqlens)
     if boundaries is None:
         boundaries = cu_seqlens.detach().cpu().numpy()
-        if not on_host(cu_seqlens):
-            keep(cu_seqlens, boundaries)
+        if not is_cpu(cu_seqlens):
+            cache_values(cu_seqlens, boundaries)
     return boundaries.tolist()
 
 
 def is_trained(labels: Tensor) -> np.ndarray:
     """Return where `labels` are trained, bool in their shape; asks the device if it must."""
-    found = known(labels)
+    found = cached_values(labels)
     if found is None:
         found = labels.detach().cpu().numpy() != IGNORE_INDEX
     return found.reshape(labels.shape)
 
 
-def sent(values: np.ndarray, device: torch.device | None) -> Tensor:
+def to_device(values: np.ndarray, device: torch.device | None) -> Tensor:
     """Return `values` on `device` (None: the CPU), without waiting for it."""
     return torch.from_numpy(values).to(device, non_blocking=True)
 

@@ -18,13 +18,18 @@ import numpy as np
 IGNORE_INDEX = -100
 
 # A float for every token: what its loss counts if it is trained (`labels` say whether it is).
-WEIGHT_COLUMN = "loss_weights"
+TOKEN_WEIGHTS = "loss_weights"
 
 # A number for every document: it multiplies the weights of all of its tokens.
-DOCUMENT_WEIGHT_COLUMN = "loss_weight"
+DOCUMENT_WEIGHT = "loss_weight"
+
+WEIGHT_COLUMNS = (TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
 
 # An integer for every document of an evaluation set whose losses are told apart by source.
 SOURCE_IDS = "source_ids"
+
+# The lengths of the documents in a row, where rows are packed.
+SEQ_LENGTHS = "seq_lengths"
 
 # Columns that mark trained tokens with 1, as TRL names them.
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
@@ -66,5 +71,5 @@ def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.nd
 
 def document_columns_of(columns: Iterable[str], source_column: str | None = None) -> list[str]:
     """Return which of `columns` hold a value for every document."""
-    kept = (DOCUMENT_WEIGHT_COLUMN, source_column)
+    kept = (DOCUMENT_WEIGHT, source_column)
     return [column for column in columns if column in kept]

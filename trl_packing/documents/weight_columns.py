@@ -13,24 +13,25 @@ import pyarrow as pa
 
 from trl_packing.documents.arrow import ArrowDocuments, _stored_rows
 from trl_packing.documents.labels import (
-    DOCUMENT_WEIGHT_COLUMN,
+    DOCUMENT_WEIGHT,
     IGNORE_INDEX,
-    WEIGHT_COLUMN,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
     document_labels,
 )
-from trl_packing.documents.weights import document_weights, wrong_weight
+from trl_packing.documents.weights import token_weights, wrong_weight
 
 
-def weights_of_documents(dataset: datasets.Dataset, which: str) -> np.ndarray:
+def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndarray:
     """Return the `loss_weight` of every row, ``(rows,)`` float32.
 
     Raises ValueError, naming the row of `which`, for what is missing, negative, infinite or NaN,
     and for a column that does not hold numbers.
     """
-    column = dataset.data.column(DOCUMENT_WEIGHT_COLUMN)
+    column = dataset.data.column(DOCUMENT_WEIGHT)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise ValueError(
-            f"column {DOCUMENT_WEIGHT_COLUMN!r} of {which} holds {column.type}, but it says what "
+            f"column {DOCUMENT_WEIGHT!r} of {which} holds {column.type}, but it says what "
             "each document counts; convert it to numbers, or drop it"
         )
     rows = _stored_rows(dataset)
@@ -43,16 +44,16 @@ def weights_of_documents(dataset: datasets.Dataset, which: str) -> np.ndarray:
     return weights
 
 
-def check_loss_weights(documents: ArrowDocuments) -> None:
+def check_token_weights(documents: ArrowDocuments) -> None:
     """Raise ValueError naming the first document without one weight, finite and ≥ 0, per token."""
-    chunks = [values for values, _ in documents.readers[WEIGHT_COLUMN].chunks if len(values)]
-    one_each = np.array_equal(documents.lengths(WEIGHT_COLUMN), documents.lengths())
+    chunks = [values for values, _ in documents.readers[TOKEN_WEIGHTS].chunks if len(values)]
+    one_each = np.array_equal(documents.lengths(TOKEN_WEIGHTS), documents.lengths())
     most = np.finfo(np.float32).max
     if one_each and all(values.min() >= 0 and values.max() <= most for values in chunks):
         return  # NaN compares false
     for number, document in enumerate(documents):  # the table may hold rows that were left out
         try:
-            document_weights(document, len(document["input_ids"]))
+            token_weights(document, len(document["input_ids"]))
         except ValueError as problem:
             raise ValueError(f"document {number}: {problem}") from None
 
@@ -63,13 +64,13 @@ def check_some_weight(documents: ArrowDocuments) -> None:
     Reads as far as the first that does not: mostly one document. No-op without weights.
     """
     present = (*documents.columns, *documents.scalars)
-    names = [name for name in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN) if name in present]
+    names = [name for name in WEIGHT_COLUMNS if name in present]
     if not names or not len(documents):
         return
     for document in documents:
-        weights = document_weights(document, len(document["input_ids"]))
+        weights = token_weights(document, len(document["input_ids"]))
         trained = document_labels(document, document["input_ids"]) != IGNORE_INDEX
-        if document.get(DOCUMENT_WEIGHT_COLUMN, 1.0) and weights[1:][trained[1:]].any():
+        if document.get(DOCUMENT_WEIGHT, 1.0) and weights[1:][trained[1:]].any():
             return
     raise ValueError(
         f"{' and '.join(names)} leave every trained token of a data set out of the loss: each "

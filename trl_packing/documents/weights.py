@@ -18,7 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    IGNORE_INDEX,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
+)
 
 LOSS_WEIGHTINGS = ("token", "document", "sqrt")
 
@@ -37,12 +42,12 @@ def in_words(weighting: str, columns: Iterable[str]) -> str:
     >>> in_words("token", ["input_ids", "loss_weight"])
     'the mean over the trained tokens of a step, all alike, times loss_weight'
     """
-    own = [name for name in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN) if name in columns]
+    own = [name for name in WEIGHT_COLUMNS if name in columns]
     times = "".join(f", times {name}" for name in own)
     return f"the mean over the trained tokens of a step, {_WORDS[weighting]}{times}"
 
 
-def weigh_documents(
+def weigh_tokens(
     weights: np.ndarray,
     labels: np.ndarray,
     lengths: Sequence[int],
@@ -55,7 +60,7 @@ def weigh_documents(
     `lengths` and `document_weights` are one number for every document, which lie end to end.
 
     >>> labels = np.array([-100, 6, 7, -100, 9])
-    >>> weigh_documents(np.ones(5), labels, [3, 2], [1.0, 2.0], "document").tolist()
+    >>> weigh_tokens(np.ones(5), labels, [3, 2], [1.0, 2.0], "document").tolist()
     [0.0, 0.5, 0.5, 0.0, 2.0]
     """
     if not len(weights):
@@ -68,7 +73,7 @@ def weigh_documents(
     if products.max() > _MOST:
         at = int(np.argmax(products))
         raise ValueError(
-            f"{WEIGHT_COLUMN} {own[at]:.3g} times {DOCUMENT_WEIGHT_COLUMN} "
+            f"{TOKEN_WEIGHTS} {own[at]:.3g} times {DOCUMENT_WEIGHT} "
             f"{document_weights[document[at]]:.3g} is more than float32 holds; divide all weights "
             "by one number: only their ratios count"
         )
@@ -83,7 +88,7 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
     >>> document_weight({"loss_weight": 0.5}), document_weight({})
     (0.5, 1.0)
     """
-    given = document.get(DOCUMENT_WEIGHT_COLUMN, 1.0)
+    given = document.get(DOCUMENT_WEIGHT, 1.0)
     try:
         weight = float(given)
     except (TypeError, ValueError):
@@ -96,33 +101,33 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
 def wrong_weight(value: Any) -> str:
     """Return what is wrong with a `loss_weight`, as the end of a sentence."""
     return (
-        f"{DOCUMENT_WEIGHT_COLUMN}={value!r}; give finite numbers that are not negative (0 leaves "
+        f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers that are not negative (0 leaves "
         "a document out of the loss)"
     )
 
 
-def document_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
+def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     """Return the loss weights ``(num_tokens,)`` float32 of a document: its `loss_weights`, else 1.
 
     Raises ValueError if there is not one for every token, or one is negative, infinite or NaN.
 
-    >>> document_weights({"loss_weights": [0, 0.5]}, 2).tolist(), document_weights({}, 2).tolist()
+    >>> token_weights({"loss_weights": [0, 0.5]}, 2).tolist(), token_weights({}, 2).tolist()
     ([0.0, 0.5], [1.0, 1.0])
     """
-    given = document.get(WEIGHT_COLUMN)
+    given = document.get(TOKEN_WEIGHTS)
     if given is None:
         return np.ones(num_tokens, dtype=np.float32)
     with np.errstate(over="ignore"):  # of what float32 cannot hold: infinite, and refused
         weights = np.asarray(given, dtype=np.float32)
     if len(weights) != num_tokens:
         raise ValueError(
-            f"{WEIGHT_COLUMN} has {len(weights)} entries but input_ids has {num_tokens}; "
+            f"{TOKEN_WEIGHTS} has {len(weights)} entries but input_ids has {num_tokens}; "
             "give one weight per token"
         )
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         raise ValueError(
-            f"{WEIGHT_COLUMN} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
+            f"{TOKEN_WEIGHTS} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
             "give finite numbers that are not negative (0 leaves a token out of the loss)"
         )
     return weights

@@ -8,8 +8,8 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
-from trl_packing.formatting.response_template import Templates
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS
+from trl_packing.formatting.response_template import ResponseTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 class ResponseLabeler:
     """Finds the trained tokens of documents by `templates`, and counts documents without them.
 
-    `num_seen` and `num_unfound` are documents, and those of them without the template.
+    `num_seen` and `num_not_found` are documents, and those of them without the template.
     """
 
-    def __init__(self, templates: Templates):
+    def __init__(self, templates: ResponseTemplate):
         self.templates = templates
-        self.num_seen = self.num_unfound = 0
+        self.num_seen = self.num_not_found = 0
 
     def trained(self, input_ids: np.ndarray) -> np.ndarray:
         """Return ``(T,)`` bool, True on the trained tokens of one document, and count it."""
@@ -30,9 +30,9 @@ class ResponseLabeler:
         self.num_seen += 1
         if trained is not None:
             return trained
-        self.num_unfound += 1
-        if str(self.num_unfound).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
-            logger.warning(self.templates.unfound(self.num_unfound, self.num_seen, input_ids))
+        self.num_not_found += 1
+        if str(self.num_not_found).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
+            logger.warning(self.templates.not_found(self.num_not_found, self.num_seen, input_ids))
         return np.zeros(len(input_ids), bool)
 
 
@@ -69,15 +69,15 @@ def label_documents(
         num_proc=num_proc,
         desc=f"Finding the response template in {name} dataset",
     )
-    seen, unfound = (np.asarray(labeled.with_format("numpy")[c][:]) for c in _COUNTS)
+    seen, not_found = (np.asarray(labeled.with_format("numpy")[c][:]) for c in _COUNTS)
     labeled = labeled.remove_columns(list(_COUNTS))
     labeler.num_seen += int(seen.sum())
-    labeler.num_unfound += int(unfound.sum())
-    if not unfound.any():
+    labeler.num_not_found += int(not_found.sum())
+    if not not_found.any():
         return labeled, None
-    first = np.asarray(labeled[int(np.argmax(unfound > 0))]["input_ids"])
-    words = labeler.templates.unfound(int(unfound.sum()), int(seen.sum()), first)
-    if (unfound == seen).all():
+    first = np.asarray(labeled[int(np.argmax(not_found > 0))]["input_ids"])
+    words = labeler.templates.not_found(int(not_found.sum()), int(seen.sum()), first)
+    if (not_found == seen).all():
         raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
     return labeled, f"{name} dataset: {words}"
 
@@ -85,15 +85,15 @@ def label_documents(
 _STREAM_COLUMNS = {
     "input_ids": List(Value("int64")),
     "labels": List(Value("int64")),
-    "seq_lengths": List(Value("int64")),
-    WEIGHT_COLUMN: List(Value("float32")),
-    DOCUMENT_WEIGHT_COLUMN: Value("float32"),
+    SEQ_LENGTHS: List(Value("int64")),
+    TOKEN_WEIGHTS: List(Value("float32")),
+    DOCUMENT_WEIGHT: Value("float32"),
 }
-_COUNTS = ("_documents_seen", "_documents_unfound")
+_COUNTS = ("_documents_seen", "_documents_not_found")
 
 
-def _label_batch(batch: Mapping[str, Any], templates: Templates) -> dict[str, list[Any]]:
-    labels, seen, unfound = [], [], []
+def _label_batch(batch: Mapping[str, Any], templates: ResponseTemplate) -> dict[str, list[Any]]:
+    labels, seen, not_found = [], [], []
     for documents in _documents_of(batch):
         trained = [templates.trained(ids) for ids in documents]
         labels.append(
@@ -105,8 +105,8 @@ def _label_batch(batch: Mapping[str, Any], templates: Templates) -> dict[str, li
             )
         )
         seen.append(len(documents))
-        unfound.append(sum(mask is None for mask in trained))
-    return {"labels": labels, **dict(zip(_COUNTS, (seen, unfound), strict=True))}
+        not_found.append(sum(mask is None for mask in trained))
+    return {"labels": labels, **dict(zip(_COUNTS, (seen, not_found), strict=True))}
 
 
 def _label_stream(batch: Mapping[str, Any], labeler: ResponseLabeler) -> dict[str, list[Any]]:
@@ -124,9 +124,9 @@ def _masked(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
 def _documents_of(batch: Mapping[str, Any]) -> list[list[np.ndarray]]:
     """Return the documents of each row: one, or as many as its `seq_lengths` names."""
     rows = [np.asarray(ids, dtype=np.int64) for ids in batch["input_ids"]]
-    if "seq_lengths" not in batch:
+    if SEQ_LENGTHS not in batch:
         return [[ids] for ids in rows]
     return [
         np.split(ids, np.cumsum(np.asarray(lengths))[:-1])
-        for ids, lengths in zip(rows, batch["seq_lengths"], strict=True)
+        for ids, lengths in zip(rows, batch[SEQ_LENGTHS], strict=True)
     ]

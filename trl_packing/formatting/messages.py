@@ -37,8 +37,8 @@ SHAREGPT_ROLES = {
     "function_call": "function_call",
 }
 
-# Any of these makes up for missing content.
-_OTHER_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OTHER_CONTENT = ("tool_calls", *REASONING_KEYS)  # a message with any of these needs no content
 
 _FLAGS = ("train", "weight")
 
@@ -93,7 +93,7 @@ def _calls(value: Any) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
 
-def tools_of(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
+def tools_from_value(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
     """Return the tools of a row: a list, or None; JSON is read.
 
     ShareGPT's tools are bare functions; templates expect {"type": "function", "function": …}.

@@ -41,7 +41,7 @@ class PromptTemplate:
     query_field: str = "query"
 
     @classmethod
-    def of(cls, given: str, query_field: str = "query") -> "PromptTemplate":
+    def from_setting(cls, given: str, query_field: str = "query") -> "PromptTemplate":
         """Return the template: of a name, of a file, or the text itself.
 
         Raises ValueError for text without a field, and for braces that cannot be read.
@@ -101,7 +101,7 @@ class _Fields(dict[str, Any]):
         return _value(self.row, self.template.column(name))
 
 
-def field_of(row: Mapping[str, Any], column: str) -> str:
+def field_text(row: Mapping[str, Any], column: str) -> str:
     """Return a field as text. Raises ValueError if it is missing or null."""
     return str(_value(row, column))
 

@@ -27,14 +27,14 @@ Span = tuple[int, int]  # [start, stop), in tokens or in characters
 
 
 @dataclass(frozen=True)
-class Template:
+class Marker:
     """What is looked for: `token_ids`, if it was given so, else each of `texts` in turn."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | Sequence[int], name: str) -> "Template":
+    def from_setting(cls, tokenizer: Any, template: str | Sequence[int], name: str) -> "Marker":
         """Return the template. Raises ValueError if it is empty."""
         if len(template) == 0:
             raise ValueError(f"{name} is empty: it would be found everywhere")
@@ -68,26 +68,26 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Templates:
+class ResponseTemplate:
     """Says which tokens of a document are trained; without state, so that `map` can cache it."""
 
     tokenizer: Any
-    response: Template
-    instruction: Template | None
+    response: Marker
+    instruction: Marker | None
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         tokenizer: Any,
         response: str | Sequence[int],
         instruction: str | Sequence[int] | None,
-    ) -> "Templates":
+    ) -> "ResponseTemplate":
         return cls(
             tokenizer,
-            Template.of(tokenizer, response, "response_template"),
+            Marker.from_setting(tokenizer, response, "response_template"),
             None
             if instruction is None
-            else Template.of(tokenizer, instruction, "instruction_template"),
+            else Marker.from_setting(tokenizer, instruction, "instruction_template"),
         )
 
     def trained(self, input_ids: np.ndarray) -> np.ndarray | None:
@@ -111,7 +111,7 @@ class Templates:
         instructions = None if instruction is None else instruction.places(text, last=False)
         return _answers(responses, instructions, len(text))
 
-    def unfound(self, number: int, of: int, input_ids: np.ndarray) -> str:
+    def not_found(self, number: int, of: int, input_ids: np.ndarray) -> str:
         """Return the sentence on `number` of `of` documents, `input_ids` being one of them."""
         names = f"response_template {self.response.texts[0]!r}"
         if self.instruction is not None:

@@ -22,25 +22,26 @@ from trl import SFTConfig
 from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.formatting.chat_template import ChatTemplate, Context
+from trl_packing.formatting.chat_template import ChatTemplate, Conversation
+from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.messages import (
     check_messages,
     is_sharegpt,
     messages_from_sharegpt,
-    tools_of,
+    tools_from_value,
     trained_messages,
     without_flags,
 )
 from trl_packing.formatting.printable import quote
-from trl_packing.formatting.prompt_template import PromptTemplate, field_of
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.prompt_template import PromptTemplate, field_text
+from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.formatting.tokenize import Rendered
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Supervision:
+class RowFormat:
     """What the settings of a run say about which tokens are trained.
 
     completion_only, assistant_only, text_field: as TRL's config has them.
@@ -56,11 +57,58 @@ class Supervision:
     completion_only: bool = True
     assistant_only: bool = False
     train_on: str | None = None
-    answers: Templates | None = None
+    answers: ResponseTemplate | None = None
     prompt_template: PromptTemplate | None = None
     response_field: str = "response"
     formatting_func: Callable[[Row], str] | None = None
     calls_tools: bool = False
+
+    @classmethod
+    def from_args(
+        cls,
+        args: SFTConfig,
+        tokenizer: Any,
+        first: dict[str, Any],
+        *,
+        chat_template: str | None,
+        completion_only: bool,
+        formatting_func: Callable[[Any], str] | None = None,
+        flagged: bool | None = None,
+    ) -> "RowFormat":
+        """Return what `args` say about which tokens of rows like `first` are trained.
+
+        chat_template, completion_only: what TRL has made of `args` and the training set.
+        flagged: whether messages say whether they are trained; None: as those of `first` do.
+        Raises ValueError for templates that are empty or cannot be read.
+        """
+        options = PackingOptions.of(args)
+        answers = prompt_template = None
+        if options.response_template is not None:
+            answers = ResponseTemplate.from_settings(
+                tokenizer, options.response_template, options.instruction_template
+            )
+        if options.prompt_template is not None:
+            prompt_template = PromptTemplate.from_setting(
+                options.prompt_template, options.query_field
+            )
+            completion_only = args.completion_only_loss is not False
+        train_on = options.train_on
+        flagged = says_what_is_trained(first) if flagged is None else flagged
+        if train_on is None and isinstance(args, PackedSFTConfig) and flagged:
+            train_on = "assistant"
+        return cls(
+            ChatTemplate(tokenizer, chat_template),
+            tokenizer.eos_token,
+            text_field=args.dataset_text_field,
+            completion_only=completion_only,
+            assistant_only=args.assistant_only_loss,
+            train_on=train_on,
+            answers=answers,
+            prompt_template=prompt_template,
+            response_field=options.response_field,
+            formatting_func=formatting_func,
+            calls_tools=_calls_tools(tokenizer),
+        )
 
     def form(self, row: Row) -> str:
         """Return what kind of row it is.
@@ -138,7 +186,7 @@ class Supervision:
     def _prompt_completion(self, row: Row) -> Rendered:
         if self.prompt_template is not None:
             prompt = self.prompt_template.prompt(row)
-            completion = field_of(row, self.response_field)
+            completion = field_text(row, self.response_field)
         else:
             prompt, completion = _string(row, "prompt"), _string(row, "completion")
         text = prompt + self._ended(completion)
@@ -157,39 +205,42 @@ class Supervision:
     # --- conversations ----------------------------------------------------------------------------
 
     def _conversation(self, row: Row) -> Rendered:
-        prompt, completion, context = self._messages(row)
+        prompt, completion, tools = self._messages(row)
+        kwargs = row.get("chat_template_kwargs") or {}
+        conversation = Conversation(without_flags([*prompt, *completion]), tools, kwargs)
         if not completion:  # nothing to train: dropped, and counted, with other such documents
-            text = self.chat.render(without_flags(prompt), context) if prompt else ""
+            text = self.chat.render(conversation) if prompt else ""
             return Rendered(text, [], adds_special_tokens=False)
         if self.train_on in ("assistant", "last_assistant"):
             weights = trained_messages([*prompt, *completion], self.train_on, first=len(prompt))
-            messages = without_flags([*prompt, *completion])
             alike = len(set(weights.values())) < 2
-            text, turns = self.chat.turns(messages, context, list(weights), alike=alike)
-            spans = [(*span, weights[number]) for number in weights for span in turns[number]]
+            text, found = find_message_spans(self.chat, conversation, list(weights), alike=alike)
+            spans = [(*span, weights[number]) for number in weights for span in found[number]]
             return Rendered(text, spans, adds_special_tokens=False)
-        prompt, messages = without_flags(prompt), without_flags([*prompt, *completion])
         if self.assistant_only and self.train_on is None:
-            text, marked = self.chat.render_marked(messages, context)
+            text, marked = self.chat.render_marked(conversation)
             if not marked:
                 raise RuntimeError(
                     "assistant_only_loss=True, but it has no assistant tokens: it has no assistant "
                     "message, or the chat template marks none with {% generation %}"
                 )
             spans = [(*span, 1.0) for span in marked]
-            return Rendered(text, spans, self._untrained(prompt, context), False, False)
-        text = self.chat.render(messages, context)
+            untrained = self._untrained(conversation, len(prompt))
+            return Rendered(text, spans, untrained, False, False)
+        text = self.chat.render(conversation)
         answers, only_whole = self._answers(text), self.answers is not None
-        return Rendered(text, answers, self._untrained(prompt, context), only_whole, False)
+        untrained = self._untrained(conversation, len(prompt))
+        return Rendered(text, answers, untrained, only_whole, False)
 
-    def _untrained(self, prompt: list[Any], context: Context) -> str | None:
-        """Return the text of a prompt that is not trained."""
-        if prompt and self.completion_only and self.train_on is None:
-            return self.chat.render(prompt, context, generation_prompt=True)
+    def _untrained(self, conversation: Conversation, prompt_size: int) -> str | None:
+        """Return the text of the first messages, a prompt, if they are not trained."""
+        if prompt_size and self.completion_only and self.train_on is None:
+            prompt = conversation.with_messages(conversation.messages[:prompt_size])
+            return self.chat.render(prompt, generation_prompt=True)
         return None
 
-    def _messages(self, row: Row) -> tuple[list[Any], list[Any], Context]:
-        """Return the messages of the prompt, those after it, and what the template gets beside."""
+    def _messages(self, row: Row) -> tuple[list[Any], list[Any], list[Any] | None]:
+        """Return the messages of the prompt, the messages after it, and the tools."""
         names: tuple[str, ...] = ("prompt", "completion")
         if self.form(row) == "messages":
             names = (_name_of_messages(row) or "messages",)
@@ -202,11 +253,9 @@ class Supervision:
             if messages != [] or name == "prompt":
                 check_messages(messages, self.chat.source, what=name)
             lists.append(list(messages))
-        context = Context(
-            tools_of(row.get("tools"), sharegpt=sharegpt), row.get("chat_template_kwargs") or {}
-        )
-        *prompt, rest = lists
-        return [message for part in prompt for message in part], rest, context
+        *prompt, last = lists
+        tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
+        return [message for part in prompt for message in part], last, tools
 
 
 _WORDS = {
@@ -276,7 +325,7 @@ def _string(row: Row, column: str) -> str:
     return value
 
 
-def formatting_of_one(
+def format_per_example(
     formatting_func: Callable[[Any], Any] | None, dataset: Dataset | IterableDataset
 ) -> Callable[[Any], Any] | None:
     """Return `formatting_func` as TRL calls it now: one example in, one text out.
@@ -311,48 +360,6 @@ def _format_one(formatting_func: Callable[[Any], Any], example: dict[str, Any]) 
             "(map the data set before, to make more or fewer)"
         )
     return texts[0]
-
-
-def supervision_of(
-    args: SFTConfig,
-    tokenizer: Any,
-    first: dict[str, Any],
-    *,
-    chat_template: str | None,
-    completion_only: bool,
-    formatting_func: Callable[[Any], str] | None = None,
-    flagged: bool | None = None,
-) -> Supervision:
-    """Return what `args` say about which tokens of rows like `first` are trained.
-
-    chat_template, completion_only: what TRL has made of `args` and the training set.
-    flagged: whether messages say whether they are trained; None: as those of `first` do.
-    Raises ValueError for templates that are empty or cannot be read.
-    """
-    options = PackingOptions.of(args)
-    answers = prompt_template = None
-    if options.response_template is not None:
-        answers = Templates.of(tokenizer, options.response_template, options.instruction_template)
-    if options.prompt_template is not None:
-        prompt_template = PromptTemplate.of(options.prompt_template, options.query_field)
-        completion_only = args.completion_only_loss is not False
-    train_on = options.train_on
-    flagged = says_what_is_trained(first) if flagged is None else flagged
-    if train_on is None and isinstance(args, PackedSFTConfig) and flagged:
-        train_on = "assistant"
-    return Supervision(
-        ChatTemplate(tokenizer, chat_template),
-        tokenizer.eos_token,
-        text_field=args.dataset_text_field,
-        completion_only=completion_only,
-        assistant_only=args.assistant_only_loss,
-        train_on=train_on,
-        answers=answers,
-        prompt_template=prompt_template,
-        response_field=options.response_field,
-        formatting_func=formatting_func,
-        calls_tools=_calls_tools(tokenizer),
-    )
 
 
 def _calls_tools(tokenizer: Any) -> bool:

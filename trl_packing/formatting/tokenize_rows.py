@@ -1,6 +1,6 @@
 """A user's data set → tokenized documents, in batches, Arrow in and Arrow out.
 
-    rows           text | prompt, completion | messages | fields        (supervision)
+    rows           text | prompt, completion | messages | fields        (row_format)
         │  render      text, and which characters are trained
         │  tokenize    a batch in one call of the tokenizer
         ▼
@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.documents.bad_rows import BadRows, check_same_columns, lone_surrogate
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, MASK_COLUMNS, document_labels
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, document_labels
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.printable import escape_hidden, quote
-from trl_packing.formatting.row_format import Supervision, has_flags
+from trl_packing.formatting.row_format import RowFormat, has_flags
 from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
 
 logger = get_logger(__name__)
@@ -50,7 +50,7 @@ def can_prepare(processing_class: Any) -> bool:
 
 def documents_from_rows(
     dataset: Dataset | IterableDataset,
-    supervision: Supervision,
+    row_format: RowFormat,
     *,
     keeps_columns: bool = False,
     document_columns: Sequence[str] = (),
@@ -67,20 +67,20 @@ def documents_from_rows(
     first = next(iter(dataset.with_format(None)))
     flagged = has_flags(dataset, first)
     try:
-        supervision.check(first)
+        row_format.check(first)
     except ValueError as error:
         raise ValueError(
             f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
         ) from error
     columns = ["input_ids", "labels"]
-    if flagged and supervision.train_on in ("assistant", "last_assistant"):
+    if flagged and row_format.train_on in ("assistant", "last_assistant"):
         columns.append("loss_weights")
     options: dict[str, Any] = {
         "batched": True,
         "with_indices": True,
         "fn_kwargs": {
-            "supervision": supervision,
-            "form": supervision.form(first),
+            "row_format": row_format,
+            "form": row_format.form(first),
             "columns": columns,
             "name": name,
             "version": version("trl_packing"),  # another one may render otherwise: not its cache
@@ -88,7 +88,7 @@ def documents_from_rows(
     }
     present = get_dataset_column_names(dataset)
     if isinstance(dataset, IterableDataset):
-        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT_COLUMN]
+        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT]
         options["features"] = Features(
             {c: List(Value(_DTYPES[c])) for c in columns}
             | {c: Value("float32") for c in document_columns}
@@ -103,7 +103,7 @@ def documents_from_rows(
     try:
         return rows.map(_prepare_batch, **options)
     except (ValueError, RuntimeError) as error:
-        bad = _all_bad_rows(rows, supervision, supervision.form(first), name)
+        bad = _all_bad_rows(rows, row_format, row_format.form(first), name)
         if not bad:
             raise
         kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
@@ -113,7 +113,7 @@ def documents_from_rows(
 def _prepare_batch(
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
-    supervision: Supervision,
+    row_format: RowFormat,
     form: str,
     columns: Sequence[str],
     name: str,
@@ -121,7 +121,7 @@ def _prepare_batch(
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     numbered = list(zip(indices, rows, strict=True))
-    tokenizer = supervision.chat.tokenizer
+    tokenizer = row_format.chat.tokenizer
     # A fast tokenizer lets go of the interpreter, so the next rows are rendered meanwhile.
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
         parts = [
@@ -129,7 +129,7 @@ def _prepare_batch(
                 _tokenized,
                 tokenizer,
                 [
-                    _rendered(row, form, supervision, f"row {number} of the {name} dataset")
+                    _rendered(row, form, row_format, f"row {number} of the {name} dataset")
                     for number, row in numbered[first : first + _AT_ONCE]
                 ],
                 numbered[first][0],
@@ -155,11 +155,11 @@ def _of_one_type(labels: list[Any]) -> list[Any]:
     return [np.asarray(each, np.int64) for each in labels]
 
 
-def _rendered(row: Mapping[str, Any], form: str, supervision: Supervision, which: str) -> Rendered:
+def _rendered(row: Mapping[str, Any], form: str, row_format: RowFormat, which: str) -> Rendered:
     try:
-        return supervision.render(row, form)
+        return row_format.render(row, form)
     except TEMPLATE_ERRORS as error:
-        if supervision.formatting_func is not None:
+        if row_format.formatting_func is not None:
             raise  # with the traceback of the user's own function
         reason = escape_hidden(str(error))
         raise ValueError(f"{which}: the chat template cannot render it: {reason}") from error
@@ -180,12 +180,12 @@ def _tokenized(
         raise
 
 
-def _all_bad_rows(rows: Dataset, supervision: Supervision, form: str, name: str) -> BadRows:
+def _all_bad_rows(rows: Dataset, row_format: RowFormat, form: str, name: str) -> BadRows:
     bad = BadRows()
     for number, row in enumerate(rows):
         which = f"row {number} of the {name} dataset"
         try:
-            problem = lone_surrogate(_rendered(row, form, supervision, which).text)
+            problem = lone_surrogate(_rendered(row, form, row_format, which).text)
             sentence = problem and f"{which}: {problem}"
         except (ValueError, RuntimeError) as error:
             sentence = str(error)

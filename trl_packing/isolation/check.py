@@ -40,15 +40,15 @@ from trl_packing.isolation.measure import (
     rounded_otherwise,
 )
 from trl_packing.isolation.probes import MIN_TOKENS, probes, random_tokens
-from trl_packing.models.introspection import unwrapped
-from trl_packing.models.sharding import largest_if_sharded
-from trl_packing.models.state import undisturbed
+from trl_packing.models.introspection import unwrap_model
+from trl_packing.models.sharding import all_reduce_max_if_sharded
+from trl_packing.models.state import preserve_state
 from trl_packing.packing.collator import PackedCollator
 
 LEAK_SHARE = 0.01
 
 
-def stage_of(error: Exception) -> Stage:
+def stage_from_error(error: Exception) -> Stage:
     """Return at which stage of a check `error` was raised."""
     notes = getattr(error, "__notes__", [])
     return next(
@@ -130,9 +130,9 @@ def check_isolation(
     The model, its buffers, its mode and all random number generators are left as they were. What
     the model raises against a packed batch is not caught; a leak is a verdict and raises nothing.
     """
-    inner, collate = unwrapped(model), collator or PackedCollator()
+    inner, collate = unwrap_model(model), collator or PackedCollator()
     order = ("leaks", "inconclusive", "isolated")
-    with undisturbed(model, training):
+    with preserve_state(model, training):
         judged = []
         for probe in probes(inner, documents, max_length, thorough):
             measured = _run(model, inner, probe, fused_head, collate)
@@ -140,7 +140,7 @@ def check_isolation(
         report, probe = min(judged, key=lambda j: (order.index(j[0].verdict), -j[0].difference))
         leaks = report.verdict == "leaks"
         # Ranks of a sharded model wait for each other in every forward: all look, or none.
-        if largest_if_sharded(int(leaks), model):
+        if all_reduce_max_if_sharded(int(leaks), model):
             layer = _first_leaking_layer(model, inner, probe, collate)
             report = replace(report, first_layer=layer if leaks else "")
         if gradients:
@@ -156,9 +156,9 @@ def check_fused_head(model: nn.Module) -> bool:
     It multiplies hidden states by the output embeddings. A model that does more than that in its
     head (BERT's transform, RecurrentGemma's soft-cap) would train on other numbers, unpacked too.
     """
-    inner = unwrapped(model)
+    inner = unwrap_model(model)
     document = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
-    with undisturbed(model, training=True):
+    with preserve_state(model, training=True):
         batch = _ordinary_batch(inner, torch.from_numpy(document)[None])
 
         def own() -> Tensor:

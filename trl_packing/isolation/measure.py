@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.backends import own_attention
+from trl_packing.attention.install import use_native_attention
 from trl_packing.documents.host_row import for_kernels
-from trl_packing.documents.labels import IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.isolation.probes import SHORT, Probe
 from trl_packing.models.introspection import requires
-from trl_packing.models.state import state_restored
+from trl_packing.models.state import restore_state
 from trl_packing.packing.collator import PackedCollator
 
 NOISE_FACTOR = 4.0
@@ -58,12 +58,12 @@ def _run(
 
     def alone(ids: Tensor, **batch: Any) -> Tensor:
         # Some ropes remember the longest document that they have seen.
-        with _at(Stage.ALONE), state_restored(inner), own_attention(inner):
+        with _at(Stage.ALONE), restore_state(inner), use_native_attention(inner):
             logits = _logits_at(model, inner, _ordinary_batch(inner, ids, **batch), rows)
         return _log_probs_and_entropy(logits, document[rows + 1]) if fused_head else logits
 
     def packed(*documents: np.ndarray) -> Tensor:
-        with state_restored(inner):
+        with restore_state(inner):
             return _packed(*documents)
 
     def _packed(*documents: np.ndarray) -> Tensor:
@@ -138,7 +138,7 @@ def _packed_batch(
 ) -> dict[str, Any]:
     with _at(Stage.COLLATOR):
         batch = collate(documents)
-    batch.pop(WEIGHT_COLUMN, None)  # for the loss, not for the model
+    batch.pop(TOKEN_WEIGHTS, None)  # for the loss, not for the model
     return _on(model, for_kernels(batch))
 
 
@@ -192,7 +192,7 @@ def _first_leaking_layer(
     """Return the name of the first layer whose output for B differs beyond rounding, or ""."""
     ids = torch.from_numpy(probe.document)[None]
     ordinary = _ordinary_batch(inner, ids)
-    with own_attention(inner):
+    with use_native_attention(inner):
         alone = _layer_outputs(model, inner, ordinary)
         with rounded_otherwise(inner):
             rounded = _layer_outputs(model, inner, ordinary)
@@ -228,7 +228,7 @@ def _layer_outputs(model: nn.Module, inner: nn.Module, batch: dict[str, Any]) ->
         return hook
 
     stacks = [(n, m) for n, m in inner.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-    with ExitStack() as stack, state_restored(inner):
+    with ExitStack() as stack, restore_state(inner):
         for name, layers in stacks[:1]:
             for number, layer in enumerate(layers):
                 handle = layer.register_forward_hook(keep(f"{name}.{number}"))
@@ -244,7 +244,7 @@ def _gradient_difference(
     before = [{"input_ids": d, "labels": np.full_like(d, IGNORE_INDEX)} for d in probe.before[0]]
     packed = _packed_batch(inner, collate, [*before, {"input_ids": probe.document}])
     alone = _ordinary_batch(inner, torch.from_numpy(probe.document)[None])
-    with own_attention(inner):
+    with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))
     largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
@@ -261,7 +261,7 @@ def _loss_gradients(
     model: nn.Module, inner: nn.Module, batch: dict[str, Any], labels: Tensor
 ) -> list[Tensor | None]:
     trained = [p for p in inner.parameters() if p.requires_grad]
-    with state_restored(inner):
+    with restore_state(inner):
         output = model(**batch)
         logits = output if torch.is_tensor(output) else output.logits
         mean = nn.functional.cross_entropy(

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from trl import SFTTrainer
 
 from trl_packing.documents.host_row import for_kernels
-from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TOKEN_WEIGHTS
 from trl_packing.loss.evaluation import EvaluationSums, Sources
 from trl_packing.loss.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
 from trl_packing.loss.weighted_forward import (
@@ -33,12 +33,12 @@ from trl_packing.loss.weighted_forward import (
     weight_targets,
     weights_of_scores,
 )
-from trl_packing.models.neftune import embedding_documents
+from trl_packing.models.neftune import announce_documents
 from trl_packing.models.state import temporarily
 
 logger = get_logger(__name__)
 
-_FOR_THE_LOSS = (WEIGHT_COLUMN, SOURCE_IDS)  # columns of a batch that the model does not take
+_FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS)  # columns of a batch that the model does not take
 
 
 class StepLoss:
@@ -74,7 +74,7 @@ class StepLoss:
                 without documents has no weights in its batch.
         """
         self._scale = None
-        weighted = weighted or any(WEIGHT_COLUMN in batch for batch in batches)
+        weighted = weighted or any(TOKEN_WEIGHTS in batch for batch in batches)
         weighted = weighted and num_items is not None
         if not (weighted or self.trainer.aux_loss_enabled):
             return
@@ -88,6 +88,12 @@ class StepLoss:
         sums = self.trainer.accelerator.gather(sums[None]).sum(0) / self.trainer.get_tp_size()
         self._num_tokens = sums[0].float()
         self._scale = scale_of_weights(num_items, sums[1]) if weighted else None
+
+    def keep_weights(self, inputs: Mapping[str, Any], prepared: MutableMapping[str, Any]) -> None:
+        """Move the token weights of a batch as they are: DeepSpeed casts them to another dtype."""
+        if TOKEN_WEIGHTS in inputs:
+            weights, device = inputs[TOKEN_WEIGHTS], self.trainer.args.device
+            prepared[TOKEN_WEIGHTS] = weights.to(device, non_blocking=True)
 
     @contextmanager
     def hide_num_items(self, num_items: Any, *, hide: bool) -> Iterator[Any]:
@@ -139,7 +145,7 @@ class StepLoss:
             seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
         inputs = for_kernels(inputs)
         with (
-            embedding_documents(boundaries=inputs.get("cu_seq_lens_q")),
+            announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
             self._weight_auxiliary_loss(inputs, num_items),
             weight_targets(self.trainer, model, weights, scale, seen) as weighted,
         ):

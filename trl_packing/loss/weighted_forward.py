@@ -23,11 +23,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 from transformers.trainer_pt_utils import LabelSmoother
 
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, IGNORE_INDEX, WEIGHT_COLUMN
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS, WEIGHT_COLUMNS
 from trl_packing.loss.token_metrics import TokenSums, sums_dtype
 from trl_packing.models.state import temporarily
-
-_WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
 
 
 def scaled_weights(weights: Tensor, scale: Tensor) -> Tensor:
@@ -89,7 +87,7 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
     Untrained targets have 0. Trained ones have 1 if the batch has no `loss_weights`.
     """
     is_trained = batch["labels"][..., 1:] != IGNORE_INDEX
-    weights = batch.get(WEIGHT_COLUMN)
+    weights = batch.get(TOKEN_WEIGHTS)
     return is_trained.float() if weights is None else weights[..., 1:] * is_trained
 
 
@@ -108,9 +106,9 @@ def sum_of_weights(weights: Tensor) -> Tensor:
 
 def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) -> None:
     """Raise ValueError if `columns` hold weights that `compute_loss_func` would ignore."""
-    for column in _WEIGHT_COLUMNS:
+    for column in WEIGHT_COLUMNS:
         if compute_loss_func is not None and column in columns:
-            each = "token" if column == WEIGHT_COLUMN else "document"
+            each = "token" if column == TOKEN_WEIGHTS else "document"
             raise ValueError(
                 f"{column} says what each {each} counts, but compute_loss_func computes the loss "
                 f"without it; leave compute_loss_func out, or drop the column: "
@@ -201,7 +199,7 @@ def weights_of_scores(weights: Tensor, scores: Tensor) -> Tensor:
     virtual = scores.shape[1] - weights.shape[1]
     if virtual < 0 or len(scores) != len(weights):
         raise RuntimeError(
-            f"the model scored {tuple(scores.shape)} targets where {WEIGHT_COLUMN} are of "
+            f"the model scored {tuple(scores.shape)} targets where {TOKEN_WEIGHTS} are of "
             f"{tuple(weights.shape)}; drop the column to train this model"
         )
     return pad(weights.to(scores.device), (virtual, 0))

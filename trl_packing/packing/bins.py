@@ -1,4 +1,4 @@
-"""Lengths in, bins out: which documents share a row. Needs numpy only.
+"""Lengths in, bins out: the documents that share a row. Needs NumPy only.
 
     lengths   5 3 2 2 1 1        tokens of each document
     capacity  7                  tokens that a bin holds
@@ -6,8 +6,8 @@
     bin 0     5 2                plan[0] -> documents 0, 2      full
     bin 1     3 2 1 1            plan[1] -> documents 1, 3 4 5  full
 
-A plan holds document *indices*, never tokens: planning a million documents takes a fraction of a
-second, so a new plan is drawn for every epoch.
+A plan holds document *indices*, never tokens. Planning a million documents takes a fraction of a
+second, so every epoch gets a new plan. `STRATEGIES` lists the strategies and what each implies.
 """
 
 import operator
@@ -20,20 +20,59 @@ import numpy as np
 
 from trl_packing.packing.remixing import random_order_within, remix, stable_argsort
 
-STRATEGIES = ("bfd", "next_fit", "greedy")
+
+@dataclass(frozen=True)
+class Strategy:
+    """The meaning of a strategy's name, for everything that packs.
+
+    Attributes:
+        packs_as: the strategy that makes the same bins of documents that fit.
+        order_dependent: Documents are not sorted first, so the number of bins depends on their
+            order. All epochs then share one plan, because an epoch's length must not change.
+        shuffles: A seed shuffles the documents. If False, they keep the order of the data set.
+        overflow: the overflow policy that the name implies, or None.
+    """
+
+    packs_as: str
+    order_dependent: bool = False
+    shuffles: bool = True
+    overflow: str | None = None
+
+
+STRATEGIES = {
+    "bfd": Strategy("bfd"),
+    "bfd_split": Strategy("bfd", overflow="split"),
+    "next_fit": Strategy("next_fit", order_dependent=True),
+    "greedy": Strategy("greedy"),
+    "wrapped": Strategy("wrapped", order_dependent=True, shuffles=False, overflow="wrapped"),
+}
+
+
+def find_strategy(name: str) -> Strategy:
+    """Return the strategy called `name`.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"unknown packing strategy {name!r}; choose one of {tuple(STRATEGIES)}")
+    return STRATEGIES[name]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackingPlan:
     """Bins of document indices, stored flat: bin i is ``indices[offsets[i]:offsets[i + 1]]``.
 
-    indices: every document once, (documents,) int32 (int64 beyond 2³¹ documents).
-    offsets: (bins + 1,) int64, first 0.
-    tokens: tokens in each bin, (bins,) int64, at most `capacity`.
+    Attributes:
+        indices: every document once, (documents,) int32 (int64 beyond 2³¹ documents).
+        offsets: (bins + 1,) int64, first 0.
+        tokens: tokens in each bin, (bins,) int64, at most `capacity`.
+        capacity: tokens that a bin may hold.
 
-    >>> plan = pack([5, 3, 2, 2, 1, 1], 7)
-    >>> len(plan), plan.utilization, [documents.tolist() for documents in plan]
-    (2, 1.0, [[0, 2], [1, 3, 4, 5]])
+    Example:
+        >>> plan = pack([5, 3, 2, 2, 1, 1], 7)
+        >>> len(plan), plan.utilization, [documents.tolist() for documents in plan]
+        (2, 1.0, [[0, 2], [1, 3, 4, 5]])
     """
 
     indices: np.ndarray
@@ -80,37 +119,41 @@ def pack(
 ) -> PackingPlan:
     """Return a plan in which every document is in exactly one bin and no bin exceeds `capacity`.
 
-    lengths: tokens of each document: a sequence, numpy or Arrow array of integers.
-    capacity: tokens that a bin may hold.
-    strategy: "bfd", best-fit decreasing over the whole set (fewest bins; for language models:
-        arXiv 2404.10830); "next_fit", documents in order, a bin closes as soon as the next one does
-        not fit; "greedy", the same from the longest document to the shortest ("Packing Analysis",
-        arXiv 2410.08081).
-    seed: None keeps data-set order among equal lengths. Anything `numpy.random.default_rng` takes,
-        such as ``(seed, epoch)``, draws other partners for every document and a random order of
-        bins. The number of bins stays the same, except for "next_fit", which shuffles first.
+    Args:
+        lengths: tokens of each document: a sequence, NumPy or Arrow array of integers.
+        capacity: tokens that a bin may hold.
+        strategy: "bfd", best-fit decreasing over the whole set (fewest bins; for language models:
+            arXiv 2404.10830). "next_fit", documents in order; a bin closes as soon as the next
+            document does not fit. "greedy", the same from the longest document to the shortest
+            ("Packing Analysis", arXiv 2410.08081). "wrapped", next-fit in data-set order, whatever
+            the seed: pieces cut where rows end fill these rows again. "bfd_split" packs like "bfd".
+        seed: None keeps data-set order among equal lengths. Anything `numpy.random.default_rng`
+            takes, such as ``(seed, epoch)``, draws other partners for every document and a random
+            order of bins. The number of bins stays the same, except for "next_fit", which shuffles
+            first.
 
-    Raises ValueError for an unknown strategy, a capacity or a length below 1, no or non-integer
-    lengths, and a document longer than `capacity`.
+    Raises:
+        ValueError: the strategy is unknown, a capacity or a length is below 1, lengths are missing
+            or no integers, or a document is longer than `capacity`.
 
-    >>> [documents.tolist() for documents in pack([2, 4, 3, 1], 5, "next_fit")]
-    [[0], [1], [2, 3]]
+    Example:
+        >>> [documents.tolist() for documents in pack([2, 4, 3, 1], 5, "next_fit")]
+        [[0], [1], [2, 3]]
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"unknown packing strategy {strategy!r}; choose one of {STRATEGIES}")
+    chosen = find_strategy(strategy)
     capacity = _checked_capacity(capacity)
     sizes = _checked_lengths(lengths, capacity)
-    rng = None if seed is None else np.random.default_rng(seed)
+    rng = None if seed is None or not chosen.shuffles else np.random.default_rng(seed)
 
-    order = _fill_order(sizes, capacity, rng, descending=strategy != "next_fit")
+    order = _fill_order(sizes, capacity, rng, descending=not chosen.order_dependent)
     sizes = sizes[order]
-    if strategy == "bfd":
-        homes = _best_fit_decreasing(sizes, capacity)
+    if chosen.packs_as == "bfd":
+        bin_of = _best_fit_decreasing(sizes, capacity)
         if rng is not None:
-            remix(sizes, homes, capacity, rng)
+            remix(sizes, bin_of, capacity, rng)
     else:
-        homes = _next_fit(sizes, capacity)
-    return _plan(order, sizes, homes, capacity, rng)
+        bin_of = _next_fit(sizes, capacity)
+    return _plan(order, sizes, bin_of, capacity, rng)
 
 
 def _checked_capacity(capacity: Any) -> int:
@@ -148,7 +191,7 @@ def _checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
 def _fill_order(
     sizes: np.ndarray, capacity: int, rng: np.random.Generator | None, *, descending: bool
 ) -> np.ndarray:
-    """Return document indices as they are put into bins; equal lengths in random order."""
+    """Return document indices in the order of filling, equal lengths in random order."""
     dtype = _smallest_integer(len(sizes))
     if descending and rng is not None:
         return random_order_within(capacity - sizes, capacity, rng).astype(dtype)
@@ -161,20 +204,21 @@ def _fill_order(
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each document; `sizes` descend.
+    """Return the bin of each document, given `sizes` in descending order.
 
-    Works on the histogram: bins with the same space left are alike, so a whole run of them takes
-    documents of one length at once. O(distinct lengths × runs touched) and linear array work.
+    It works on the histogram of lengths: bins with the same space left are interchangeable, so a
+    whole run of bins takes documents of one length at once. O(distinct lengths × runs touched), and
+    linear array work.
     """
     starts = np.flatnonzero(np.diff(sizes, prepend=0))
     counts = np.diff(starts, append=len(sizes)).tolist()
     shortest = int(sizes[-1])
-    spaces: list[int] = []  # ascending: the spaces that at least one open bin has left
+    spaces: list[int] = []  # ascending: the space left in at least one open bin
     runs: dict[int, list[tuple[int, int]]] = {}  # space -> runs of bins (first, number)
     filled: list[tuple[int, int, int]] = []  # (first bin, number of bins, documents for each)
     num_bins = 0
 
-    def put_back(first: int, number: int, space: int) -> None:
+    def reopen(first: int, number: int, space: int) -> None:
         if number and space >= shortest:
             if space not in runs:
                 insort(spaces, space)
@@ -191,19 +235,19 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
             else:
                 space, first, number = capacity, num_bins, -(-count // (capacity // length))
                 num_bins += number
-            # No other space lies in [length, space), so after one document a bin is still the
-            # tightest fit for the next: it takes as many as it holds, then the next bin does.
+            # No other space lies in [length, space), so after one document the bin is still the
+            # tightest fit for the next one. It takes as many as it holds, then the next bin does.
             each = space // length
-            full, rest = min(number, count // each), 0
+            full, partial = min(number, count // each), 0
             filled.append((first, full, each))
-            put_back(first, full, space - each * length)
+            reopen(first, full, space - each * length)
             count -= full * each
             if count and full < number:
-                rest, count = count, 0
-                filled.append((first + full, 1, rest))
-                put_back(first + full, 1, space - rest * length)
-            used = full + (rest > 0)
-            put_back(first + used, number - used, space)
+                partial, count = count, 0
+                filled.append((first + full, 1, partial))
+                reopen(first + full, 1, space - partial * length)
+            used = full + (partial > 0)
+            reopen(first + used, number - used, space)
     return _expand(np.array(filled, dtype=_smallest_integer(len(sizes))))
 
 
@@ -216,11 +260,11 @@ def _expand(filled: np.ndarray) -> np.ndarray:
 
 
 def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each document: one bin open at a time, documents in order."""
+    """Return the bin of each document, with one bin open at a time and documents in order."""
     ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    # Where the next bin starts, for a bin that starts at each document.
-    following = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
-    jump, start, starts = following.data, 0, []
+    # For a bin that starts at each document: the document at which the next bin starts.
+    next_start = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
+    jump, start, starts = next_start.data, 0, []
     while start < len(sizes):
         starts.append(start)
         start = jump[start]
@@ -232,16 +276,16 @@ def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 def _plan(
     order: np.ndarray,
     sizes: np.ndarray,
-    homes: np.ndarray,
+    bin_of: np.ndarray,
     capacity: int,
     rng: np.random.Generator | None,
 ) -> PackingPlan:
-    num_bins = int(homes.max()) + 1
-    if rng is not None:  # a step takes neighboring bins and must be a fair sample of the data
-        homes = rng.permutation(num_bins).astype(homes.dtype)[homes]
-    counts = np.bincount(homes, minlength=num_bins)
+    num_bins = int(bin_of.max()) + 1
+    if rng is not None:  # a step takes neighboring bins, which must be a fair sample
+        bin_of = rng.permutation(num_bins).astype(bin_of.dtype)[bin_of]
+    counts = np.bincount(bin_of, minlength=num_bins)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    by_bin = stable_argsort(homes, num_bins)
+    by_bin = stable_argsort(bin_of, num_bins)
     tokens = np.add.reduceat(sizes[by_bin], offsets[:-1], dtype=np.int64)
     indices = order[by_bin]
     for array in (indices, offsets, tokens):

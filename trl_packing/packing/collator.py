@@ -17,7 +17,7 @@ With `static_shapes` T, N and max_length are the same in every batch (static_sha
 
 There is no attention_mask and no cache, ever: given either one, transformers skips its detection of
 packed documents and every token sees the documents before it, without a message
-(tests/attention/test_backends.py::test_attention_mask_or_cache_breaks_isolation).
+(tests/attention/test_packed_models.py::test_attention_mask_or_cache_breaks_isolation).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +30,14 @@ import torch
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
 from trl_packing.documents.host_row import HostRow, PackedBatch
 from trl_packing.documents.labels import (
-    DOCUMENT_WEIGHT_COLUMN,
+    DOCUMENT_WEIGHT,
     IGNORE_INDEX,
+    SEQ_LENGTHS,
     SOURCE_IDS,
-    WEIGHT_COLUMN,
+    TOKEN_WEIGHTS,
     document_labels,
 )
-from trl_packing.documents.weights import document_weight, document_weights, weigh_documents
+from trl_packing.documents.weights import document_weight, token_weights, weigh_tokens
 from trl_packing.packing.static_shapes import StaticShapes
 
 
@@ -118,7 +119,7 @@ class PackedCollator:
                     zip(documents, input_ids, strict=False)  # no document: a tail
                 )
             ]
-            batch[WEIGHT_COLUMN] = _weights(
+            batch[TOKEN_WEIGHTS] = _weights(
                 np.concatenate([*weights, np.ones(tail)]),
                 batch["labels"],
                 lengths,
@@ -166,7 +167,7 @@ class DataCollatorWithFlattening(PackedCollator):
     Takes its arguments. Boundaries, `seq_idx` and `position_ids` are always in the batch, so
     `return_flash_attn_kwargs` and `return_seq_idx` change nothing; `return_position_ids` must be
     True, `separator_id` -100, `position_ids_start` 0 and `return_tensors` "pt". A model that needs
-    them to keep documents apart (`tests/drop_in/test_seeds.py` has one) also needs
+    them to keep documents apart (`tests/drop_in/test_articles.py` has one) also needs
     `enable_packing(model)`.
 
     Raises ValueError for settings under which a batch would be another one: a `separator_id` that
@@ -216,7 +217,7 @@ class WeightedPaddedCollator:
             weights[:, 0] = 0  # never a target
             factors = [document_weight(d, _WHICH.format(n)) for n, d in enumerate(documents)]
             lengths = [labels.shape[1]] * len(labels)
-            batch[WEIGHT_COLUMN] = _weights(weights, labels, lengths, factors, self.loss_weighting)
+            batch[TOKEN_WEIGHTS] = _weights(weights, labels, lengths, factors, self.loss_weighting)
         if any(SOURCE_IDS in document for document in documents):
             source_ids = torch.tensor([int(document[SOURCE_IDS]) for document in documents])
             batch[SOURCE_IDS] = source_ids[:, None].repeat(1, labels.shape[1])
@@ -228,14 +229,14 @@ _WHICH = "document {} of a micro-batch"
 
 def _token_weights(document: Mapping[str, Any], num_tokens: int, number: int) -> np.ndarray:
     try:
-        return document_weights(document, num_tokens)
+        return token_weights(document, num_tokens)
     except ValueError as problem:
         raise ValueError(f"{_WHICH.format(number)}: {problem}") from None
 
 
 def _weighs(documents: Sequence[Mapping[str, Any]], loss_weighting: str) -> bool:
     return loss_weighting != "token" or any(
-        document.get(WEIGHT_COLUMN) is not None or DOCUMENT_WEIGHT_COLUMN in document
+        document.get(TOKEN_WEIGHTS) is not None or DOCUMENT_WEIGHT in document
         for document in documents
     )
 
@@ -248,9 +249,7 @@ def _weights(
     loss_weighting: str,
 ) -> torch.Tensor:
     """Return what every token counts, as `labels` and float32, given its own weight."""
-    flat = weigh_documents(
-        weights.ravel(), labels.numpy().ravel(), lengths, factors, loss_weighting
-    )
+    flat = weigh_tokens(weights.ravel(), labels.numpy().ravel(), lengths, factors, loss_weighting)
     return torch.from_numpy(flat).view(labels.shape)
 
 
@@ -265,12 +264,12 @@ def _seq_lengths(
     documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
 ) -> Iterator[list[int]]:
     for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
-        if document.get("seq_lengths") is None:
+        if document.get(SEQ_LENGTHS) is None:
             numbers = np.asarray(document.get("attention_mask", ()))
             is_packed = numbers.size > 0 and numbers.max() > 1  # a row of `PackedDataset`
             yield lengths_from_numbers(numbers).tolist() if is_packed else [len(ids)]
             continue
-        lengths = np.asarray(document["seq_lengths"]).tolist()
+        lengths = np.asarray(document[SEQ_LENGTHS]).tolist()
         if sum(lengths) != len(ids):
             raise ValueError(
                 f"row {row} of the batch holds {len(ids)} tokens but its seq_lengths sum to "

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.bins import PackingPlan, pack
+from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.document_order import document_order
-from trl_packing.packing.epoch import PackedSteps, packed_steps
+from trl_packing.packing.epoch import PackedSteps, steps_from_plan
 
 
 class PackedBatchSampler(BatchRebalanceSampler):
@@ -92,16 +92,16 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.attention_cost = attention_cost
         self.balance_window = balance_window
         self.epoch = 0
-        self.kept_together = 1  # an epoch leaves out the documents beyond a multiple of it
+        self.documents_multiple_of = 1  # an epoch leaves out the documents beyond a multiple of it
         if drop_last and documents_per_step:
-            self.kept_together = self._documents_kept_together(documents_per_step)
-        self.num_used = len(self.lengths) // self.kept_together * self.kept_together
+            self.documents_multiple_of = self._documents_kept_together(documents_per_step)
+        self.num_used = len(self.lengths) // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
         self._epoch_drawn: int | None = None
         self._plan: PackingPlan | None = None
         self._plan_epoch: int | None = None
         self._steps: PackedSteps | None = None
-        self.rest: RestOfEpoch | None = None
+        self.resumed_epoch: ResumedEpoch | None = None
         self.num_bins = None if documents_per_step else len(self._plan_of(0))
 
     def _check(self, allow_idle_ranks: bool) -> None:
@@ -143,7 +143,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return self.num_ranks * self.accumulation
 
     @property
-    def room(self) -> int | None:
+    def tokens_per_batch(self) -> int | None:
         """Return the tokens that a micro-batch has room for, None where it is no bins."""
         if self.documents_per_step is not None or self.capacity is None:
             return None
@@ -162,8 +162,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return full * self.accumulation + self._micro_batches_of(rest)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.rest is not None and self.epoch == self.rest.epoch:
-            yield from self.rest
+        if self.resumed_epoch is not None and self.epoch == self.resumed_epoch.epoch:
+            yield from self.resumed_epoch
             return
         if self.documents_per_step is not None:
             yield from self._iterate_steps()
@@ -178,11 +178,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return [np.asarray(g) for step in range(self._num_steps) for g in self._groups(step)]
         return list(self._packed_steps())
 
-    def documents_of_steps(self, number: int) -> np.ndarray:
+    def documents_in_first_steps(self, number: int) -> np.ndarray:
         """Return the documents of this epoch's first `number` optimizer steps, in any order."""
         if self.documents_per_step is not None:
             return self._drawn_order()[: number * self.documents_per_step]
-        return self._packed_steps().documents_of(number * self._slots)
+        return self._packed_steps().documents_in_first(number * self._slots)
 
     def most_documents(self) -> int:
         """Return the documents of the micro-batch that has most of them, in this epoch."""
@@ -194,8 +194,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _plan_of(self, epoch: int) -> PackingPlan:
         """Return the bins of an epoch, and keep them: the constructor has asked for the first."""
-        # Order-dependent strategies plan once: their number of bins changes with the order.
-        same_bins = self.rows or self.strategy in ("next_fit", "wrapped") or not self.shuffle
+        is_fixed = self.rows or find_strategy(self.strategy).order_dependent
+        same_bins = is_fixed or not self.shuffle
         epoch = 0 if same_bins else epoch
         if self._plan is None or self._plan_epoch != epoch:
             self._plan, self._plan_epoch = self._planned(epoch), epoch
@@ -207,13 +207,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
             longest = int(self.lengths.max(initial=0))
             tokens = self.lengths.astype(np.int64)
             return PackingPlan(np.arange(number), np.arange(number + 1), tokens, longest)
-        strategy = "next_fit" if self.strategy == "wrapped" else self.strategy
-        shuffle = self.shuffle and self.strategy != "wrapped"
-        return pack(self.lengths, self.capacity, strategy, (self.seed, epoch) if shuffle else None)
+        seed = (self.seed, epoch) if self.shuffle else None
+        return pack(self.lengths, self.capacity, self.strategy, seed)
 
     def _packed_steps(self) -> PackedSteps:
         if self._steps is None or self._epoch_drawn != self.epoch:
-            self._steps = packed_steps(
+            self._steps = steps_from_plan(
                 self._plan_of(self.epoch),
                 self.lengths,
                 num_ranks=self.num_ranks,
@@ -271,26 +270,26 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
 
 @dataclass(frozen=True, eq=False)
-class RestOfEpoch:
+class ResumedEpoch:
     """The micro-batches of an epoch that began under other settings (resuming.py).
 
     epoch: the one that is continued; all later ones are whole.
     documents: those that it has left to train, (left,) int64.
     sampler: of `documents`, by their place among them.
-    num_behind: micro-batches of a rank that stand for the documents trained before. They are
+    num_skipped: micro-batches of a rank that stand for the documents trained before. They are
         empty and come first: `Trainer` skips as many, and counts the epoch from there.
     """
 
     epoch: int
     documents: np.ndarray
     sampler: PackedBatchSampler
-    num_behind: int
+    num_skipped: int
 
     def __len__(self) -> int:
-        return self.num_behind + len(self.sampler)
+        return self.num_skipped + len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        yield from ([] for _ in range(self.num_behind))
+        yield from ([] for _ in range(self.num_skipped))
         for places in self.sampler:
             yield self.documents[places].tolist()
 

@@ -35,7 +35,7 @@ class StaticShapes:
     longest_tail: int
 
     @classmethod
-    def of(
+    def for_model(
         cls,
         model: Any,
         *,

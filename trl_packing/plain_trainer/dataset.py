@@ -26,14 +26,16 @@ from transformers import TrainerCallback
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
-    DOCUMENT_WEIGHT_COLUMN,
+    DOCUMENT_WEIGHT,
     IGNORE_INDEX,
     MASK_COLUMNS,
-    WEIGHT_COLUMN,
+    SEQ_LENGTHS,
+    TOKEN_WEIGHTS,
     document_labels,
 )
-from trl_packing.packing.bins import PackingPlan, pack
-from trl_packing.recognition.known_documents import know_documents_of
+from trl_packing.packing.bins import PackingPlan, find_strategy, pack
+from trl_packing.packing.epoch import split_bins
+from trl_packing.recognition.known_documents import remember_documents
 
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
 
@@ -75,9 +77,9 @@ class PackedDataset(torch.utils.data.Dataset):
         rows_multiple_of: int = 1,
     ):
         columns = _column_names(dataset)
-        for column in (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN, "seq_lengths"):
+        for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
             if column in columns:
-                what = "rows are packed already" if column == "seq_lengths" else "a plain loss has"
+                what = "rows are packed already" if column == SEQ_LENGTHS else "a plain loss has"
                 raise ValueError(
                     f"the data set has {column}: {what + (' none' * (column != 'seq_lengths'))}; "
                     f"take PackedSFTTrainer, or drop it: dataset.remove_columns({column!r})"
@@ -96,7 +98,7 @@ class PackedDataset(torch.utils.data.Dataset):
         self.check(ModelLimits())
         self._enabled_where_pickled = False
         self.repack(0)
-        know_documents_of(self)
+        remember_documents(self)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
@@ -132,11 +134,12 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def repack(self, epoch: int) -> None:
         """Draw the rows of an epoch, as many in every one."""
-        # Order-dependent strategies plan once: their number of rows changes with the order.
-        epoch = 0 if self.strategy == "next_fit" else epoch
+        epoch = 0 if find_strategy(self.strategy).order_dependent else epoch
         seed = None if self.shuffle_seed is None else (self.shuffle_seed, epoch)
         self.plan: PackingPlan = pack(self.lengths, self.pack_len, self.strategy, seed)
-        self._rows = _multiple_of(list(self.plan), self.rows_multiple_of)
+        num_rows = -(-len(self.plan) // self.rows_multiple_of) * self.rows_multiple_of
+        rows = split_bins(self.plan, num_rows, repeatedly=False)
+        self._rows = rows + [np.array([-1])] * (num_rows - len(rows))  # -1: no document
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -216,21 +219,6 @@ def _is_stored(dataset: Any) -> bool:
 
 def _column_names(dataset: Any) -> list[str]:
     return list(dataset.column_names) if _is_stored(dataset) else list(dataset[0])
-
-
-def _multiple_of(rows: list[np.ndarray], multiple: int) -> list[np.ndarray]:
-    """Return `rows`, some of them split, or of no document (-1), so that `multiple` divides them.
-
-    As many as before and at most ``multiple - 1`` more, whatever is in them.
-    """
-    missing = -len(rows) % multiple
-    fullest = sorted(range(len(rows)), key=lambda i: -len(rows[i]))[:missing]
-    for i in fullest:
-        if len(rows[i]) > 1:
-            half = len(rows[i]) // 2
-            rows.append(rows[i][half:])
-            rows[i] = rows[i][:half]
-    return rows + [np.array([-1])] * (-len(rows) % multiple)
 
 
 class RepackEveryEpoch(TrainerCallback):

@@ -20,7 +20,7 @@ from trl_packing.data.eos import stop_token_ids
 from trl_packing.data.overflow import Overflow
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.prompt_template import PromptTemplate
-from trl_packing.formatting.row_format import Supervision
+from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 from trl_packing.plain_trainer.dataset import PackedDataset
 
@@ -67,14 +67,14 @@ def make_supervised_dset(
     capacity = min(limits, default=_NO_LIMIT)
     parts = []
     for path, query, response in zip(paths, queries, responses, strict=True):
-        supervision = Supervision(
+        row_format = RowFormat(
             ChatTemplate(tokenizer),
             tokenizer.eos_token,
             prompt_template=_prompt_template(prompt_template, query),
             response_field=response,
         )
         rows = load_rows(os.fspath(path), cache_dir=tokenized_cache_home or None)
-        whole = documents_from_rows(rows, supervision, name=Path(path).name)
+        whole = documents_from_rows(rows, row_format, name=Path(path).name)
         fitted, counts = fit_and_count(
             whole,
             Overflow(overflow, capacity if capacity < _NO_LIMIT else None),
@@ -115,7 +115,7 @@ def _prompt_template(given: Any, query_field: str) -> PromptTemplate:
         return PromptTemplate(given.template, given.with_input, query_field)
     if isinstance(given, str):
         if not (given.endswith(".json") and os.path.isfile(given)):
-            return PromptTemplate.of(given, query_field)
+            return PromptTemplate.from_setting(given, query_field)
         given = json.loads(Path(given).read_text(encoding="utf-8"))
     parts = given if isinstance(given, Mapping) else vars(given)
     if "query_prompt" not in parts:

@@ -1,22 +1,19 @@
-"""The recipes, as ``python -m trl_packing.recipes.sft_packed``, from any folder.
+"""The recipes as modules: ``python -m trl_packing.recipes.sft_packed`` works from any folder.
 
-In the repository they lie in `recipes/`, readable files to run or to copy; a wheel carries them in
-this folder, their data and YAML files too. `FOLDER` says where they are:
+In a checkout, the recipes are the files of the folder `recipes/`, to be read, run and copied. The
+wheel carries the same files, with their data and YAML files, in this folder. `FOLDER` is the one
+that is in use:
 
     python -c "import trl_packing.recipes as r; print(r.FOLDER)"
+
+A recipe imports another one by its full name, ``from trl_packing.recipes.recipe_data import ...``.
+This also works for ``python recipes/sft_packed.py`` and for a copy in another folder.
 """
 
-import sys
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_CHECKOUT = _HERE.parents[1] / "recipes"
 
-FOLDER = _HERE if (_HERE / "sft_packed.py").exists() else _CHECKOUT
+FOLDER = _HERE if (_HERE / "sft_packed.py").exists() else _HERE.parents[1] / "recipes"
 
-if FOLDER != _HERE:
-    __path__.append(str(FOLDER))
-# Run as a file, a recipe finds its neighbors (`from recipe_data import ...`) beside itself; run as
-# a module it would not.
-if str(FOLDER) not in sys.path:
-    sys.path.append(str(FOLDER))
+__path__ = [str(FOLDER)]

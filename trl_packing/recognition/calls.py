@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl_packing.recognition.current_row import completed_call
+from trl_packing.recognition.current_row import complete_call
 
 
-def completed(
+def complete_arguments(
     module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call of `module`; those of a packed row say so (current_row).
@@ -20,7 +20,7 @@ def completed(
     if _in_a_packed_call or (torch.compiler.is_compiling() and _says_all(kwargs)):
         return args, kwargs
     named = dict(zip(names, args, strict=False)) | kwargs
-    call = completed_call(module, named)
+    call = complete_call(module, named)
     return (args, kwargs) if call is named else ((), call)
 
 
@@ -39,7 +39,7 @@ _in_a_packed_call = False
 
 
 @contextmanager
-def _inner_calls_as_they_are() -> Iterator[None]:
+def leave_inner_calls_alone() -> Iterator[None]:
     global _in_a_packed_call
     before, _in_a_packed_call = _in_a_packed_call, True
     try:

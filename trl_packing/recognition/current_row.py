@@ -2,7 +2,7 @@
 
     trainer      set_current_row(batch)                  before each micro-batch
     user's loss  model(input_ids=inputs["input_ids"])    says nothing of documents
-    the model    completed_call(model, call)             the same call with the row's boundaries
+    the model    complete_call(model, call)             the same call with the row's boundaries
 
 A call is of a row if its tokens are in the row's memory, the whole row or a part of it that begins
 with a document; or if it is as long as the current row (its tokens changed, or embedded). Any other
@@ -25,9 +25,9 @@ from torch.nn.functional import pad
 from trl_packing.documents.boundaries import boundaries_of_row, document_ids_from_lengths
 from trl_packing.documents.host_row import (
     BOUNDARIES,
+    cached_values,
     host_boundaries,
-    known,
-    known_max_length,
+    longest_document,
     remember_row,
     rows_alive,
 )
@@ -127,7 +127,7 @@ def other_rows() -> Iterator[None]:
 
 
 @torch.compiler.disable
-def completed_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
+def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     """Return the call as one on a packed row if its tokens are of one, else as it came.
 
     Args:
@@ -252,11 +252,11 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     if call.get("past_key_values") is None:
         call = call | {"use_cache": False}
     if not isinstance(call.get("max_length_q"), int):
-        longest = known_max_length(boundaries)
+        longest = longest_document(boundaries)
         call = call | {"max_length_q": longest, "max_length_k": longest}
     for name, places in (("labels", boundaries[:-1]), ("shift_labels", boundaries[1:] - 1)):
         labels = call.get(name)
-        if torch.is_tensor(labels) and labels.dim() == 2 and known(labels) is None:
+        if torch.is_tensor(labels) and labels.dim() == 2 and cached_values(labels) is None:
             call = call | {name: _without_targets_at(labels, places)}
     return call
 

@@ -35,7 +35,7 @@ class Found:
     rest: int = 0
 
 
-def know_documents_of(dataset: Any) -> None:
+def remember_documents(dataset: Any) -> None:
     """Find the documents of `dataset` in calls, as long as it lives.
 
     dataset: a `PackedDataset`: `lengths`, `token_ids` of documents, `filler_ids` or none.
@@ -43,7 +43,7 @@ def know_documents_of(dataset: Any) -> None:
     _datasets.add(dataset)
 
 
-def any_documents_known() -> bool:
+def remembers_documents() -> bool:
     """Whether a packed data set lives in this process."""
     return len(_datasets) > 0
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trl_packing.documents.host_row import host_boundaries, rows_alive
-from trl_packing.recognition.known_documents import any_documents_known, documents_in
+from trl_packing.recognition.known_documents import documents_in, remembers_documents
 from trl_packing.recognition.row_in_flight import RowInFlight, row_in_flight
 
 
@@ -34,7 +34,7 @@ def lengths_by_content(model: Any, tokens: Tensor, mask: Any) -> np.ndarray | No
     lengths = None if in_flight is None else _of_row_in_flight(model, tokens, mask, in_flight)
     if lengths is None and not tokens.dtype.is_floating_point:
         lengths = _of_collated_row(tokens)
-        if lengths is None and any_documents_known():
+        if lengths is None and remembers_documents():
             lengths = _of_known_documents(model, tokens, mask)
     if lengths is not None:
         return lengths if len(lengths) > 1 else None
@@ -42,7 +42,7 @@ def lengths_by_content(model: Any, tokens: Tensor, mask: Any) -> np.ndarray | No
         return None
     if in_flight is not None and shape[1] == len(in_flight.ids):
         raise ValueError(in_step_message(model, tokens, "as many as the row has"))
-    is_near = in_flight is not None or any_documents_known()
+    is_near = in_flight is not None or remembers_documents()
     is_near = is_near or any(ids.shape == shape for ids, _ in rows_alive())
     if is_near and mask is None:
         raise ValueError(_message(model, tokens, "without an attention_mask"))

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
-from trl_packing.models.sharding import _group_of_cpus, largest_of_ranks
+from trl_packing.models.sharding import all_reduce_max, cpu_group
 from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
-from trl_packing.streaming.shards import division_of
+from trl_packing.streaming.shards import assign_shards
 
 _ENDED, _GOES_ON, _FAILED = 0, 1, 2
 _KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the trainer
@@ -74,9 +74,9 @@ class StreamBatches(IterableDataset):
         self.epoch = 0
         self.counts = PreparationCounts()  # what this rank has read so far, resumed or not
         self._global_step = global_step
-        self._agree = agree or largest_of_ranks
+        self._agree = agree or all_reduce_max
         self._loading = loading or {}
-        self._division = division_of(
+        self._division = assign_shards(
             documents, settings.num_ranks, num_workers, packs=settings.capacity is not None
         )
         self._positions: dict[int, dict[str, Any]] = {}
@@ -159,7 +159,7 @@ class StreamBatches(IterableDataset):
         if self.settings.num_ranks == 1:
             return self.counts
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self.rank, self.counts), group=_group_of_cpus())
+        dist.all_gather_object(gathered, (self.rank, self.counts), group=cpu_group())
         ranks = dict(gathered).values()  # tensor-parallel ranks read the same
         if self._division.by_rank:
             return sum(ranks, PreparationCounts())

@@ -31,10 +31,10 @@ from torch.utils.data import IterableDataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, check_lengths, take_counts
-from trl_packing.documents.labels import WEIGHT_COLUMN
-from trl_packing.documents.weights import document_weight, document_weights
+from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_WEIGHTS
+from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.packing.bins import pack
-from trl_packing.streaming.shards import Division, division_of
+from trl_packing.streaming.shards import ShardAssignment, assign_shards
 
 
 class Source:
@@ -100,9 +100,9 @@ class Source:
 def check_weights(document: Document, which: str) -> None:
     """Raise ValueError, naming the document, if it has weights that cannot be: null ones, too."""
     document_weight(document, which)
-    if WEIGHT_COLUMN in document:
+    if TOKEN_WEIGHTS in document:
         try:
-            document_weights(document, len(document["input_ids"]))
+            token_weights(document, len(document["input_ids"]))
         except ValueError as problem:
             raise ValueError(f"{which}: {problem}") from None
 
@@ -233,7 +233,7 @@ class PackedStream(IterableDataset):
         *,
         rank: int = 0,
         reader: int = 0,
-        division: Division | None = None,
+        division: ShardAssignment | None = None,
         epoch: int = 0,
         place: Place | None = None,
         limits: ModelLimits = NO_LIMITS,
@@ -247,7 +247,7 @@ class PackedStream(IterableDataset):
         self.settings = settings
         self.rank = rank
         self.reader = reader
-        self.division = division or division_of(
+        self.division = division or assign_shards(
             documents, settings.num_ranks, 1, packs=settings.capacity is not None
         )
         self.epoch = epoch
@@ -330,15 +330,12 @@ class PackedStream(IterableDataset):
         settings, documents = self.settings, window.documents
         assert settings.capacity is not None
         seed = self._seed(window)
-        rows = [i for i, d in enumerate(documents) if d.get("seq_lengths") is not None]
+        rows = [i for i, d in enumerate(documents) if d.get(SEQ_LENGTHS) is not None]
         loose = np.setdiff1d(np.arange(len(documents)), rows)
         bins = [[i] for i in rows]
         if len(loose):
             lengths = [max(1, len(documents[i]["input_ids"])) for i in loose]
-            if settings.strategy == "wrapped":  # pieces of a text laid end to end: in their order
-                plan = pack(lengths, settings.capacity, "next_fit")
-            else:
-                plan = pack(lengths, settings.capacity, settings.strategy, seed)
+            plan = pack(lengths, settings.capacity, settings.strategy, seed)
             bins += [loose[packed].tolist() for packed in plan]
         if seed is None:
             return bins

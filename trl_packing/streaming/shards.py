@@ -36,7 +36,7 @@ _MANY = 8
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardAssignment:
     """Which shards each reader of each rank reads.
 
     num_shards: of the stream, 1 if it cannot be divided.
@@ -66,23 +66,23 @@ class Division:
         return part
 
 
-def division_of(
+def assign_shards(
     documents: Iterable[Document], num_ranks: int, num_workers: int, *, packs: bool = True
-) -> Division:
+) -> ShardAssignment:
     """Return how `num_ranks` with up to `num_workers` readers each divide the stream.
 
     packs: whether documents are packed. Otherwise ranks read the shards that they read in a padded
         run; packed, every rank reads shards from all over the stream, since files are often sorted
         by source or by length.
 
-    >>> division_of([], num_ranks=2, num_workers=4)
-    Division(num_shards=1, by_rank=False, num_readers=1, contiguous=False)
+    >>> assign_shards([], num_ranks=2, num_workers=4)
+    ShardAssignment(num_shards=1, by_rank=False, num_readers=1, contiguous=False)
     """
     shards = documents.num_shards if is_divisible(documents) else 1  # type: ignore[attr-defined]
     by_rank = num_ranks > 1 and (shards % num_ranks == 0 or shards >= _MANY * num_ranks)
     of_a_rank = shards // num_ranks if by_rank else shards
     num_readers = max(1, min(num_workers, of_a_rank))
-    return Division(shards, by_rank, num_readers, contiguous=not packs)
+    return ShardAssignment(shards, by_rank, num_readers, contiguous=not packs)
 
 
 def is_divisible(documents: Iterable[Document]) -> bool:

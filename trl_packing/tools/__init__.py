@@ -1,6 +1,6 @@
-"""Tools: look at documents and plans, and prove exactness on every architecture.
+"""Tools that show documents and plans, and that verify exactness on every architecture.
 
-Belongs here: whatever prints, previews or verifies. Does not: anything that training needs.
+Belongs here: code that prints, previews or verifies. Does not: code that training needs.
 
 Read `preview.py` first.
 """

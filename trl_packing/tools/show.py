@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
-from trl_packing.documents.weights import document_weights
+from trl_packing.documents.weights import token_weights
 from trl_packing.formatting.printable import MARKS, escape_hidden, escape_text, quote
 
 _COLORS = ("\x1b[1;32m", "\x1b[0m")  # bold green
@@ -47,7 +47,7 @@ def show_document(
     """
     ids = np.asarray(document["input_ids"], np.int64)
     labels = document_labels(document, ids)
-    weights = np.where(labels == IGNORE_INDEX, 0, document_weights(document, len(ids)))
+    weights = np.where(labels == IGNORE_INDEX, 0, token_weights(document, len(ids)))
     weights[:1] = 0
     return "\n".join(
         [_heading(name, ids, weights, tokenizer), _body(ids, weights, tokenizer, color)]

@@ -19,14 +19,15 @@ from trl.data_utils import get_dataset_column_names
 
 from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.dataset import check_not_empty
-from trl_packing.data.overflow import overflow_of
+from trl_packing.data.overflow import Overflow
+from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.weighted_forward import check_weights_can_be_used
 from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.training.columns import WEIGHT_COLUMNS, columns_of, documents_of, has_weights
+from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 _PREPARATION_OPTIONS = (
@@ -85,7 +86,7 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
     """Raise ValueError for settings that packing cannot serve, and for an empty data set."""
     if isinstance(args, SFTConfig):
         check_options(args)
-        overflow_of(args, args.packing)
+        Overflow.from_args(args, args.packing)
     # On a single process the trainer turns both off.
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):

@@ -15,7 +15,8 @@ from trl import SFTTrainer
 
 from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
-from trl_packing.isolation.guard import IsolationGate
+from trl_packing.documents.arrow import is_packed
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator, WeightedPaddedCollator
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.training.columns import documents_of
@@ -44,7 +45,7 @@ class RunCollators:
     def __init__(
         self,
         trainer: SFTTrainer,
-        guard: IsolationGate,
+        guard: IsolationGuard,
         sampling: Sampling,
         options: PackingOptions,
         collator: PackedCollator,
@@ -113,7 +114,7 @@ class RunCollators:
         if not self.options.static_shapes:
             return
         most, dataset = None, self.trainer.train_dataset
-        if isinstance(dataset, Dataset) and "seq_lengths" not in dataset.column_names:
+        if isinstance(dataset, Dataset) and not is_packed(dataset):
             documents = documents_of(dataset, self.trainer.compute_loss_func)
             most = self.sampling.for_training(documents).most_documents()
         shaped = self.with_shapes(self.sampling.batch_size, most)
@@ -130,7 +131,7 @@ class RunCollators:
 
     def with_shapes(self, bins: int, most_documents: int | None = None) -> PackedCollator:
         """Return the collator of micro-batches of `bins` bins, all of one shape."""
-        shapes = StaticShapes.of(
+        shapes = StaticShapes.for_model(
             self.guard.base_model,
             capacity=self.trainer.args.max_length,
             bins=bins,

@@ -7,13 +7,17 @@ from datasets import Dataset, IterableDataset
 
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments
-from trl_packing.documents.labels import DOCUMENT_WEIGHT_COLUMN, SOURCE_IDS, WEIGHT_COLUMN
-from trl_packing.documents.weight_columns import check_loss_weights, weights_of_documents
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    SEQ_LENGTHS,
+    SOURCE_IDS,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
+)
+from trl_packing.documents.weight_columns import check_token_weights, document_weights_from_rows
 from trl_packing.loss.weighted_forward import check_weights_can_be_used
 
-WEIGHT_COLUMNS = (WEIGHT_COLUMN, DOCUMENT_WEIGHT_COLUMN)
-
-_ROW_COLUMNS = (*TOKEN_COLUMNS, WEIGHT_COLUMN, "seq_lengths")
+_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, SEQ_LENGTHS)
 
 
 def documents_of(
@@ -31,14 +35,14 @@ def documents_of(
     """
     check_weights_can_be_used(compute_loss_func, dataset.column_names)
     scalars = {}
-    if DOCUMENT_WEIGHT_COLUMN in dataset.column_names:
-        scalars[DOCUMENT_WEIGHT_COLUMN] = weights_of_documents(dataset, "the prepared data set")
+    if DOCUMENT_WEIGHT in dataset.column_names:
+        scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, "the prepared data set")
     if source_ids is not None:
         scalars[SOURCE_IDS] = source_ids
     present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
     documents = ArrowDocuments(dataset, present, scalars)
-    if WEIGHT_COLUMN in present:
-        check_loss_weights(documents)
+    if TOKEN_WEIGHTS in present:
+        check_token_weights(documents)
     return documents
 
 
@@ -58,4 +62,4 @@ def has_weights(dataset: Any) -> bool:
 def training_columns(dataset: IterableDataset) -> list[str]:
     """Return the columns of a stream that training reads."""
     present = columns_of(dataset)
-    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT_COLUMN) if name in present]
+    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT) if name in present]

@@ -6,7 +6,7 @@ print(trainer.packing_report)
 import json
 from dataclasses import asdict, dataclass, field
 
-from trl_packing.data.counts import PreparationCounts, _number
+from trl_packing.data.counts import PreparationCounts, quantity
 
 # The report warns of fewer optimizer steps an epoch: few steps learn little, whatever their size.
 WARN_STEPS = 20
@@ -104,7 +104,7 @@ class PackingReport:
         read = self.preparation.before
         if not read.documents:
             return "counted as it is read"
-        return f"read so far {_number(read.documents, 'document')} · {read}"
+        return f"read so far {quantity(read.documents, 'document')} · {read}"
 
     def _plan(self) -> str:
         if self.bins is None:
@@ -147,7 +147,7 @@ class PackingReport:
         lines = []
         steps, size = self.steps_per_epoch, self.padded_documents_per_step
         if steps and self.padded_steps and size and steps != self.padded_steps:
-            padded = f"{_number(self.padded_steps, 'step')} of {_number(size, 'document')}"
+            padded = f"{quantity(self.padded_steps, 'step')} of {quantity(size, 'document')}"
             lines.append(f"padded       {padded}; documents_per_step={size} keeps them")
             if self.given_in_steps:
                 lines.append(f"             {self._in_epochs(steps, self.padded_steps)}")
@@ -159,7 +159,7 @@ class PackingReport:
             )
         if steps and steps < WARN_STEPS:
             lines.append(
-                f"             warning: {_number(steps, 'optimizer step')} an epoch; lower "
+                f"             warning: {quantity(steps, 'optimizer step')} an epoch; lower "
                 "max_length, per_device_train_batch_size or gradient_accumulation_steps, or set "
                 "documents_per_step, if the run has few epochs"
             )

@@ -10,20 +10,24 @@ from typing import Any
 
 from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.unpack import unpack_rows
-from trl_packing.isolation.guard import IsolationGate
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.weight_columns import check_some_weight
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import Sources
 from trl_packing.models.state import temporarily
+from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
 from trl_packing.training.collators import RunCollators
-from trl_packing.training.columns import columns_of, has_weights, training_columns
+from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
@@ -54,7 +58,7 @@ class PackedLoaders:
     def __init__(
         self,
         trainer: SFTTrainer,
-        guard: IsolationGate,
+        guard: IsolationGuard,
         collators: RunCollators,
         sampling: Sampling,
         epochs: ResumedEpochs,
@@ -74,6 +78,20 @@ class PackedLoaders:
         self.room: int | None = None
         self._evaluated_streams: list[StreamBatches] = []
         self._has_warned = False
+
+    def documents(self, dataset: Dataset, description: str | None) -> ArrowDocuments:
+        """Return the documents of a data loader.
+
+        Args:
+            dataset: prepared rows.
+            description: transformers' name of the set.
+        """
+        sources = self.sources if description in ("Evaluation", "test") else None
+        ids = None if sources is None else sources.ids
+        documents = documents_of(dataset, self.trainer.compute_loss_func, ids)
+        if description == "Evaluation":  # a prediction needs no loss
+            check_some_weight(documents)
+        return documents
 
     # --- training -----------------------------------------------------------------------------
 
@@ -99,7 +117,7 @@ class PackedLoaders:
         sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
         planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
         is_packed = isinstance(planned, PackedBatchSampler)
-        self.room = planned.room if is_packed else None
+        self.room = planned.tokens_per_batch if is_packed else None
         if is_packed:
             self.epochs.follow(planned, dataloader.dataset)
         if isinstance(sampler, PackedBatchSampler):
@@ -171,7 +189,7 @@ class PackedLoaders:
         if self.evaluates_padded and is_stream:
             limits = self.guard.limits  # the reader of packed streams checks them itself
             dataset = chosen = chosen.map(limits.checked, with_indices=True)
-        if self.evaluates_padded and "seq_lengths" in columns_of(chosen):
+        if self.evaluates_padded and SEQ_LENGTHS in columns_of(chosen):
             dataset = chosen = unpack_rows(chosen)
         self.sources = None if source_column is None else Sources.of(chosen, source_column)
         collator = self.collators.for_evaluation(padded=self.evaluates_padded)
@@ -194,12 +212,11 @@ class PackedLoaders:
         self.guard.check_head(model)
         if self.evaluates_padded and not training:
             return
-        self.guard.check(
-            model,
-            dataset,
-            self.collators.for_probes(),
+        self.guard.ensure(
+            self.guard.sample(dataset, self.trainer.args.max_length),
             training=training,
-            max_length=self.trainer.args.max_length,
+            wrapped=model,
+            collator=self.collators.for_probes(),
         )
         self.collators.drop_shapes_of_padded_rows()
 
@@ -217,7 +234,7 @@ class PackedLoaders:
                 args.max_length if packing else None,
                 bins_per_batch=batch_size,
                 num_ranks=ranks,
-                strategy=self.sampling.strategy,
+                strategy=find_strategy(args.packing_strategy).packs_as,
                 seed=seed if shuffles else None,
             ),
             self.trainer.data_collator,

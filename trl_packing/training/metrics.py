@@ -2,7 +2,6 @@
 
     count           micro-batches of a step, from the CPU copy of each row
     share           the counts of all ranks, once a log; the only wait for the device
-    log_interval    metrics since the last log
     log_run         the totals, which `train()` returns too
     pause           the clock, while the run evaluates or saves
 
@@ -141,8 +140,12 @@ class ThroughputMeter:
 
     # --- logging ------------------------------------------------------------------------------
 
-    def share(self, means: Means) -> int:
+    def share(self, means: Means, *, log: bool) -> int:
         """Add up the counts of all ranks, waiting for the device once.
+
+        Args:
+            means: of training.
+            log: whether the metrics since the last log go into the next one.
 
         Returns:
             The tokens that all runs of the trainer have trained. TRL would also count the padding
@@ -163,23 +166,33 @@ class ThroughputMeter:
         tokens = self._tokens_before + self.throughput.run.tokens
         if means.get("num_tokens"):
             means["num_tokens"] = [tokens]
+        if log:
+            step = self.trainer.state.global_step
+            self._logs = self.throughput.interval_metrics(step, self._machine)
+            self._write_token_means(means)
         return tokens
 
-    def log_interval(self, means: Means) -> None:
-        """Add the metrics since the last call to the next log."""
-        assert self.throughput is not None
-        step = self.trainer.state.global_step
-        self._logs = self.throughput.interval_metrics(step, self._machine)
-        self._write_token_means(means)
+    def log_run(self, means: Means, num_samples: float, first_step: int | None) -> float:
+        """Add the totals to the next log: the run is over.
 
-    def log_run(self, means: Means) -> Counts:
-        """Add the totals to the next log, and return the counts of the run, which is over."""
+        Args:
+            means: of training.
+            num_samples: number of bins in the schedule of transformers.
+            first_step: optimizer step at which this call of `train` began. transformers 5.19 and
+                later multiply the samples by the share of the schedule since; None means earlier.
+
+        Returns:
+            The samples for transformers, counted as documents instead of bins.
+        """
         assert self.throughput is not None
-        step, run = self.trainer.state.global_step, self.throughput.run
-        self._logs = self.throughput.run_metrics(step, self._machine)
+        state, documents = self.trainer.state, self.throughput.run.documents
+        self._logs = self.throughput.run_metrics(state.global_step, self._machine)
         self._write_token_means(means)
         self.throughput = None
-        return run
+        share = 1.0
+        if first_step is not None:
+            share = (state.global_step - first_step) / max(state.max_steps, 1)
+        return documents / share if share else num_samples
 
     def take_logs(self) -> dict[str, float]:
         """Return the metrics for the log that is written now."""

@@ -23,7 +23,7 @@ from trl import SFTTrainer
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.models.state import temporarily
-from trl_packing.packing.sampler import PackedBatchSampler, RestOfEpoch
+from trl_packing.packing.sampler import PackedBatchSampler, ResumedEpoch
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord
 from trl_packing.training.sampling import Sampling
@@ -113,13 +113,13 @@ class ResumedEpochs:
         running = sampler if rest is None else rest.sampler
         trained = record.trained[~record.before]
         if (began_whole or rest) and _holds(running, record.steps, trained):
-            sampler.rest = rest
+            sampler.resumed_epoch = rest
             return Resumption(record.epoch, record.steps)
-        sampler.rest = self._rest_after(record.epoch, record.trained)
-        epoch = record.epoch + (sampler.rest is None)
+        sampler.resumed_epoch = self._rest_after(record.epoch, record.trained)
+        epoch = record.epoch + (sampler.resumed_epoch is None)
         return Resumption(epoch, 0, is_new_plan=True)
 
-    def _rest_after(self, epoch: int, trained: np.ndarray) -> RestOfEpoch | None:
+    def _rest_after(self, epoch: int, trained: np.ndarray) -> ResumedEpoch | None:
         """Return the rest of `epoch` after the `trained` documents, None if nothing is left."""
         left = np.flatnonzero(~trained)
         if not len(left) or not self._fills_a_micro_batch(len(left)):
@@ -128,20 +128,20 @@ class ResumedEpochs:
         sampler.set_epoch(epoch)
         share = trained.sum() / len(left)
         behind = round(self._num_steps(len(sampler)) * share) * sampler.accumulation
-        return RestOfEpoch(epoch, left, sampler, behind)
+        return ResumedEpoch(epoch, left, sampler, behind)
 
     def _fills_a_micro_batch(self, num_documents: int) -> bool:
         """Return whether `dataloader_drop_last` leaves anything of so many documents."""
         assert self._sampler is not None
-        return num_documents >= self._sampler.kept_together
+        return num_documents >= self._sampler.documents_multiple_of
 
     def _num_steps(self, num_micro_batches: int) -> int:
         """Return the optimizer steps of `num_micro_batches` of one rank."""
         return -(-num_micro_batches // self.sampling.accumulation)
 
-    def rest_of(self, epoch: int) -> RestOfEpoch | None:
+    def rest_of(self, epoch: int) -> ResumedEpoch | None:
         """Return the rest of `epoch` that is trained; None if the whole epoch is."""
-        rest = None if self._sampler is None else self._sampler.rest
+        rest = None if self._sampler is None else self._sampler.resumed_epoch
         return rest if rest is not None and rest.epoch == epoch else None
 
     # --- numbers that `Trainer` computes ------------------------------------------------------
@@ -173,7 +173,7 @@ class ResumedEpochs:
         in_epoch = per_epoch
         if rest is not None:
             in_epoch = self._num_steps(len(rest))
-            behind += self._num_steps(rest.num_behind)
+            behind += self._num_steps(rest.num_skipped)
         if args.max_steps > 0:
             later = max(max_steps - step - (in_epoch - behind), 0)
             num_epochs = epoch + 1 + -(-later // per_epoch)
@@ -214,7 +214,7 @@ class ResumedEpochs:
             epoch, behind, _ = self._resumed
             rest = self.rest_of(epoch)
             skipped = behind * self.sampling.accumulation
-            return epoch, skipped + (0 if rest is None else rest.num_behind)
+            return epoch, skipped + (0 if rest is None else rest.num_skipped)
         if skipped and self._record is not None and self._record.trained.any():
             raise ValueError(
                 "the checkpoint was saved within an epoch that was packed by its lengths; on a "
@@ -285,12 +285,12 @@ class ResumedEpochs:
         if steps >= self._num_steps(len(running)):
             epoch, steps = epoch + 1, 0
         elif rest is None:
-            trained[self._sampler.documents_of_steps(steps)] = True
+            trained[self._sampler.documents_in_first_steps(steps)] = True
         else:
             before[:] = True
             before[rest.documents] = False
             trained[before] = True
-            trained[rest.documents[rest.sampler.documents_of_steps(steps)]] = True
+            trained[rest.documents[rest.sampler.documents_in_first_steps(steps)]] = True
         return EpochRecord(
             global_step=self.trainer.state.global_step,
             epoch=epoch,
@@ -311,7 +311,7 @@ class ResumedEpochs:
 def _holds(sampler: PackedBatchSampler, steps: int, trained: np.ndarray) -> bool:
     """Return whether the first `steps` steps of `sampler` hold exactly the `trained` documents."""
     found = np.zeros(len(trained), bool)
-    found[sampler.documents_of_steps(steps)] = True
+    found[sampler.documents_in_first_steps(steps)] = True
     return np.array_equal(found, trained)
 
 

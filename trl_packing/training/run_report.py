@@ -18,7 +18,7 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.weights import in_words
-from trl_packing.isolation.guard import IsolationGate
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
@@ -204,7 +204,7 @@ class RunReport:
     def __init__(
         self,
         trainer: SFTTrainer,
-        guard: IsolationGate,
+        guard: IsolationGuard,
         collators: RunCollators,
         sampling: Sampling,
         preparation: dict[str, PreparationCounts],

@@ -10,8 +10,8 @@ import numpy as np
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.overflow import overflow_of
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.data.overflow import Overflow
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.document_order import order_seed
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
@@ -47,7 +47,7 @@ def training_sampler(
         ValueError: documents_per_step is set for rows that were packed before.
     """
     accumulation, options = args.gradient_accumulation_steps, PackingOptions.of(args)
-    per_step, rows = options.documents_per_step, "seq_lengths" in documents.columns
+    per_step, rows = options.documents_per_step, is_packed(documents)
     if rows and per_step is not None:
         raise ValueError(
             f"documents_per_step={per_step} cannot regroup rows that were packed before (they have "
@@ -70,8 +70,7 @@ def training_sampler(
         num_ranks=ranks,
         rank=rank,
         accumulation=accumulation,
-        # The pieces of "bfd_split" are documents by the time of planning.
-        strategy=args.packing_strategy.removesuffix("_split"),
+        strategy=args.packing_strategy,
         seed=seed,
         shuffle=sampling != "sequential",
         sampling=sampling,
@@ -97,7 +96,7 @@ def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int
         "per_device_train_batch_size": batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "max_length": args.max_length,
-        "overflow": overflow_of(args, packing).policy,
+        "overflow": Overflow.from_args(args, packing).policy,
         "packing": packing,
         "packing_strategy": args.packing_strategy,
         "documents_per_step": PackingOptions.of(args).documents_per_step,
@@ -144,11 +143,6 @@ class Sampling:
         return self.trainer.args.gradient_accumulation_steps
 
     @property
-    def strategy(self) -> str:
-        """How bins are packed. The pieces of "bfd_split" are documents by then."""
-        return self.trainer.args.packing_strategy.removesuffix("_split")
-
-    @property
     def hidden_size(self) -> int | None:
         """The largest hidden size of the model's layers; None if it names none."""
         sizes = layer_values(text_config(self.trainer.model), "hidden_size")
@@ -174,7 +168,7 @@ class Sampling:
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""
         args, size, (ranks, rank) = self.trainer.args, self.trainer.args.eval_batch_size, self.ranks
-        rows = "seq_lengths" in documents.columns
+        rows = is_packed(documents)
         return PackedBatchSampler(
             documents.lengths(),
             args.max_length,
@@ -183,7 +177,7 @@ class Sampling:
             rows=rows,
             num_ranks=ranks,
             rank=rank,
-            strategy=self.strategy,
+            strategy=args.packing_strategy,
             shuffle=False,
             attention_cost=attention_cost(self.hidden_size),
             allow_idle_ranks=True,

@@ -5,17 +5,13 @@ torchrun --nproc_per_node 2 -m helpers.distributed.recipe full --config FILE
 
 import importlib
 import sys
-from pathlib import Path
 
 from helpers.distributed.engines import fsdp_on_cpu, is_sharded
 
-RECIPES = Path(__file__).parents[3] / "recipes"
-
 
 def main(recipe: str, *arguments: str) -> None:
-    sys.path.insert(0, str(RECIPES))
     fsdp_on_cpu()
-    trainer = importlib.import_module(recipe).main(list(arguments))
+    trainer = importlib.import_module(f"trl_packing.recipes.{recipe}").main(list(arguments))
     assert is_sharded("fsdp2", trainer)
     if trainer.is_world_process_zero():
         print("Every parameter is sharded.")

@@ -235,8 +235,8 @@ def _run(scenario: Scenario) -> dict:
         "documents_read": trainer.packing_report.preparation.before.documents,
         "saved": saved(trainer, scenario.output_dir) if scenario.saves else {},
         "is_sharded": is_sharded,
-        "scores_own_logits": any(
-            hasattr(vars(m).get("forward"), "scores_own_logits") for m in trainer.model.modules()
+        "scores_native_logits": any(
+            hasattr(vars(m).get("forward"), "scores_native_logits") for m in trainer.model.modules()
         ),
         "parameters": engines.whole_parameters(scenario.engine, trainer),
     }

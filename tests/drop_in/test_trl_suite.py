@@ -3,7 +3,7 @@
 They are not part of this repository. Point TRL_TESTS at the `tests` folder of a TRL checkout:
 
     git clone --depth 1 --branch v1.16.0 https://github.com/huggingface/trl /tmp/trl
-    TRL_TESTS=/tmp/trl/tests pytest tests/drop_in/test_swap_trl.py
+    TRL_TESTS=/tmp/trl/tests pytest tests/drop_in/test_trl_suite.py
 
 No hub is needed: they run in a folder where `trl-internal-testing/tiny-…ForCausalLM` and
 `trl-internal-testing/zen` are directories, which `from_pretrained` and `load_dataset` prefer. They

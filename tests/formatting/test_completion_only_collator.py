@@ -12,7 +12,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 from trl import SFTConfig
 
 from trl_packing import DataCollatorForCompletionOnlyLM, PackedCollator, PackedSFTTrainer
-from trl_packing.formatting.row_format import formatting_of_one
+from trl_packing.formatting.row_format import format_per_example
 
 ANSWER = " ### Answer:"
 # One token an entry: the test tokenizer gives ids 10 to 13 to characters of their own.
@@ -492,8 +492,8 @@ def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, 
     ]
     assert (collator.num_unfound, collator.num_seen) == (1, 16)
     assert [
-        (step.concerned, step.why, step.lost.documents)
-        for step in trainer.packing_report.preparation.steps
+        (stage.affected, stage.why, stage.lost.documents)
+        for stage in trainer.packing_report.preparation.stages
     ] == [(1, "without a trained token: dropped", 1)]
     assert len(trainer.train_dataset) == 15
 
@@ -526,13 +526,13 @@ def test_pad_to_multiple_of_is_that_of_the_collator(tmp_path):
 def test_formatting_functions_of_both_kinds_make_one_text_an_example(func, stream):
     dataset = Dataset.from_list(ROWS)
     dataset = dataset.to_iterable_dataset() if stream else dataset
-    one = formatting_of_one(func, dataset)
+    one = format_per_example(func, dataset)
     assert [one(row) + "<eos>" for row in dataset] == texts()
 
 
 def test_a_formatting_function_that_makes_several_texts_of_an_example_is_refused():
     dataset = Dataset.from_list(ROWS)
-    two = formatting_of_one(lambda batch: [*batch["output"], *batch["output"]], dataset)
+    two = format_per_example(lambda batch: [*batch["output"], *batch["output"]], dataset)
     with pytest.raises(ValueError, match="made 2 texts of one example"):
         two(ROWS[0])
 
@@ -542,5 +542,5 @@ def test_no_formatting_function_stays_none_and_a_failing_one_itself():
         raise KeyError("nothing")
 
     dataset = Dataset.from_list(ROWS)
-    assert formatting_of_one(None, dataset) is None
-    assert formatting_of_one(fails, dataset) is fails
+    assert format_per_example(None, dataset) is None
+    assert format_per_example(fails, dataset) is fails

@@ -17,7 +17,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.formatting.label_responses import ResponseLabeler
-from trl_packing.formatting.response_template import Templates
+from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.packing.collator import PackedCollator
 
 
@@ -83,7 +83,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         self.ignore_index = ignore_index
         self.padding_free = padding_free
         self.labeler = ResponseLabeler(
-            Templates.of(self.tokenizer, response_template, instruction_template)
+            ResponseTemplate.from_settings(self.tokenizer, response_template, instruction_template)
         )
 
     @property
@@ -92,7 +92,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
 
     @property
     def num_unfound(self) -> int:
-        return self.labeler.num_unfound
+        return self.labeler.num_not_found
 
     def labels_of(self, input_ids: Any) -> np.ndarray:
         """Return the labels ``(T,)`` int64 of one document, and count it."""

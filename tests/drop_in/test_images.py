@@ -1,0 +1,90 @@
+"""Images take TRL's path; text trains a vision model."""
+
+import math
+
+import pytest
+from helpers.drop_in import (
+    PackedSFTTrainer,
+    assert_same_run,
+    both_modes,
+    parameters,
+    trainer_for,
+    unchanged,
+)
+from helpers.tiny import tiny_dataset, tiny_vlm
+from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+
+def test_images_take_the_path_of_trl(tmp_path):
+    pytest.importorskip("PIL")
+
+    def run(cls):
+        model, processor = tiny_vlm("llava")
+        trainer = trainer_for(
+            tmp_path,
+            tiny_dataset("images", 6),
+            cls=cls,
+            model=model,
+            processing_class=processor,
+            per_device_train_batch_size=3,
+            max_length=None,
+            optim="sgd",
+            gradient_checkpointing=False,
+            train_sampling_strategy="sequential",
+            arguments={"eval_dataset": tiny_dataset("images", 3)},
+        )
+        trainer.train()
+        return trainer
+
+    ours, theirs = run(PackedSFTTrainer), run(SFTTrainer)
+    assert isinstance(ours.data_collator, DataCollatorForVisionLanguageModeling)
+    assert_same_run(ours, theirs)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"packing": True}, "Packing is not supported for vision"),
+        ({"padding_free": True}, "Padding-free"),
+        ({"truncation_mode": "keep_end"}, "keep_end"),
+    ],
+)
+def test_images_refuse_what_trl_refuses(tmp_path, changes, text):
+    pytest.importorskip("PIL")
+    model, processor = tiny_vlm("llava")
+    with pytest.raises(ValueError, match=text):
+        trainer_for(
+            tmp_path, tiny_dataset("images", 4), model=model, processing_class=processor, **changes
+        )
+
+
+def test_images_need_a_vision_model(tmp_path):
+    pytest.importorskip("PIL")
+    with pytest.raises(ValueError, match=r"vision-related.*vision-language model"):
+        trainer_for(tmp_path, "images")
+
+
+@both_modes
+@pytest.mark.parametrize("form", ["prompt_completion", "conversational_language_modeling"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_text_trains_a_vision_model(tmp_path, name, form, packing):
+    if name == "llava":
+        pytest.importorskip("PIL")
+    model, processing_class = tiny_vlm(name)
+    trainer = trainer_for(
+        tmp_path,
+        tiny_dataset(form),
+        model=model,
+        processing_class=processing_class,
+        packing=packing,
+        max_length=64,
+        gradient_checkpointing=False,
+    )
+    before = parameters(trainer)
+    trainer.train()
+    still = unchanged(before, trainer)
+    assert still
+    assert all("vis" in name or "projector" in name for name in still)
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])

@@ -1,0 +1,190 @@
+"""Trainers for `tests/drop_in`, which must behave as TRL's own `SFTTrainer` does.
+
+`PackedSFTTrainer` of this module is TRL's class if the environment says `TRAINER=trl`. The tests
+that use it state what TRL 1.16 does, and pass with that class too:
+
+    TRAINER=trl pytest tests/drop_in
+
+Tests marked `packed_only` are then skipped. They cover differences on purpose: documents instead
+of packed rows in `train_dataset`, an enforced `max_length`, errors for bad input.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from trl import SFTConfig, SFTTrainer
+
+from helpers.tiny import FORMS, tiny_dataset, tiny_model, tiny_tokenizer
+
+if os.environ.get("TRAINER") == "trl":
+    from trl import SFTTrainer as PackedSFTTrainer
+else:
+    from trl_packing import PackedSFTTrainer
+
+CONVERSATIONAL = [
+    "conversational_language_modeling",
+    "conversational_prompt_completion",
+    "conversations",
+    "tools",
+]
+TEXT_FORMS = [form for form in FORMS if form not in ("question_answer", "packed", "images")]
+
+packed_only = pytest.mark.skipif(
+    PackedSFTTrainer is SFTTrainer, reason="on purpose different from TRL's SFTTrainer"
+)
+both_modes = pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+
+
+def config(folder, **changes) -> SFTConfig:
+    """Return a plain `SFTConfig` for two short fp32 steps."""
+    settings = {
+        "output_dir": str(folder),
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "disable_tqdm": True,
+        "max_length": 128,
+    }
+    if "num_train_epochs" in changes:
+        settings["max_steps"] = -1
+    return SFTConfig(**{**settings, **changes})
+
+
+def tokenizer_for(form: str):
+    return tiny_tokenizer(chat=True) if form in (*CONVERSATIONAL, "images") else tiny_tokenizer()
+
+
+def trainer_for(
+    folder,
+    dataset="language_modeling",
+    *,
+    cls=None,
+    model=None,
+    processing_class=None,
+    arguments=None,
+    **config_changes,
+):
+    """Return a trainer of `cls` on a data set, or on a form of `helpers.tiny`.
+
+    `arguments` go to the constructor, `config_changes` to the configuration.
+    """
+    cls = PackedSFTTrainer if cls is None else cls
+    if isinstance(dataset, str):
+        processing_class = processing_class or tokenizer_for(dataset)
+        dataset = tiny_dataset(dataset)
+    return cls(
+        model=tiny_model("llama") if model is None else model,
+        args=config(folder, **config_changes),
+        train_dataset=dataset,
+        processing_class=processing_class or tiny_tokenizer(),
+        **(arguments or {}),
+    )
+
+
+def trainer_from_id(model_id, folder, arguments=None, dataset="language_modeling", **changes):
+    """Return a trainer that loads its model and tokenizer itself."""
+    return PackedSFTTrainer(
+        model=model_id,
+        args=config(folder, **changes),
+        train_dataset=tiny_dataset(dataset),
+        **(arguments or {}),
+    )
+
+
+def parameters(trainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def unchanged(before: dict[str, torch.Tensor], trainer) -> list[str]:
+    """Return the names of the parameters that are what they were `before`."""
+    return [
+        name
+        for name, value in before.items()
+        if torch.equal(value, trainer.model.get_parameter(name))
+    ]
+
+
+def train_moves_all(trainer) -> None:
+    """Train, then assert that the logged loss is finite and that every parameter has changed."""
+    before = parameters(trainer)
+    trainer.train()
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+    assert unchanged(before, trainer) == []
+
+
+def logged(trainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def documents(dataset) -> list[tuple[list[int], list[int]]]:
+    """Return the ids and labels of every document."""
+    return [(row["input_ids"], row["labels"]) for row in dataset]
+
+
+def trained_text(trainer, row: int | None = None) -> str:
+    """Return the trained text of one prepared document, or of all of them."""
+    rows = list(trainer.train_dataset)
+    labels = [label for one in (rows if row is None else [rows[row]]) for label in one["labels"]]
+    return trainer.processing_class.decode([label for label in labels if label != -100])
+
+
+def sgd_run(
+    folder,
+    cls,
+    form="prompt_completion",
+    *,
+    rows=22,
+    model="llama",
+    dataset=None,
+    arguments=None,
+    **changes,
+):
+    """Return a trainer after a run with SGD, whose steps are proportional to the gradients."""
+    settings = {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "num_train_epochs": 1,
+        "train_sampling_strategy": "sequential",
+        **changes,
+    }
+    trainer = trainer_for(
+        folder,
+        tiny_dataset(form, rows) if dataset is None else dataset,
+        cls=cls,
+        model=tiny_model(model),
+        processing_class=tokenizer_for(form),
+        arguments=arguments,
+        **settings,
+    )
+    trainer.train()
+    return trainer
+
+
+def loss_of_one_step(folder, cls, **changes) -> float:
+    """Return the loss of one optimizer step over all documents of a small data set."""
+    settings = {"rows": 6, "per_device_train_batch_size": 6, "max_steps": 1, **changes}
+    return logged(sgd_run(folder, cls, **settings), "loss")[0]
+
+
+def assert_same_run(ours, theirs, keys=("loss", "grad_norm", "num_tokens", "mean_token_accuracy")):
+    """Assert equal logs and parameters.
+
+    The tolerance allows for other attention kernels and summation orders in fp32.
+    """
+    assert ours.state.global_step == theirs.state.global_step
+    for key in keys:
+        assert logged(ours, key) == pytest.approx(logged(theirs, key), rel=1e-4, abs=1e-5), key
+    for name, value in parameters(theirs).items():
+        mine = ours.model.get_parameter(name)
+        torch.testing.assert_close(
+            mine, value, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,210 @@
+"""One optimizer step of a tiny model, computed in three ways.
+
+reference   each document alone through the untouched model; the losses are summed and divided
+            by the number of trained tokens in the step
+packed      the same documents in one optimizer step of `PackedSFTTrainer`
+by TRL      the same row as TRL's collator packs it, through the untouched model. TRL trusts
+            every model to keep documents apart, so this is the negative control: the check
+            must report a difference where a model leaks.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_packing.config import PackedSFTConfig
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.isolation.measure import NOISE_FACTOR, rounded_otherwise
+from trl_packing.models.introspection import requires
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.trainer import PackedSFTTrainer
+
+# Tokens of each document: on both sides of every length constant of the tiny models (8 to 32).
+LENGTHS = (47, 5, 23, 38, 12, 60, 3, 29)
+MAX_LENGTH = 80
+
+_LEAST_TOLERANCE = 1e-5
+_MOST_TOLERANCE = 1e-3
+_TRL_TOLERANCE = 1e-3  # of log-probabilities
+
+Documents = Sequence[dict[str, list[int]]]
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step computes.
+
+    Attributes:
+        logits: all tokens of all documents, in data-set order, ``(T, vocabulary)`` float32.
+        loss: the loss of the step.
+        gradients: by the name of the parameter.
+    """
+
+    logits: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+    def distance(self, other: "StepResult") -> tuple[float, float, float]:
+        """Return the largest relative differences of logits, loss and gradients."""
+        if self.gradients.keys() != other.gradients.keys():
+            missing = self.gradients.keys() ^ other.gradients.keys()
+            raise RuntimeError(f"only one of two runs has gradients of {sorted(missing)[:3]}")
+        scale = max((float(g.abs().max()) for g in other.gradients.values()), default=1.0)
+        gradients = (float((self.gradients[n] - g).abs().max()) for n, g in other.gradients.items())
+        return (
+            float((self.logits - other.logits).abs().max() / other.logits.abs().max()),
+            abs(self.loss - other.loss) / abs(other.loss),
+            max(gradients, default=0.0) / scale,
+        )
+
+
+def tiny_documents(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:
+    """Return documents of random tokens; the first third of each is an untrained prompt."""
+    rng = np.random.default_rng(0)
+    made = []
+    for length in lengths:
+        ids = rng.integers(10, 110, length).tolist()
+        prompt = length // 3
+        made.append({"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]})
+    return made
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer without words: the trainer needs only its padding and EOS tokens."""
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 2, "<unk>": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def one_at_a_time(model: Any, documents: Documents) -> StepResult:
+    """Return the step of the untouched model, each document alone in a fresh copy."""
+    num_trained = sum(label != IGNORE_INDEX for d in documents for label in d["labels"][1:])
+    logits, loss = [], 0.0
+    gradients: dict[str, Any] = {}
+    for document in documents:
+        # One copy for each document: some ropes remember the longest document they have seen.
+        alone = copy.deepcopy(model).train()
+        ids, labels = (torch.tensor(document[key])[None] for key in ("input_ids", "labels"))
+        positions = {"position_ids": torch.arange(ids.shape[1])[None]}
+        needed = positions if requires(alone, "position_ids") else {}
+        output = alone(input_ids=ids, use_cache=False, **needed).logits
+        nll = F.cross_entropy(output[0, :-1].float(), labels[0, 1:], reduction="sum") / num_trained
+        nll.backward()
+        logits.append(output[0].detach().float())
+        loss += nll.item()
+        for name, parameter in alone.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, 0) + parameter.grad
+    return StepResult(torch.cat(logits), loss, gradients)
+
+
+def rounding_tolerance(model: Any, documents: Documents, reference: StepResult) -> float:
+    """Return the largest relative difference from `reference` that rounding explains.
+
+    It is `NOISE_FACTOR` times the difference that the reference itself shows when each module
+    rounds differently, and at least 1e-5.
+    """
+    rounded = copy.deepcopy(model)
+    with rounded_otherwise(rounded):
+        moved = one_at_a_time(rounded, documents)
+    noise = NOISE_FACTOR * max(moved.distance(reference))
+    return min(max(_LEAST_TOLERANCE, noise), _MOST_TOLERANCE)
+
+
+# --- packed ---------------------------------------------------------------------------------------
+
+
+class _KeepGradients(TrainerCallback):
+    """Keep the gradients of the only optimizer step."""
+
+    gradients: dict[str, Tensor]
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients = {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
+
+
+def packed_step(
+    model: Any, documents: Documents, folder: str, **options: Any
+) -> tuple[Any, StepResult]:
+    """Train `documents` in one optimizer step of packed micro-batches.
+
+    Args:
+        model: is trained; copy it to keep it.
+        documents: as `tiny_documents` makes them.
+        folder: the trainer's `output_dir`.
+        options: options of `PackedSFTConfig`.
+
+    Returns:
+        The attention backend that the trainer chose (`PackedSFTTrainer.attention`), and the step.
+    """
+    kept = _KeepGradients()
+    trainer = PackedSFTTrainer(
+        model,
+        PackedSFTConfig(
+            **{
+                "output_dir": folder,
+                "max_length": MAX_LENGTH,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "max_steps": 1,
+                "learning_rate": 0.0,
+                "max_grad_norm": 0.0,
+                "logging_steps": 1,
+                "gradient_checkpointing": False,
+                "bf16": False,
+                "use_cpu": True,
+                "router_aux_loss_coef": None,
+                "save_strategy": "no",
+                "report_to": "none",
+                "disable_tqdm": True,
+                **options,
+            }
+        ),
+        train_dataset=Dataset.from_list(list(documents)),
+        processing_class=tiny_tokenizer(),
+        callbacks=[kept],
+    )
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    batch = PackedCollator()(documents)
+    batch.pop("labels")
+    with torch.no_grad():
+        logits = trainer.model.train()(**batch).logits[0].float()
+    return trainer.attention, StepResult(logits, loss, kept.gradients)
+
+
+def packed_by_trl(model: Any, documents: Documents, reference: StepResult) -> str:
+    """Compare TRL's padding-free batch and fused head on the untouched model with `reference`.
+
+    Returns:
+        ``"exact"``, ``"differs (0.3)"`` with the largest difference of log-probabilities, or
+        ``"refuses (ValueError)"``.
+    """
+    packed = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(list(documents))
+    labels = packed["labels"][0, 1:]
+    trained = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    expected = reference.logits[trained].log_softmax(-1).gather(-1, labels[trained, None])[:, 0]
+    untouched = copy.deepcopy(model).train()
+    add_fused_lm_head(untouched)
+    try:
+        with torch.no_grad():
+            output = untouched(**packed, use_cache=False, fused_lm_head=True)
+    except Exception as refusal:
+        return f"refuses ({type(refusal).__name__})"
+    found = output.log_probs[output.label_mask].float()
+    difference = float((found - expected).abs().max())
+    return "exact" if difference <= _TRL_TOLERANCE else f"differs ({difference:.1g})"
