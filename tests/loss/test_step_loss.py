@@ -304,6 +304,47 @@ def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypa
     assert torch.equal(prepared["loss_weights"], batch["loss_weights"])
 
 
+# --- without a trainer ----------------------------------------------------------------------------
+
+
+def test_a_micro_batch_gets_its_share_of_the_sums_of_all_ranks():
+    """Two ranks with the same two micro-batches; log-probabilities are -1, -2, -3."""
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(gather=lambda sums: torch.cat([sums, sums])),
+        args=SimpleNamespace(loss_type="nll"),
+        aux_loss_enabled=False,
+        compute_loss_func=None,
+        get_tp_size=lambda: 1,
+        label_smoother=None,
+        model=SimpleNamespace(training=True),
+    )
+
+    def model(**inputs):
+        assert "loss_weights" not in inputs
+        mask = inputs["labels"][:, 1:] != IGNORE_INDEX
+        return SimpleNamespace(
+            log_probs=torch.tensor([[-1.0, -2.0, -3.0]]) * mask,
+            label_mask=mask,
+            entropy=torch.zeros(1, 3),
+            is_top1=mask,
+        )
+
+    def parent(model, inputs, return_outputs, num_items):
+        return -model(**inputs, fused_lm_head=True).log_probs.sum() / num_items
+
+    batch = {
+        "input_ids": torch.tensor([[4, 5, 6, 7]]),
+        "labels": torch.tensor([[-100, 5, -100, 7]]),
+        "loss_weights": torch.tensor([[9.0, 2.0, 9.0, 0.5]]),
+    }
+    step_loss, num_items = StepLoss(trainer), torch.tensor(8)
+    step_loss.measure([batch, batch], num_items, "cpu", weighted=True)
+    loss = step_loss.compute(parent, model, batch, False, num_items, padded=False)
+    weights = 2 * 2 * (2.0 + 0.5)
+    assert loss.item() == pytest.approx((2.0 * 1 + 0.5 * 3) / weights)
+    assert step_loss.trained.take().tolist() == [0, 2, 2, 0, 4, 1, 2.5]
+
+
 # --- two ranks ------------------------------------------------------------------------------------
 
 LENGTHS = [32, 5, 30, 9, 17, 23, 3, 28]

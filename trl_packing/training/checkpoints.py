@@ -151,13 +151,13 @@ def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
     if save_only_model or (len(missing) == 2 and not list(checkpoint.glob("rng_state*.pth"))):
         logger.warning(
             f"{checkpoint} has no {words}, as save_only_model=True saves it: the optimizer and the "
-            "learning rate's schedule begin anew"
+            "learning rate's schedule restart"
         )
         return
     raise ValueError(
-        f"{checkpoint} has no {words}: the optimizer and the learning rate's schedule would begin "
-        f"anew. Resume from another checkpoint{_others(checkpoint)}, or set save_only_model=True "
-        "to go on with new ones"
+        f"{checkpoint} has no {words}: the optimizer and the learning rate's schedule would "
+        f"restart. Resume from another checkpoint{_others(checkpoint)}, or set save_only_model=True "
+        "to continue with new ones"
     )
 
 
