@@ -156,8 +156,8 @@ def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
         return
     raise ValueError(
         f"{checkpoint} has no {words}: the optimizer and the learning rate's schedule would "
-        f"restart. Resume from another checkpoint{_others(checkpoint)}, or set save_only_model=True "
-        "to continue with new ones"
+        f"restart. Resume from another checkpoint{_others(checkpoint)}, or set "
+        "save_only_model=True to continue with new ones"
     )
 
 
