@@ -22,11 +22,14 @@ from trl.data_utils import is_conversational
 
 from trl_packing.config import PackedSFTConfig
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.preparation import Preparation
-from trl_packing.documents.arrow import ArrowDocuments, token_columns_of
-from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.data.eos import EosRule
+from trl_packing.data.preparation import prepare
+from trl_packing.data.rules import Preparation
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
+from trl_packing.formatting.row_format import RowFormat
 from trl_packing.tools.show import show_document
 from trl_packing.training.arguments import (
     check_arguments,
@@ -105,7 +108,7 @@ def show_rows_of(
         texts = [
             show_document(
                 document,
-                run.preparation.tokenizer,
+                run.preparation.eos.tokenizer,
                 color=color,
                 name=f"row {row}{piece if len(documents) > 1 else ''}",
             )
@@ -141,7 +144,7 @@ def plan(
     run = PreviewedRun.of(dataset, tokenizer, settings, model)
     args = run.args
     prepared, counts = run.documents()
-    columns = [*token_columns_of(prepared.column_names), SEQ_LENGTHS]
+    columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
     documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
     sampler = training_sampler(
         documents,
@@ -232,7 +235,7 @@ class PreviewedRun:
         self, dataset: Dataset, preparation: Preparation, name: str
     ) -> tuple[Dataset, PreparationCounts | None]:
         if not (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
-            return preparation.documents(dataset, None, name)
+            return prepare(dataset, preparation, name=name)
         if "input_ids" not in dataset.column_names:
             raise ValueError(
                 "skip_prepare_dataset=True takes rows as they are, and these have no input_ids: "
@@ -358,14 +361,15 @@ def _preparation(
     completion_only = args.completion_only_loss
     if completion_only is None:
         completion_only = "prompt" in first and "completion" in first
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
     return Preparation(
         args,
         tokenizer,
-        getattr(tokenizer, "tokenizer", tokenizer),
         packing=args.packing,
-        chat_template=template,
-        completion_only=completion_only,
-        generation_config=generation_config,
+        row_format=RowFormat.from_args(
+            args, inner, chat_template=template, completion_only=completion_only
+        ),
+        eos=EosRule.from_args(args, inner, tokenizer, generation_config),
         by_trl=_refuse,
     )
 
