@@ -30,6 +30,7 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from trl_packing.documents.host_row import cached_values, is_cpu, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.loss.next_token import score_targets
 from trl_packing.models.forward import unbind_forward
 from trl_packing.models.sharding import unshard_head
 from trl_packing.recognition.calls import complete_arguments
@@ -111,16 +112,8 @@ def _below(model: Any) -> Any:
 def _score_logits(logits: Tensor, labels: Tensor, num_items: Any) -> FusedCausalLMOutput:
     at, slots = _trained_positions(labels, logits.device)
     labels = labels.to(logits.device)
-    every = logits.flatten(0, 1)[at].float().log_softmax(-1)
-    targets = labels.flatten()[at + 1]
-    return _laid_out(
-        labels[:, 1:] != IGNORE_INDEX,
-        slots,
-        num_items,
-        every.gather(-1, targets[:, None])[:, 0],
-        -(every.exp() * every).sum(-1).detach(),
-        every.argmax(-1) == targets,
-    )
+    scored = score_targets(logits.flatten(0, 1)[at], labels.flatten()[at + 1])
+    return _laid_out(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
 
 
 def _trained_positions(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
