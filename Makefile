@@ -1,4 +1,4 @@
-# Every target makes the virtual environment it needs; the README spells each out as plain commands.
+# Every target creates the virtual environment that it needs. The README shows the plain commands.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,10 +7,10 @@ DOCS_READY := $(VENV)/.docs-ready
 ALL_READY := $(VENV)/.all
 OLDEST := $(VENV)-oldest
 # Tests in which other libraries do the work: each seam (trl_packing/seams.py) runs in one of them.
-TOUCH_LIBRARIES := tests/drop_in $(addprefix tests/,$(addsuffix .py,test_seams test_versions \
-	tools/test_tiny_models attention/test_backends formatting/test_tokenize_rows loss/test_evaluation \
-	training/test_exact loss/test_lm_head training/test_metrics plain_trainer/test_enable \
-	training/test_resume streaming/test_loader streaming/test_reader))
+TOUCH_LIBRARIES := $(addprefix tests/,attention drop_in $(addsuffix .py,test_seams test_versions \
+	tools/test_tiny_models formatting/test_tokenize_rows loss/test_evaluation training/test_exact \
+	loss/test_lm_head training/test_metrics plain_trainer/test_enable training/test_resume \
+	streaming/test_loader streaming/test_reader))
 
 .PHONY: demo test test-all test-oldest notebooks matrix check lint types format docs bench clean
 

@@ -484,13 +484,16 @@ def test_pictures_are_what_their_script_draws(tmp_path):
     assert spec.loader is not None
     draw = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw)
+    table = draw.import_table()
     draw.HERE = tmp_path
     draw.draw_row()
     draw.draw_plan()
     draw.draw_step()
+    draw.draw_imports(table)
     drawn = {p.name: p.read_text() for p in tmp_path.glob("*.svg")}
-    assert drawn == {p.name: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
-    assert len(drawn) == 3
+    stored = {p.name: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
+    assert drawn == stored, "run python docs/pictures/draw.py"
+    assert len(drawn) == 4
 
 
 # --- the strict build -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from trl_packing.tools.exit_messages import message_of
 
 if TYPE_CHECKING:
     from trl_packing.attention.backends import AttentionChoice
-    from trl_packing.isolation.fallback import Found
+    from trl_packing.isolation.fallback import CheckResult
 
 # Libraries are imported inside the commands, so that `--help` and typing errors are quick.
 
@@ -108,42 +108,39 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    from trl_packing.tools.preview import PreviewedRun, losses_of, show_rows_of
+    from trl_packing.tools.preview import preview_losses, preview_rows
+    from trl_packing.tools.previewed_run import PreviewedRun
 
-    rows, processing_class = _loaded(arguments, settings)
-    run = PreviewedRun.of(rows, processing_class, settings, arguments.model)
-    has_shown = False
-    for shown in show_rows_of(run, arguments.rows, color=sys.stdout.isatty()):
-        has_shown |= bool(shown.documents)
-        for text in shown.texts:
+    rows, processing_class = _load(arguments, settings)
+    run = PreviewedRun.from_settings(rows, processing_class, settings, arguments.model)
+    shows_documents = False
+    for preview in preview_rows(run, arguments.rows, color=sys.stdout.isatty()):
+        shows_documents |= bool(preview.documents)
+        for text in preview.texts:
             print(text, end="\n\n")
     if arguments.all:
-        print(losses_of(run), end="\n\n")
-    return 0 if has_shown else 1
+        print(preview_losses(run), end="\n\n")
+    return 0 if shows_documents else 1
 
 
 def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    from trl_packing.tools.preview import hidden_size_of, plan
+    from trl_packing.tools.preview import preview_epoch
+    from trl_packing.tools.previewed_run import PreviewedRun
+    from trl_packing.tools.settings import load_hidden_size
 
-    rows, processing_class = _loaded(arguments, settings)
-    report = plan(
-        rows,
-        processing_class,
-        settings,
-        ranks=arguments.ranks,
-        hidden_size=hidden_size_of(arguments.model, settings),
-        model=arguments.model,
-    )
-    print(report)
+    rows, processing_class = _load(arguments, settings)
+    run = PreviewedRun.from_settings(rows, processing_class, settings, arguments.model)
+    hidden_size = load_hidden_size(arguments.model, settings)
+    print(preview_epoch(run, ranks=arguments.ranks, hidden_size=hidden_size))
     return 0
 
 
-def _loaded(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any, Any]:
+def _load(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any, Any]:
     """Return the rows of the data set, and the tokenizer or processor that the trainer loads."""
     import datasets
 
     from trl_packing.data.dataset import load_rows
-    from trl_packing.tools.preview import load_processing_class
+    from trl_packing.tools.settings import load_processing_class
 
     datasets.disable_progress_bars()
     # datasets logs the errors that it raises.
@@ -191,7 +188,7 @@ def _check_probe(arguments: argparse.Namespace) -> None:
     """Raise ValueError for options that would fail after the model has been loaded."""
     import torch
 
-    from trl_packing.tools.preview import check_path_exists
+    from trl_packing.tools.settings import check_path_exists
 
     check_path_exists("--model", arguments.model)
     dtype = arguments.dtype
@@ -206,7 +203,7 @@ def _check_probe(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--device {arguments.device} cannot be used: {error}") from error
 
 
-def _line(way: "AttentionChoice", found: "Found") -> str:
+def _line(way: "AttentionChoice", found: "CheckResult") -> str:
     from trl_packing.isolation.fallback import Refusal
 
     if isinstance(found, Refusal):

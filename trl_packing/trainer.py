@@ -28,8 +28,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
 from trl.trainer.utils import global_then_local_main_first
 
-from trl_packing.attention.backends import AttentionChoice, use_attention
+from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.install import use_attention
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
@@ -41,7 +42,7 @@ from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
-from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.step_loss import check_weights_can_be_used
@@ -178,11 +179,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             return
         self._gate = IsolationGuard(
             self.model,
-            self._options,
+            attention=self._options.attention,
+            isolation_check=self._options.isolation_check,
             packing_requested=self._packing or self._eval_packing or self.args.padding_free,
-            device=self.args.device,
-            dtype=torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None,
         )
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        self._gate.select_backend(Precision(self.args.device.type, dtype))
         self.padding_free = True
         self.data_collator = self._packed_collator = self._collator(data_collator)
         self._planned_dataset, self._told = self.train_dataset, set()
@@ -307,12 +309,11 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             return
         shapes = self._packed_collator.static_shapes
         self._gate.ensure(
-            model,
-            dataset,
-            # Probes fill one bin or two, not a micro-batch of many.
-            self._packed_collator if shapes is None else self._with_shapes(bins=1),
+            self._gate.sample(dataset, self.args.max_length),
             training=training,
-            max_length=self.args.max_length,
+            wrapped=model,
+            # Probes fill one bin or two, not a micro-batch of many.
+            collator=self._packed_collator if shapes is None else self._with_shapes(bins=1),
         )
         self._drop_shapes_of_padded_rows()
         self.packing_report = replace(

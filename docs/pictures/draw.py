@@ -1,8 +1,9 @@
-"""Draw the three pictures of how-it-works.md: `python docs/pictures/draw.py`.
+"""Draw the pictures of how-it-works.md and architecture.md: `python docs/pictures/draw.py`.
 
-Each has a white ground of its own, so it reads in light and dark, here and on GitHub.
+Each picture has a white background, so it is readable in light and dark themes, and on GitHub.
 """
 
+import ast
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ INK = "#1f2328"
 
 
 class Picture:
-    """Shapes on a white ground, as SVG."""
+    """Shapes on a white background, as SVG."""
 
     def __init__(self, width: int, height: int, title: str):
         self.width, self.height = width, height
@@ -55,7 +56,7 @@ class Picture:
 
 
 def draw_row() -> None:
-    """A row of three documents: what the collator makes of them, and who may see whom."""
+    """Draw a row of three documents: the collator's tensors, and the attention mask."""
     documents = [
         {"input_ids": [11, 12, 13], "completion_mask": [0, 1, 1]},
         {"input_ids": [21, 22], "completion_mask": [0, 1]},
@@ -87,7 +88,7 @@ def draw_row() -> None:
         picture.words(x, y + 25, str(boundary), "middle")
     picture.words(left, y + 62, "No attention_mask, no cache: boundaries keep documents apart.")
     side, x0, y0 = 20, 580, 46
-    picture.words(x0, 34, "who sees whom", bold=True)
+    picture.words(x0, 34, "attention", bold=True)
     total = len(ids)
     for query in range(total):
         for key in range(total):
@@ -99,7 +100,7 @@ def draw_row() -> None:
 
 
 def draw_plan() -> None:
-    """Twelve documents, padded in three batches, and packed."""
+    """Draw twelve documents, padded in three batches, and packed."""
     lengths = [11, 6, 7, 4, 8, 4, 3, 4, 3, 3, 5, 3]  # axolotl's multipack page, 256 tokens a unit
     capacity, batch, cell = 16, 4, 19
     plan = pack(lengths, capacity)
@@ -142,10 +143,10 @@ def draw_plan() -> None:
             picture.box(x, y, end - x, 34, GRAY)
         y += 42
     for line in (
-        "Best fit: the longest document first, each into the",
-        "bin with the least room that still takes it.",
-        "Each epoch deals documents of equal length",
-        "anew, and exchanges partners between bins.",
+        "Best fit: from the longest document to the",
+        "shortest, each into the fullest bin with room.",
+        "Every epoch swaps documents of equal length,",
+        "and exchanges documents between bins.",
     ):
         y += 22
         picture.words(x0, y, line)
@@ -153,7 +154,7 @@ def draw_plan() -> None:
 
 
 def draw_step() -> None:
-    """One optimizer step of two ranks and two accumulated micro-batches."""
+    """Draw one optimizer step of two ranks and two accumulated micro-batches."""
     bins = {  # documents of each micro-batch: tokens, trained tokens
         (0, 0): [(9, 4), (5, 3), (2, 1)],
         (0, 1): [(8, 5), (8, 2)],
@@ -178,9 +179,10 @@ def draw_step() -> None:
     picture.line(430, 44, 430, 160, dashed=True)
     documents = [d for group in bins.values() for d in group]
     trained = sum(n for _, n in documents)
-    picture.words(
-        24, 186, "trained / all tokens of each document; what runs at one moment costs alike"
+    words = (
+        "trained / all tokens of each document; micro-batches that run together cost about the same"
     )
+    picture.words(24, 186, words)
     picture.words(
         24,
         214,
@@ -192,7 +194,78 @@ def draw_step() -> None:
     picture.save("step.svg")
 
 
+# Column of each folder; its row follows from the imports.
+COLUMNS = {
+    "documents": 1,
+    "recognition": 1,
+    "models": 1,
+    "attention": 0,
+    "loss": 1,
+    "packing": 2,
+    "config": 2,
+    "formatting": 2,
+    "data": 2,
+    "isolation": 1,
+    "streaming": 2,
+    "plain_trainer": 0,
+    "training": 1,
+    "trainer": 1,
+    "tools": 1,
+    "cli": 1,
+}
+
+
+def import_table() -> dict[str, set[str]]:
+    """Return folder or module -> those that it imports, from `TABLE` in tests/test_layers.py."""
+    tests = HERE.resolve().parents[1] / "tests" / "test_layers.py"
+    for node in ast.parse(tests.read_text()).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TABLE":
+            assert node.value is not None
+            return {name: imports for name, (imports, _) in ast.literal_eval(node.value).items()}
+    raise LookupError(f"{tests} has no TABLE")
+
+
+def draw_imports(table: dict[str, set[str]] | None = None) -> None:
+    """Draw the imports between folders, without those that follow from others."""
+    table = table or import_table()
+
+    def reached(name: str) -> set[str]:
+        return table[name].union(*(reached(other) for other in table[name]))
+
+    def level(name: str) -> int:
+        return 1 + max((level(other) for other in table[name]), default=-1)
+
+    picture = Picture(860, 40 + 50 * (1 + max(map(level, table))), "Imports between folders")
+
+    def corner(name: str) -> tuple[float, float]:
+        return 30 + 190 * COLUMNS[name], 24 + 50 * level(name)
+
+    for name in COLUMNS:
+        x, y = corner(name)
+        implied = set().union(*(reached(other) for other in table[name]))
+        for other in sorted((table[name] - implied) & set(COLUMNS)):
+            above_x, above_y = corner(other)
+            picture.line(x + 70, y, above_x + 70, above_y + 32)
+    for name in COLUMNS:
+        picture.box(*corner(name), 140, 32, COLORS[level(name) % len(COLORS)], name)
+    y = 45.0
+    for name in sorted(set(table) - set(COLUMNS)):
+        users = ", ".join(other for other in table if name in table[other]) or "nothing"
+        picture.words(600, y, name, bold=True)
+        picture.words(600, y + 20, f"imported by {users}")
+        y += 50
+    for line in (
+        "A folder imports those that",
+        "its lines lead up to, and",
+        "may import those beyond.",
+    ):
+        y += 20
+        picture.words(600, y, line)
+    picture.save("imports.svg")
+
+
 if __name__ == "__main__":
     draw_row()
     draw_plan()
     draw_step()
+    draw_imports()

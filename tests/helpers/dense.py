@@ -1,11 +1,26 @@
-"""Attention with nothing to get wrong: every score of the row, a block-diagonal mask, a softmax.
+"""Dense attention: every score of the row, a block-diagonal mask, a softmax.
 
-`dense_attention` is the reference of test_attention.py, and what the doubles of kernels compute
-with the boundaries, window and scale that they are handed: a wrong one gives wrong gradients.
+`dense_attention` is the reference of `tests/attention`. Doubles of kernels compute with it too,
+from the boundaries, window and scale that they are given: a wrong one gives wrong gradients.
+`assert_equals_dense` compares a kernel with it on a row of seven documents.
+
+The tolerance, in float32: the reference runs in float64, so what remains is the rounding of one
+kernel: 2**-24 = 6e-8 of values of size 1 to 10, over sums of at most 40 keys × 16 dimensions, far
+below 1e-5. Whole models need more; see `tests/training/test_exact.py`.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from trl_packing.attention.interface import KernelOptions, PackedKernel
+
+TOLERANCE = 1e-5
+
+# Two documents without tokens, one of a single token, and one longer than every window of a test.
+LENGTHS = (5, 1, 0, 30, 2, 0, 3)
+NUM_TOKENS = sum(LENGTHS)
 
 
 def visible(cu_seqlens: Tensor, left: int | None = None) -> Tensor:
@@ -48,3 +63,49 @@ def dense_attention(
     group = query.shape[1] // value.shape[1]
     weights = probabilities(query, key, cu_seqlens, **options)
     return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(group, 1))
+
+
+def boundaries(lengths=LENGTHS):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+def inputs(heads=4, kv_heads=2, head_dim=8, value_dim=8, dtype=torch.float32):
+    return [
+        torch.randn(NUM_TOKENS, h, d).to(dtype).requires_grad_()
+        for h, d in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
+    ]
+
+
+def outcome(attention, tensors, upstream, **options):
+    """Return the output and the gradient of every tensor in `tensors` and of the sinks."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    given = dict(options)
+    if options.get("sinks") is not None:
+        given["sinks"] = options["sinks"].detach().to(tensors[0].dtype).clone().requires_grad_()
+        leaves.append(given["sinks"])
+    output = attention(*leaves[:3], boundaries(), **given)
+    return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+
+def assert_equals_dense(attention, tensors, tolerance=TOLERANCE, **options):
+    upstream = torch.randn(NUM_TOKENS, tensors[0].shape[1], tensors[2].shape[2])
+    if options.get("sinks") is True:
+        options["sinks"] = torch.randn(tensors[0].shape[1])
+    ours = outcome(attention, tensors, upstream, scale=0.4, **options)
+    reference = outcome(
+        dense_attention, [x.double() for x in tensors], upstream.double(), scale=0.4, **options
+    )
+    for got, expected in zip(ours, reference, strict=True):
+        size = 1 + expected.abs().max().item()
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * size)
+
+
+def with_keywords(kernel: PackedKernel) -> Callable[..., Tensor]:
+    """Return `kernel` with its options as keyword arguments, as `dense_attention` takes them."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: object
+    ) -> Tensor:
+        return kernel(query, key, value, cu_seqlens, KernelOptions(**options), None)
+
+    return attention

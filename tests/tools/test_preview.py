@@ -14,7 +14,22 @@ from helpers.tiny import save_tiny_model, tiny_dataset, tiny_model, tiny_tokeniz
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.cli import main
 from trl_packing.data.dataset import load_rows
-from trl_packing.tools.preview import inspect, load_processing_class, plan
+from trl_packing.tools.preview import preview_epoch, preview_losses, preview_rows
+from trl_packing.tools.previewed_run import PreviewedRun
+from trl_packing.tools.settings import load_processing_class
+
+
+def inspect(dataset, tokenizer, settings=(), *, rows=None, prepares_all=False, model=None):
+    """Yield the texts that the command `inspect` prints."""
+    run = PreviewedRun.from_settings(dataset, tokenizer, settings, model)
+    for preview in preview_rows(run, rows):
+        yield from preview.texts
+    if prepares_all:
+        yield preview_losses(run)
+
+
+def plan(dataset, tokenizer, settings, model=None):
+    return preview_epoch(PreviewedRun.from_settings(dataset, tokenizer, settings, model))
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])

@@ -8,7 +8,8 @@ from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_to
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.preview import plan
+from trl_packing.tools.preview import preview_epoch
+from trl_packing.tools.previewed_run import PreviewedRun
 
 
 def trainer_for(folder, rows, *, eval_dataset=None, **settings):
@@ -141,14 +142,16 @@ def test_the_plan_is_the_report_of_the_trainer(tmp_path):
     rows = tiny_dataset("language_modeling", 40)
     options = {"max_length": 64, "per_device_train_batch_size": 2}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    planned = json.loads(plan(rows, tiny_tokenizer(), flags).to_json())
+    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), flags)
+    planned = json.loads(preview_epoch(run).to_json())
     trained = json.loads(trainer_for(tmp_path, rows, **options).packing_report.to_json())
     assert planned | {"attention": None} == trained | {"attention": None}
 
 
 def test_the_plan_of_more_ranks_has_fewer_steps():
     rows, flags = tiny_dataset("language_modeling", 40), ["--max_length", "64"]
-    one, four = (plan(rows, tiny_tokenizer(), flags, ranks=ranks) for ranks in (1, 4))
+    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), flags)
+    one, four = (preview_epoch(run, ranks=ranks) for ranks in (1, 4))
     assert four.bins == one.bins
     assert four.steps_per_epoch == -(-one.steps_per_epoch // 4)
 

@@ -17,7 +17,7 @@ With `static_shapes` T, N and max_length are the same in every batch (static_sha
 
 There is no attention_mask and no cache, ever: given either one, transformers skips its detection of
 packed documents and every token sees the documents before it, without a message
-(tests/attention/test_backends.py::test_attention_mask_or_cache_breaks_isolation).
+(tests/attention/test_packed_models.py::test_attention_mask_or_cache_breaks_isolation).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,0 +1,76 @@
+"""The recipes: their YAML files, modules, arguments, and the output that they promise."""
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes"
+
+# A recipe → the YAML file that its test runs.
+RECIPES = {
+    "full": "full_0.1b",
+    "lora": "lora_0.1b",
+    "qlora": "lora_0.1b",
+    "dora": "lora_0.1b",
+    "chat_data": "chat_data",
+    "tool_calling": "tool_calling",
+    "response_template": "response_template",
+    "streaming": "streaming",
+    "resuming": "resuming",
+    "evaluation": "evaluation",
+}
+YAMLS = sorted(path.name for path in FOLDER.glob("*.yaml"))
+
+
+def module(recipe: str) -> ModuleType:
+    return importlib.import_module(f"trl_packing.recipes.{recipe}")
+
+
+def commands_of(name: str) -> list[str]:
+    """Return the recipes that the comment at the top of a YAML file runs it with."""
+    return re.findall(rf"recipes/(\w+)\.py --config recipes/{name}", (FOLDER / name).read_text())
+
+
+def parse(recipe: str, arguments: list[str]) -> tuple[Any, PackedSFTConfig]:
+    parser = TrlParser((module(recipe).Arguments, PackedSFTConfig))
+    return parser.parse_args_and_config([*arguments, "--use_cpu", "true", "--bf16", "false"])
+
+
+def expected_output(recipe: str) -> list[str]:
+    """Return the lines that the docstring of a recipe promises: the last indented part of it."""
+    text = (module(recipe).__doc__ or "").rstrip()
+    assert "\nExpected output" in text, f"{recipe}.py has no expected output"
+    found = re.search(r"(?:\n(?:    [^\n]*)?)+$", text)
+    assert found is not None
+    return [line.strip() for line in found[0].splitlines() if line.strip()]
+
+
+def pattern_of(line: str) -> str:
+    """Return what matches `line` with other numbers and folders, and anything for "…".
+
+    What the model itself writes, before and after, is anything too.
+    """
+    line = re.sub("^(before|after)  .*", r"\1  …", line)
+    pattern = re.escape(re.sub(r"outputs/[\w./-]*\w", "FOLDER", re.sub("─+", "─", line)))
+    pattern = re.sub(r"\d[\d,]*(?:\\\.\d+)?(?:e\\-\d+)?", r"-?[\\d.,]+(?:e[+-]?\\d+)?", pattern)
+    pattern = pattern.replace("FOLDER", r"\S+")
+    pattern = re.sub(r"(?:\\ )+", r"\\s+", pattern)
+    return pattern.replace("─", "─+").replace("…", ".*")
+
+
+def assert_prints(recipe: str, output: str) -> None:
+    """Assert that `output` has the expected lines, in their order."""
+    at = 0
+    for line in expected_output(recipe):
+        if line == "…":
+            continue
+        found = re.compile(pattern_of(line)).search(output, at)
+        assert found is not None, f"not printed, or not here: {line!r}\n{output[at:]}"
+        at = found.end()

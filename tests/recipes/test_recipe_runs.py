@@ -1,0 +1,354 @@
+"""Every recipe trains a tiny model with the YAML file beside it, alone and in two processes.
+
+It must print what the "Expected output" of its docstring promises: the same words with other
+numbers ("…" matches anything).
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers.recipes import (
+    FOLDER,
+    RECIPES,
+    ROOT,
+    assert_prints,
+    module,
+)
+from helpers.tiny import save_tiny_model, tiny_rows
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from trl_packing import PackedSFTTrainer
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def instructions() -> list[dict[str, str]]:
+    rows = tiny_rows("question_answer", 48)
+    return [{"instruction": r["question"], "input": "", "output": r["answer"]} for r in rows]
+
+
+def texts() -> list[dict[str, str]]:
+    rows = tiny_rows("question_answer", 48)
+    texts = [f"### Instruction:\n{r['question']}\n\n### Response:\n{r['answer']}" for r in rows]
+    return [{"text": text, "number": str(i)} for i, text in enumerate(texts)]
+
+
+ROWS = {
+    "chat_data": instructions,
+    "tool_calling": lambda: tiny_rows("tools", 24),
+    "response_template": texts,
+}
+
+
+def data_of(recipe: str, folder: Path) -> list[str]:
+    """Write the data of a recipe, and return the options that name it."""
+    split = ["--dataset_train_split", "train"]
+    chats = tiny_rows("conversational_language_modeling", 64)
+    if recipe == "streaming":
+        for shard in range(4):
+            write(folder / "shards" / f"{shard}.jsonl", chats[shard::4])
+        return ["--dataset_name", str(folder / "shards"), "--dataset_config", "default", *split]
+    if recipe == "evaluation":
+        chats = [row | {"source": "gsm8k" if i % 3 else "alpaca"} for i, row in enumerate(chats)]
+        write(folder / "splits" / "train.jsonl", chats)
+        write(folder / "splits" / "test.jsonl", chats[:12])
+        name = ["--dataset_name", str(folder / "splits"), "--dataset_config", "default"]
+        return [*name, *split, "--dataset_test_split", "test"]
+    rows = ROWS.get(recipe, lambda: tiny_rows("question_answer", 48))()
+    return ["--dataset_name", write(folder / "rows.jsonl", rows), *split]
+
+
+def options(recipe: str, model: str, folder: Path) -> list[str]:
+    """Return the arguments of a short run on `model` with the YAML file of the recipe."""
+    return [
+        *("--config", str(FOLDER / f"{RECIPES[recipe]}.yaml"), "--model_name_or_path", model),
+        *data_of(recipe, folder),
+        *("--output_dir", str(folder / "out"), "--max_length", "512"),
+        *("--max_steps", "10", "--gradient_accumulation_steps", "1", "--logging_steps", "5"),
+        *("--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--warmup_steps", "0"),
+    ]
+
+
+def run(recipe: str, model: str, folder: Path, *further: str) -> PackedSFTTrainer:
+    return module(recipe).main([*options(recipe, model, folder), *further])
+
+
+def decreases(trainer: PackedSFTTrainer) -> bool:
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses[-1] < losses[0]
+
+
+def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(folder / name)
+
+
+@pytest.mark.slow
+def test_full_changes_every_weight(model, tmp_path, capsys):
+    trainer = run("full", model, tmp_path)
+    assert_prints("full", capsys.readouterr().out)
+    assert decreases(trainer)
+    before, after = weights(Path(model)), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_lora_saves_an_adapter_and_leaves_the_model_alone(model, tmp_path, capsys):
+    trainer = run("lora", model, tmp_path)
+    assert_prints("lora", capsys.readouterr().out)
+    assert decreases(trainer)
+    adapter = weights(tmp_path / "out", "adapter_model.safetensors")
+    assert adapter
+    assert all("lora_" in name for name in adapter)
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+    base, before = trainer.model.base_model.model.state_dict(), weights(Path(model))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(base[name.replace("q_proj", "q_proj.base_layer")], before[name])
+
+
+@pytest.mark.slow
+def test_dora_merged_is_the_model_with_its_adapter(model, tmp_path, capsys):
+    merged = tmp_path / "merged"
+    trainer = run("dora", model, tmp_path, "--merged_dir", str(merged))
+    assert_prints("dora", capsys.readouterr().out)
+    assert decreases(trainer)
+    adapter = weights(tmp_path / "out", "adapter_model.safetensors")
+    assert any("magnitude" in name for name in adapter)
+    ids = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        logits = [
+            m.eval()(ids).logits
+            for m in (trainer.model, *map(AutoModelForCausalLM.from_pretrained, (merged, model)))
+        ]
+    # float32, W + BA in one matrix or apart: a few roundings of logits of size 1
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-4)
+    assert (logits[1] - logits[2]).abs().max() > 1e-2
+
+
+@pytest.mark.slow
+def test_qlora_trains_on_the_cpu_when_asked(model, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    trainer = run("qlora", model, tmp_path, "--use_cpu", "true")
+    assert_prints("qlora", capsys.readouterr().out)
+    assert decreases(trainer)
+    base = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert base.dtype == torch.uint8
+    assert weights(tmp_path / "out", "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_chat_data_trains_the_assistants_turns(model, tmp_path, capsys):
+    trainer = run("chat_data", model, tmp_path)
+    assert_prints("chat_data", capsys.readouterr().out)
+    assert decreases(trainer)
+    assert trained(trainer, 2) == "Four, as two and two have been in every village that ever " + (
+        "counted sheep.<|im_end|>"
+    )
+
+
+def trained(trainer: PackedSFTTrainer, row: int) -> str:
+    """Return the tokens of a document that are trained, as text."""
+    document = trainer.train_dataset[row]
+    labels = np.asarray(document["labels"])
+    ids = np.asarray(document["input_ids"])[labels != -100]
+    return trainer.processing_class.decode(ids)
+
+
+@pytest.mark.slow
+def test_tool_calls_are_trained_and_tool_results_are_not(model, tmp_path, capsys):
+    trainer = run("tool_calling", model, tmp_path)
+    assert_prints("tool_calling", capsys.readouterr().out)
+    assert decreases(trainer)
+    text = trained(trainer, 3)
+    assert '"name": "weather"' in text
+    assert "It is 3 degrees." in text
+    assert text.count("3 degrees") == 1  # the tool said it too
+
+
+@pytest.mark.slow
+def test_response_template_trains_what_follows_it(model, tmp_path, capsys):
+    trainer = run("response_template", model, tmp_path)
+    assert_prints("response_template", capsys.readouterr().out)
+    assert decreases(trainer)
+    assert trained(trainer, 0) == "Beautiful.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_streaming_trains_for_max_steps(model, tmp_path, capsys):
+    trainer = run("streaming", model, tmp_path, "--dataloader_num_workers", "0")
+    output = capsys.readouterr().out
+    assert_prints("streaming", output)
+    assert "Shards in the stream: 4. Ranks: 1" in output
+    assert trainer.state.global_step == 10
+    assert decreases(trainer)
+
+
+class Killed(BaseException):
+    """Nothing in between catches it, as nothing catches SIGKILL."""
+
+
+@pytest.fixture
+def killed_in_second_save(monkeypatch) -> Iterator[None]:
+    """Stop while the second checkpoint is being written, as if the process were gone."""
+    saves = []
+    original = PackedSFTTrainer._save_rng_state
+
+    def save(self: Any, output_dir: str) -> None:
+        saves.append(output_dir)
+        if len(saves) == 2:
+            raise Killed
+        original(self, output_dir)
+
+    monkeypatch.setattr(PackedSFTTrainer, "_save_rng_state", save)
+
+
+@pytest.mark.slow
+def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
+    model, tmp_path, capsys, killed_in_second_save
+):
+    steps = ("--save_steps", "3")
+    with pytest.raises(Killed):
+        run("resuming", model, tmp_path, *steps)
+    assert "No checkpoint in" in capsys.readouterr().out
+    run("resuming", model, tmp_path, *steps)
+    output = capsys.readouterr().out
+    assert_prints("resuming", output)
+    assert "checkpoint-6 was being written" in output
+    assert "Continuing from checkpoint-3." in output
+    run("resuming", model, tmp_path / "whole", *steps)
+    resumed, whole = weights(tmp_path / "out"), weights(tmp_path / "whole" / "out")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert any(not torch.equal(whole[name], t) for name, t in weights(Path(model)).items())
+
+
+def test_right_documents_are_those_without_an_error():
+    evaluation = module("evaluation")
+    from transformers import EvalPrediction
+
+    labels = np.array([[-100, 5, 6, 7], [-100, -100, 8, -100], [-100, 5, 6, -100]])
+    # What position i predicts is label i + 1.
+    predicted = np.array([[5, 6, 7, 0], [9, 8, 9, 9], [5, 0, 9, 9]])
+    found = evaluation.right_documents(EvalPrediction(predicted, labels))
+    assert found == {"right_documents": pytest.approx(2 / 3)}
+
+
+@pytest.mark.slow
+def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, capsys):
+    trainer = run(
+        *("evaluation", model, tmp_path, "--counts_right", "true", "--max_steps", "8"),
+        *("--eval_steps", "4", "--save_steps", "4"),
+    )
+    output = capsys.readouterr().out
+    assert_prints("evaluation", output)
+    evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
+    assert [e["step"] for e in evaluated] == [0, 4, 8, 8]
+    best = min(evaluated[1:3], key=lambda entry: entry["eval_loss"])
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best['step']}")
+    assert evaluated[3]["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-6)
+    table = {
+        name: map(float, n) for name, *n in re.findall(r"(eval_\w+) +([\d.]+) +([\d.]+)", output)
+    }
+    assert len(table) == 5
+    for name, (before, after) in table.items():
+        assert before == pytest.approx(evaluated[0][name], rel=1e-3)
+        assert after == pytest.approx(evaluated[3][name], rel=1e-3)
+        assert after <= before if name == "eval_right_documents" else after < before
+    assert evaluated[3]["eval_perplexity"] == pytest.approx(np.exp(evaluated[3]["eval_loss"]))
+
+
+def on_two_ranks(recipe: str, model: str, folder: Path, *further: str) -> str:
+    """Run a recipe as a user does, in two processes, and return what it printed."""
+    arguments = [*options(recipe, model, folder), *further]
+    return torchrun(folder, str(FOLDER / f"{recipe}.py"), *arguments)
+
+
+def torchrun(folder: Path, *arguments: str) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return done.stdout
+
+
+SGD = ("--optim", "sgd", "--learning_rate", "0.05", "--max_steps", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "saved"), [("full", "model"), ("lora", "adapter_model")])
+def test_two_processes_train_as_one_with_twice_the_accumulation(recipe, saved, model, tmp_path):
+    """Tolerance, float32: the order of a sum over two micro-batches, in four steps of SGD."""
+    folder = tmp_path / "two"
+    folder.mkdir()
+    output = on_two_ranks(recipe, model, folder, *SGD)
+    assert "2 ranks × 1 accumulated" in output
+    assert output.count("trl_packing ─") == 1
+    assert output.count("is in ") == 1
+    two = weights(folder / "out", f"{saved}.safetensors")
+    trained = {}
+    for accumulation in ("2", "1"):
+        folder = tmp_path / accumulation
+        run(recipe, model, folder, *SGD, "--gradient_accumulation_steps", accumulation)
+        trained[accumulation] = weights(folder / "out", f"{saved}.safetensors")
+    torch.testing.assert_close(two, trained["2"], rtol=0, atol=1e-5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(two, trained["1"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_read_parts_of_their_own_of_a_stream(model, tmp_path):
+    output = on_two_ranks("streaming", model, tmp_path, "--max_steps", "4")
+    assert (
+        "Shards in the stream: 4. Ranks: 2. Each rank reads its own shards, 2 at a time." in output
+    )
+    assert output.count("is in ") == 1
+    assert weights(tmp_path / "out")
+
+
+FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+
+
+@pytest.mark.slow
+def test_full_trains_sharded_weights_with_its_configuration_for_fsdp2(model, tmp_path):
+    """As in recipes/accelerate/fsdp2.yaml, FSDP checkpoints the activations; float32, not bf16."""
+    settings = yaml.safe_load((FOLDER / "full_8b_fsdp2.yaml").read_text())
+    settings |= {"fsdp": True, "fsdp_config": FSDP2 | {"activation_checkpointing": True}}
+    (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(settings))
+    chats = write(tmp_path / "rows.jsonl", tiny_rows("conversational_language_modeling", 48))
+    arguments = ["--model_name_or_path", model, "--dataset_name", chats, "--output_dir", "out"]
+    small = ["--max_length", "128", "--max_steps", "3", "--use_cpu", "true", "--bf16", "false"]
+    config = ["--config", str(tmp_path / "sharded.yaml")]
+    output = torchrun(
+        tmp_path, "-m", "helpers.distributed.recipe", "full", *config, *arguments, *small
+    )
+    assert "Every parameter is sharded." in output
+    assert "2 ranks" in output
+    saved = weights(tmp_path / "out")
+    for weight, before in weights(Path(model)).items():
+        assert saved[weight].shape == before.shape
+        assert weight.endswith("norm.weight") or not torch.equal(saved[weight], before)

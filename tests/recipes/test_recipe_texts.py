@@ -1,0 +1,38 @@
+"""The docstrings of the recipes and `recipes/README.md` describe the recipes as they are."""
+
+import re
+
+import pytest
+from helpers.recipes import FOLDER, RECIPES, ROOT, YAMLS, assert_prints, expected_output, module
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_docstring_says_how_to_run_it_and_what_comes_out(recipe):
+    text = module(recipe).__doc__
+    assert f"recipes/{recipe}.py --config recipes/" in text
+    assert len(expected_output(recipe)) >= 3
+    assert len((FOLDER / f"{recipe}.py").read_text().splitlines()) <= 130
+    for path in re.findall(r"(?:recipes|docs)/[\w./]+\.(?:py|yaml|md)", text):
+        assert (ROOT / path).exists() or "/accelerate/" in path, path
+
+
+def test_other_words_are_not_taken_for_the_expected_output(monkeypatch):
+    promised = ["documents    200 · 39,312 tokens", "Trained 4,884,480 of … (3.5%)."]
+    monkeypatch.setattr("helpers.recipes.expected_output", lambda recipe: promised)
+    assert_prints("lora", "documents  7 · 1 tokens\nTrained 5 of 1,024 parameters (29.5%).")
+    for output in (
+        "documents  7 · 1 tokens\nTrained all of them (3.5%).",
+        "Trained 5 of 1,024 parameters (29.5%).\ndocuments  7 · 1 tokens",
+    ):
+        with pytest.raises(AssertionError, match="not printed"):
+            assert_prints("lora", output)
+
+
+def test_the_readme_lists_every_recipe_and_every_yaml_file():
+    text = (FOLDER / "README.md").read_text()
+    for name in (*(f"{recipe}.py" for recipe in RECIPES), *YAMLS):
+        assert f"`{name}`" in text
+    named = set(re.findall(r"`([\w./]+\.(?:py|yaml))`", text))
+    assert [name for name in named if not (FOLDER / name).exists()] == []
+    runnable = {path.name for path in FOLDER.glob("*.py")} - {"recipe_data.py", "make_demo_data.py"}
+    assert runnable <= named

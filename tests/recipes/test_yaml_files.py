@@ -1,0 +1,76 @@
+"""Every YAML file of `recipes/` parses with the recipe that it names."""
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import yaml
+from helpers.recipes import FOLDER, RECIPES, YAMLS, commands_of, parse
+from trl import SFTConfig
+
+from trl_packing import PackedSFTConfig
+
+
+def runs() -> list[Any]:
+    """Return every pair of a YAML file and a recipe that its comment names."""
+    pairs = [(name, recipe) for name in YAMLS for recipe in commands_of(name)]
+    return [pytest.param(*pair, id=" ".join(pair)) for pair in pairs if pair[1] in RECIPES]
+
+
+@pytest.mark.parametrize(("name", "recipe"), runs())
+def test_a_yaml_file_parses_with_the_recipe_that_it_names(name, recipe):
+    _, args = parse(recipe, ["--config", str(FOLDER / name)])
+    written = yaml.safe_load((FOLDER / name).read_text())
+    for key in ("max_length", "learning_rate", "gradient_accumulation_steps"):
+        if key in written:
+            assert getattr(args, key) == written[key]
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_a_yaml_file_names_a_command_that_is_there(name):
+    recipes = commands_of(name)
+    assert recipes
+    assert all((FOLDER / f"{recipe}.py").exists() for recipe in recipes)
+
+
+def test_every_recipe_has_a_yaml_file():
+    named = {recipe for name in YAMLS for recipe in commands_of(name)}
+    assert set(RECIPES) <= named
+
+
+@pytest.mark.parametrize("line", ["max_lenght: 5", "lora_r: 8", "packing_strategy: best"])
+def test_a_key_or_a_value_that_cannot_be_is_refused(tmp_path, line):
+    path = tmp_path / "wrong.yaml"
+    path.write_text((FOLDER / "full_0.1b.yaml").read_text() + line + "\n")
+    with pytest.raises(ValueError, match=line.split(":")[0]):
+        parse("full", ["--config", str(path)])
+
+
+ENGINES = [
+    (name, found[1])
+    for name in YAMLS
+    if (found := re.search(r"--config_file recipes/(\S+)", (FOLDER / name).read_text()))
+]
+
+
+@pytest.mark.parametrize(("name", "engine_name"), ENGINES)
+def test_a_yaml_file_checkpoints_activations_once(name, engine_name):
+    """By accelerate's FSDP or by the training arguments: both is an error of transformers."""
+    if not (FOLDER / engine_name).exists():
+        pytest.skip(f"no {engine_name} here yet")
+    engine = yaml.safe_load((FOLDER / engine_name).read_text())
+    by_engine = engine.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False)
+    by_trainer = yaml.safe_load((FOLDER / name).read_text()).get("gradient_checkpointing", True)
+    assert by_engine != by_trainer
+
+
+def test_a_configuration_does_not_warn_of_what_trl_sets(tmp_path):
+    options = {"use_cpu": True, "bf16": False}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        args = PackedSFTConfig(str(tmp_path), **options)
+        assert not [w for w in warned if "gradient_checkpointing" in str(w.message)]
+        SFTConfig(str(tmp_path), **options)
+    renamed = hasattr(args, "activation_checkpointing")  # transformers 5.23
+    assert renamed == any("gradient_checkpointing" in str(w.message) for w in warned)

@@ -1,0 +1,153 @@
+"""A run before it starts: its settings, and its data prepared exactly as the trainer does it."""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import is_conversational
+
+from trl_packing.config import PackedSFTConfig
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.eos import EosRule
+from trl_packing.data.preparation import prepare
+from trl_packing.data.rules import Preparation
+from trl_packing.formatting.row_format import RowFormat
+from trl_packing.tools.settings import config_from_settings, configure_tokenizer
+from trl_packing.training.arguments import (
+    check_arguments,
+    generation_config_of,
+    reason_for_trl_path,
+)
+
+# The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
+_NAME = "inspected"
+
+
+@dataclass(frozen=True)
+class PreviewedRun:
+    """The settings of a run, and its data as the trainer would prepare them."""
+
+    args: PackedSFTConfig
+    dataset: Dataset
+    preparation: Preparation
+
+    @classmethod
+    def from_settings(
+        cls,
+        dataset: Dataset,
+        tokenizer: Any,
+        settings: Sequence[str] = (),
+        model: str | None = None,
+    ) -> "PreviewedRun":
+        """Return the run that `settings` describe.
+
+        Args:
+            dataset: rows in any form that the trainer takes.
+            tokenizer: or a processor; it is copied.
+            settings: options of `PackedSFTConfig` as on a command line,
+                ``["--train_on", "assistant"]``.
+            model: a name or a folder; its generation config lists the tokens that end a generation.
+
+        Raises:
+            ValueError: an option cannot be used, or TRL's code would prepare the data.
+        """
+        args = config_from_settings(settings)
+        check_arguments(args, dataset)
+        trl_path = reason_for_trl_path(dataset, None)
+        if trl_path:
+            raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
+        generation_config = None if model is None else generation_config_of(model, args)
+        tokenizer = configure_tokenizer(tokenizer, args)
+        return cls(args, dataset, _preparation(args, tokenizer, dataset[0], generation_config))
+
+    def documents(self) -> tuple[Dataset, PreparationCounts | None]:
+        """Return the documents of the whole data set, and the counts of what was kept and lost."""
+        return self._prepare(self.dataset, self.preparation, "train")
+
+    def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
+        """Return the documents of one row and "", or no documents and the reason.
+
+        The first row is prepared together with it, because the first row decides the format of all
+        rows, and whether the flags of messages decide what is trained.
+        """
+        first, reason = self._documents_of_row_alone(0)
+        if row == 0:
+            return first, reason
+        if reason:
+            return self._documents_of_row_alone(row)
+        try:
+            documents = self._documents_of_rows([0, row])[len(first) :]
+        except (ValueError, RuntimeError) as error:
+            return [], _renumber(str(error), [0, row], row)
+        if documents:
+            return documents, ""
+        return [], self._documents_of_row_alone(row)[1] or "preparation leaves nothing of it"
+
+    def _documents_of_row_alone(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
+        try:
+            return self._documents_of_rows([row]), ""
+        except (ValueError, RuntimeError) as error:
+            return [], _renumber(str(error), [row], row)
+
+    def _documents_of_rows(self, rows: list[int]) -> list[Mapping[str, Any]]:
+        in_order = copy.copy(self.args)
+        in_order.shuffle_dataset = False
+        in_order.dataset_num_proc = None
+        preparation = replace(self.preparation, args=in_order)
+        documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
+        return list(documents)
+
+    def _prepare(
+        self, dataset: Dataset, preparation: Preparation, name: str
+    ) -> tuple[Dataset, PreparationCounts | None]:
+        if not (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+            return prepare(dataset, preparation, name=name)
+        if "input_ids" not in dataset.column_names:
+            raise ValueError(
+                "skip_prepare_dataset=True takes rows as they are, and these have no input_ids: "
+                f"they have {dataset.column_names}; leave it out"
+            )
+        return dataset, None
+
+
+def _renumber(message: str, rows: Sequence[int], row: int) -> str:
+    """Return a message about the selection `rows` as one about `row` of the data set."""
+    message = re.sub(
+        rf"\b(row|document) (\d+) of the {_NAME} dataset",
+        lambda found: f"{found[1]} {rows[int(found[2])]} of the data set",
+        message,
+    ).replace(f"the {_NAME} dataset", "the data set")
+    return message.removeprefix(f"row {row} of the data set: ")
+
+
+def _preparation(
+    args: PackedSFTConfig, tokenizer: Any, first: dict[str, Any], generation_config: Any
+) -> Preparation:
+    template = None
+    if args.assistant_only_loss:
+        if not is_conversational(first):
+            raise ValueError("assistant_only_loss=True needs conversations, and there are none")
+        if not has_generation_markers(tokenizer.chat_template):
+            template = get_training_chat_template(tokenizer)  # as TRL's trainer does
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        completion_only = "prompt" in first and "completion" in first
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    return Preparation(
+        args,
+        tokenizer,
+        packing=args.packing,
+        row_format=RowFormat.from_args(
+            args, inner, chat_template=template, completion_only=completion_only
+        ),
+        eos=EosRule.from_args(args, inner, tokenizer, generation_config),
+        by_trl=_refuse,
+    )
+
+
+def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
+    raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")
