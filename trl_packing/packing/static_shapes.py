@@ -62,11 +62,11 @@ class StaticShapes:
         # end: a tail longer than the documents would change the former and exceed the latter.
         learned = layer_values(text_config(model), "max_position_embeddings")
         limits = [*rope_thresholds(model), *learned]
+        documents = expected + 2  # one without tokens, and a tail
         return cls(
             num_tokens=num_tokens,
             max_length=capacity,
-            num_documents=-(-(expected + 2) // _DOCUMENTS_MULTIPLE_OF)
-            * _DOCUMENTS_MULTIPLE_OF,  # one without tokens, and a tail
+            num_documents=-(-documents // _DOCUMENTS_MULTIPLE_OF) * _DOCUMENTS_MULTIPLE_OF,
             longest_tail=min([capacity, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
         )
 
