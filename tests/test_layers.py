@@ -64,6 +64,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "documents",
             "formatting",
             "isolation",
+            "loss",
             "models",
             "packing",
             "recognition",
@@ -90,11 +91,13 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "tools": (
         {
+            "attention",
             "config",
             "data",
             "documents",
             "formatting",
             "isolation",
+            "loss",
             "models",
             "packing",
             "trainer",
@@ -102,7 +105,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
     ),
-    "cli": ({"attention", "data", "isolation", "tools"}, set()),
+    "cli": ({"data", "tools"}, set()),
 }
 
 

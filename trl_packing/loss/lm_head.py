@@ -25,6 +25,7 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from trl_packing.documents.host_row import cached_values, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.chunked_log_probs import trained_log_probs
+from trl_packing.loss.next_token import score_targets
 from trl_packing.models.forward import unbind_forward
 from trl_packing.models.introspection import EXPERT_COUNTS, text_config
 from trl_packing.models.sharding import unshard_head
@@ -101,16 +102,8 @@ def _score_logits(logits: Tensor, labels: Tensor, num_items: Any) -> FusedCausal
     """Return the output for `logits` ``(B, T, vocabulary)`` and `labels` ``(B, T)``."""
     at, slots = _trained_positions(labels, logits.device)
     labels = labels.to(logits.device)
-    every = logits.flatten(0, 1)[at].float().log_softmax(-1)
-    targets = labels.flatten()[at + 1]
-    return _row_output(
-        labels[:, 1:] != IGNORE_INDEX,
-        slots,
-        num_items,
-        every.gather(-1, targets[:, None])[:, 0],
-        -(every.exp() * every).sum(-1).detach(),
-        every.argmax(-1) == targets,
-    )
+    scored = score_targets(logits.flatten(0, 1)[at], labels.flatten()[at + 1])
+    return _row_output(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
 
 
 def _trained_positions(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

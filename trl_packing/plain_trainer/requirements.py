@@ -10,10 +10,10 @@ from torch import nn
 
 from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.probes import random_tokens
+from trl_packing.loss.next_token import next_token_loss
 from trl_packing.models.introspection import requires, text_config
 from trl_packing.models.state import preserve_state
 from trl_packing.plain_trainer.dataset import PackedDataset
-from trl_packing.plain_trainer.forward import next_token_loss
 from trl_packing.recognition.packed_batch import VIRTUAL_TOKENS
 
 _TOLERANCE = 1e-3  # between the two losses: the model's dtype may round its native loss

@@ -6,11 +6,12 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_packing.data.stream import columns_kept
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     SEQ_LENGTHS,
     SOURCE_IDS,
+    TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
 )
