@@ -282,8 +282,8 @@ def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run(num_shards):
     packed, unpacked = (assign_shards(source, 2, 0, packs=packs) for packs in (True, False))
     for rank in range(2):
         theirs = names(source.shard(2, rank))
-        assert names(unpacked.part(source, 2, rank, 0)) == theirs
-        assert names(packed.part(source, 2, rank, 0)) != theirs
+        assert names(unpacked.select(source, 2, rank, 0)) == theirs
+        assert names(packed.select(source, 2, rank, 0)) != theirs
 
 
 WHOLE_ONLY = {
@@ -364,7 +364,7 @@ def test_only_a_stream_that_shuffles_is_read_again_from_its_start(shuffles, most
 def test_a_place_in_other_documents_is_refused():
     made = StreamSettings(CAPACITY, window_bins=6, seed=0)
     place = list(PackedStream(sharded(LENGTHS, 3), made))[20][1]
-    with pytest.raises(ValueError, match="the stream has other ones than when the checkpoint was"):
+    with pytest.raises(ValueError, match="the stream continues with other documents than when the"):
         read(sharded(LENGTHS[::-1], 3), window_bins=6, seed=0, place=place)
 
 

@@ -169,9 +169,7 @@ class StreamBatches(IterableDataset):
         ranks = dict(gathered).values()  # tensor-parallel ranks read the same documents
         if self._assignment.by_rank:
             return sum(ranks, PreparationCounts())
-        return max(
-            ranks, key=lambda counts: counts.before.documents
-        )  # all ranks read all documents
+        return max(ranks, key=lambda counts: counts.before.documents)  # all read everything
 
     @property
     def num_readers(self) -> int:

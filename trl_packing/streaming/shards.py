@@ -32,7 +32,7 @@ _SHARD_BY_SHARD = {
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 }
 
-# With this many shards per rank, one shard more leaves other ranks idle for at most 1/8 of the epoch.
+# With this many shards per rank, one shard more leaves other ranks idle for 1/8 of the epoch.
 _MANY = 8
 
 
