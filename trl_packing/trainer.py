@@ -28,8 +28,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTConfig
 from trl.trainer.utils import global_then_local_main_first
 
-from trl_packing.attention.backends import AttentionChoice, use_attention
+from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.install import use_attention
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.preparation import Preparation

@@ -1,6 +1,6 @@
-"""What the package may say: every text in its source, and those that refuse or warn.
+"""The messages of the package: every text in its sources, and the errors and warnings.
 
-A value that is filled in is written …, on the troubleshooting page as well.
+`…` stands for a value, as on the troubleshooting page.
 """
 
 import ast
@@ -16,7 +16,7 @@ _MARK = "<!-- every message -->"
 
 
 class Message(NamedTuple):
-    """A refusal or a warning: where it is written, what kind it is, what it says."""
+    """An error or a warning: its module, its kind and its text."""
 
     module: str
     kind: str
@@ -24,7 +24,7 @@ class Message(NamedTuple):
 
 
 def text_of(node: ast.AST) -> str | None:
-    """Return the text that an expression makes, with … for values; None if it makes none."""
+    """Return the text of an expression, with … for values; None if it is not a text."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -36,7 +36,7 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """Return `text` with one space for any white space."""
+    """Return `text` with one space for each run of white space."""
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -50,7 +50,7 @@ def texts(package: Path = PACKAGE) -> Iterator[str]:
 
 
 def messages(package: Path = PACKAGE) -> list[Message]:
-    """Return what `package` raises and warns of, by module; re-raised texts of others left out."""
+    """Return the errors and warnings of `package`, by module, without texts of other libraries."""
     found = []
     for path in sorted(package.rglob("*.py")):
         module = ".".join(path.relative_to(package.parent).with_suffix("").parts)

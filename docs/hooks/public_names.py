@@ -1,4 +1,4 @@
-"""What `trl_packing` exports and the API page does not name yet stands at its end."""
+"""Append public names of `trl_packing` that the API page does not show yet."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ _MARK = "<!-- other public names -->"
 
 
 def homes() -> dict[str, str]:
-    """Return name -> module of every public name, read from the package's `_HOME`."""
+    """Return public name -> module, from `_HOME` in the package's `__init__.py`."""
     for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME":
             return ast.literal_eval(node.value)
@@ -18,7 +18,7 @@ def homes() -> dict[str, str]:
 
 
 def completed(markdown: str) -> str:
-    """Return the page with every public name that it lacks."""
+    """Return the page with its missing public names."""
     shown = set(re.findall(r"^::: trl_packing\.[\w.]*?(\w+)$", markdown, re.M))
     lacking = {name: home for name, home in homes().items() if name not in shown}
     blocks = [f"::: trl_packing.{home}.{name}" for name, home in lacking.items()]

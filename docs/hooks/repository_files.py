@@ -1,9 +1,8 @@
-"""Pages link to files of the repository as they do on GitHub; in the site these are pages too.
+"""Show the repository's files in the site, so that pages link to them as on GitHub.
 
-`[step.md](../benchmarks/results/step.md)` works on GitHub and in an editor. mkdocs knows only what
-is in docs/, so every file that a page links to is added under repository/, Markdown as a page and
-anything else as its text, and so are the files that those link to. A link to nothing fails the
-strict build.
+`[step.md](../benchmarks/results/step.md)` works on GitHub and in an editor, but mkdocs only reads
+docs/. This hook adds every file that a page links to under repository/, Markdown as a page and
+others as text, and then the files that those link to. A broken link fails the strict build.
 """
 
 import os
@@ -21,7 +20,7 @@ _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml",
 
 
 def links(markdown: str) -> list[re.Match[str]]:
-    """Return the targets of relative links, without their anchors; code is left out."""
+    """Return the targets of relative links outside code, without their anchors."""
     hidden = _CODE.sub(lambda code: " " * len(code[0]), markdown)
     return [m for m in _LINK.finditer(hidden) if not re.match(r"[a-z]+:|/", m[1])]
 
@@ -46,12 +45,12 @@ def rewritten(markdown: str, source: Path) -> str:
 
 
 def is_shown(path: Path) -> bool:
-    """Whether a file is a page: pictures and the like inside docs/ are not."""
+    """Return whether a file is a page. Pictures and other files inside docs/ are not."""
     return not path.is_relative_to(DOCS) or path.suffix == ".md"
 
 
 def text_of(path: Path) -> str:
-    """Return a page that shows a file, or the names in a folder."""
+    """Return a page with the text of a file, or with the names in a folder."""
     if path.suffix == ".md":
         return rewritten(path.read_text(), path)
     title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
@@ -62,7 +61,7 @@ def text_of(path: Path) -> str:
 
 
 def linked_files() -> set[Path]:
-    """Return the files outside docs/ that its pages link to, and those that these link to."""
+    """Return the files outside docs/ that its pages link to, directly or through other files."""
     found: set[Path] = set()
     waiting = sorted(DOCS.rglob("*.md"))
     while waiting:

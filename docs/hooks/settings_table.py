@@ -1,4 +1,4 @@
-"""The fields of `PackedSFTConfig` as a table, read from its source: name, type, default, help."""
+"""A table of the fields of `PackedSFTConfig`, from its source: name, type, default, help."""
 
 import ast
 from pathlib import Path
@@ -43,7 +43,7 @@ def table() -> str:
 
 
 def _shown(words: str) -> str:
-    """Return a help text for Markdown: it may hold line breaks written as such, and braces."""
+    """Return a help text as Markdown, with line breaks and angle brackets escaped."""
     return words.replace("\n", "\\n").replace("<", "&lt;").replace("#", "\\#")
 
 

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl_packing import resolve_attention
 from trl_packing.attention import document_sdpa, flash_attn
 from trl_packing.attention import varlen as torch_varlen
-from trl_packing.attention.backends import AttentionChoice, install_attention
+from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.install import install_attention
 from trl_packing.isolation.fallback import with_fallbacks
 
 

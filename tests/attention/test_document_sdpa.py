@@ -10,10 +10,13 @@ from helpers.dense import (
     inputs,
     outcome,
     probabilities,
+    with_keywords,
 )
 
-from trl_packing.attention import document_sdpa
-from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
+from trl_packing.attention import document_sdpa, tiles
+from trl_packing.attention.sdpa_by_document import sdpa_by_document
+
+document_attention = with_keywords(document_sdpa.document_attention)
 
 OPTIONS = {
     "plain": {},
@@ -39,7 +42,7 @@ SHAPES = {
 @pytest.mark.parametrize("block", [512, 4], ids=["one tile", "tiles of 4"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_document_attention_equals_dense_attention(options, block, monkeypatch):
-    monkeypatch.setattr(document_sdpa, "_BLOCK", block)
+    monkeypatch.setattr(tiles, "BLOCK", block)
     assert_equals_dense(document_attention, inputs(), **options)
 
 
@@ -89,10 +92,10 @@ def test_an_upstream_gradient_need_not_be_contiguous():
 @pytest.mark.parametrize("window", [None, 1, 4, 5, 9, 64])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_variant_for_other_devices_equals_dense_attention(shape, window, block, monkeypatch):
-    monkeypatch.setattr(document_sdpa, "_BLOCK", block)
+    monkeypatch.setattr(tiles, "BLOCK", block)
 
     def attention(query, key, value, cu_seqlens, *, scale, window=None):
-        return _sdpa_with_autograd(query, key, value, cu_seqlens, scale, window or 0)
+        return sdpa_by_document(query, key, value, cu_seqlens, scale, window or 0)
 
     assert_equals_dense(attention, inputs(**shape), window=window)
 
@@ -100,8 +103,8 @@ def test_the_variant_for_other_devices_equals_dense_attention(shape, window, blo
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_scores_on_other_devices_equal_dense_attention(options, monkeypatch):
     """There every tile goes through its scores, in float32: CPU's fused kernel is CPU's."""
-    monkeypatch.setattr(document_sdpa, "_needs_scores", lambda query, options: True)
-    monkeypatch.setattr(document_sdpa, "_BLOCK", 4)
+    monkeypatch.setattr(tiles, "needs_scores", lambda query, options: True)
+    monkeypatch.setattr(tiles, "BLOCK", 4)
     assert_equals_dense(document_attention, inputs(), **options)
 
 
@@ -131,7 +134,7 @@ def kept_weights(query, key, **options):
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"sinks": True}, {"softcap": 2.0}], ids=str)
 def test_dropout_drops_the_same_weights_forward_and_backward(options, monkeypatch):
-    monkeypatch.setattr(document_sdpa, "_BLOCK", 8)
+    monkeypatch.setattr(tiles, "BLOCK", 8)
     tensors = inputs()
     if "sinks" in options:
         options = {"sinks": torch.randn(4)}

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from helpers.dense import LENGTHS, boundaries, inputs
+from helpers.dense import LENGTHS, boundaries, inputs, with_keywords
 from helpers.packed_models import packed_batch
 from helpers.tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trl_packing import resolve_attention
-from trl_packing.attention.backends import install_attention
-from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
+from trl_packing.attention import document_sdpa
+from trl_packing.attention.install import install_attention
+from trl_packing.attention.sdpa_by_document import sdpa_by_document
+
+document_attention = with_keywords(document_sdpa.document_attention)
 
 
 def largest_allocation(function):
@@ -50,7 +53,7 @@ def test_a_gpu_without_flash_attention_gets_what_its_fused_kernel_takes(monkeypa
         return sdpa(query, key, value, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    _sdpa_with_autograd(*inputs(heads=4, kv_heads=2), boundaries(), 0.25, 0)
+    sdpa_by_document(*inputs(heads=4, kv_heads=2), boundaries(), 0.25, 0)
     assert [query[2] for query, *_ in calls] == [length for length in LENGTHS if length]
     for query, key, value, options in calls:
         assert query == key == value == (1, 4, query[2], 8)
@@ -87,7 +90,7 @@ def test_a_windowed_document_needs_no_mask_of_its_length_on_other_devices(window
 
     def step():
         cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
-        _sdpa_with_autograd(q, k, v, cu_seqlens, 0.3, window).float().sum().backward()
+        sdpa_by_document(q, k, v, cu_seqlens, 0.3, window).float().sum().backward()
 
     # A tile of 512 queries sees its window, and itself.
     a_tile = 512 * (window + 512 + 8) * q.element_size()
@@ -141,6 +144,6 @@ def test_tiles_on_other_devices_repeat_no_mask(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     lengths = [3000, 700, 1500]
     q, k, v = (torch.randn(sum(lengths), 2, 8) for _ in range(3))
-    _sdpa_with_autograd(q, k, v, boundaries(lengths), 0.3, 600)
+    sdpa_by_document(q, k, v, boundaries(lengths), 0.3, 600)
     assert len(biases) == 12, "tiles beyond the window"
     assert len({bias.untyped_storage().data_ptr() for bias in biases}) == 1

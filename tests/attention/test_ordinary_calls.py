@@ -13,7 +13,7 @@ from transformers import AttentionMaskInterface, AutoModelForCausalLM
 
 from trl_packing import resolve_attention
 from trl_packing.attention import document_sdpa
-from trl_packing.attention.backends import install_attention
+from trl_packing.attention.install import install_attention
 
 
 def padded(lengths, side):

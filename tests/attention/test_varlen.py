@@ -13,13 +13,16 @@ from helpers.dense import (
     dense_attention,
     inputs,
     visible,
+    with_keywords,
 )
 from helpers.packed_models import alone, packed_batch
 from helpers.tiny import WINDOW, tiny_model
 
 from trl_packing.attention import varlen as torch_varlen
-from trl_packing.attention.backends import AttentionChoice, install_attention
-from trl_packing.attention.varlen import varlen_attention
+from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.install import install_attention
+
+varlen_attention = with_keywords(torch_varlen.varlen_attention)
 
 
 @pytest.fixture

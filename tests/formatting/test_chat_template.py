@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Context
+from trl_packing.formatting import row_format
+from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
+from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 
@@ -257,7 +259,9 @@ def test_sentencepiece_tokens_are_trained_if_they_hold_what_the_assistant_says(n
     messages = data.draw(conversations(FORMATS[name].system))
     [row] = prepared(ChatTemplate(tokenizer), [messages])
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    _, spans = ChatTemplate(tokenizer).turns(messages, Context(), assistants(messages))
+    _, spans = find_message_spans(
+        ChatTemplate(tokenizer), Conversation(messages), assistants(messages)
+    )
     held = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     expected = [
         any(max(begin, start) < min(end, stop) for [(start, stop)] in spans.values())
@@ -275,7 +279,7 @@ def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_i
     tokenizer.chat_template = source_of(name).replace("eos_token", "'[END]'")
     stop = "<|im_end|>" if name == "chatml" else "[END]"
     messages = [*SENTENCES, turn("user", ""), turn("assistant", "")]
-    text, spans = ChatTemplate(tokenizer).turns(messages, Context(), [1, 3])
+    text, spans = find_message_spans(ChatTemplate(tokenizer), Conversation(messages), [1, 3])
     assert [text[start:stop] for [(start, stop)] in spans.values()] == ["Hello" + stop, stop]
 
 
@@ -289,9 +293,11 @@ def assistants(messages) -> list[int]:
 def test_a_turn_is_the_same_whether_others_are_wanted_or_not(name, data):
     chat = ChatTemplate(tokenizer_for(name))
     messages = data.draw(conversations(FORMATS[name].system))
-    _, together = chat.turns(messages, Context(), assistants(messages))
+    _, together = find_message_spans(chat, Conversation(messages), assistants(messages))
     for number in assistants(messages):
-        assert chat.turns(messages, Context(), [number])[1] == {number: together[number]}
+        assert find_message_spans(chat, Conversation(messages), [number])[1] == {
+            number: together[number]
+        }
 
 
 # --- which turns ----------------------------------------------------------------------------------
@@ -312,7 +318,7 @@ def test_everything_is_trained_with_all(name):
     chat = ChatTemplate(tokenizer_for(name))
     [row] = prepared(chat, [THREE], "all")
     assert (row["labels"] == row["input_ids"]).all()
-    assert chat.tokenizer.decode(row["input_ids"]) == chat.render(THREE, Context())
+    assert chat.tokenizer.decode(row["input_ids"]) == chat.render(Conversation(THREE))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -349,7 +355,7 @@ def test_the_tokens_of_a_turn_have_the_weight_of_its_message(name):
 def test_of_two_assistant_messages_in_a_row_each_has_its_own_words(name):
     chat = ChatTemplate(tokenizer_for(name))
     messages = [turn("user", "a"), turn("assistant", "one"), turn("assistant", "two")]
-    text, spans = chat.turns(messages, Context(), [1, 2])
+    text, spans = find_message_spans(chat, Conversation(messages), [1, 2])
     first, second = (text[start:stop] for [(start, stop)] in spans.values())
     assert "one" in first
     assert "two" not in first
@@ -360,7 +366,7 @@ def test_of_two_assistant_messages_in_a_row_each_has_its_own_words(name):
 def test_the_assistant_may_speak_first(name):
     chat = ChatTemplate(tokenizer_for(name))
     messages = [turn("system", "x"), turn("assistant", "Welcome"), *SENTENCES]
-    text, spans = chat.turns(messages, Context(), [1, 3])
+    text, spans = find_message_spans(chat, Conversation(messages), [1, 3])
     [(start, stop)] = spans[1]
     assert "Welcome<" in text[start:stop]
     assert text[start:stop].count("<|im_start|>") == 0
@@ -529,35 +535,35 @@ def test_the_same_reasoning_under_two_keys_is_asked_for_once():
 # --- the checks can fail --------------------------------------------------------------------------
 
 
-class _GrowingPrefixes(ChatTemplate):
-    """Turns as many take them: what each message adds to the text of those before it."""
+def growing_prefixes(chat, conversation, wanted, **options):
+    """Spans as many take them: what each message adds to the text of those before it."""
 
-    def turns(self, messages, context, wanted, **options):
-        spans = {}
-        for number in wanted:
-            start = len(self.render(messages[:number], context, generation_prompt=True))
-            spans[number] = [(start, len(self.render(messages[: number + 1], context)))]
-        return self.render(messages, context), spans
+    def first(number, **prompt):
+        return chat.render(conversation.with_messages(conversation.messages[:number]), **prompt)
+
+    spans = {n: [(len(first(n, generation_prompt=True)), len(first(n + 1)))] for n in wanted}
+    return chat.render(conversation), spans
 
 
-class _Shifted(ChatTemplate):
-    def turns(self, messages, context, wanted, **options):
-        text, turns = super().turns(messages, context, wanted, **options)
-        return text, {n: [(a + 1, b + 1) for a, b in spans] for n, spans in turns.items()}
+def shifted(chat, conversation, wanted, **options):
+    text, found = find_message_spans(chat, conversation, wanted, **options)
+    return text, {n: [(a + 1, b + 1) for a, b in spans] for n, spans in found.items()}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_spans_one_character_off_are_noticed(name):
+def test_spans_one_character_off_are_noticed(name, monkeypatch):
     chat = ChatTemplate(tokenizer_for(name))
     assert_turns(name, chat, [THREE])
+    monkeypatch.setattr(row_format, "find_message_spans", shifted)
     with pytest.raises(AssertionError):
-        assert_turns(name, _Shifted(chat.tokenizer), [THREE])
+        assert_turns(name, chat, [THREE])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "phi3", "qwen3_5_think", "chatml"])
-def test_growing_prefixes_are_noticed(name):
+def test_growing_prefixes_are_noticed(name, monkeypatch):
+    monkeypatch.setattr(row_format, "find_message_spans", growing_prefixes)
     with pytest.raises(AssertionError):
-        assert_turns(name, _GrowingPrefixes(tokenizer_for(name)), [THREE])
+        assert_turns(name, ChatTemplate(tokenizer_for(name)), [THREE])
 
 
 # --- rendered by the compiled template ------------------------------------------------------------
@@ -585,10 +591,10 @@ def test_plain_texts_render_as_apply_chat_template_does(template, messages, prom
         expected = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     except TEMPLATE_ERRORS as error:
         with pytest.raises(type(error)):
-            ours.render(messages, Context(), generation_prompt=prompt)
+            ours.render(Conversation(messages), generation_prompt=prompt)
     else:
         assert ours._renders_directly
-        assert ours.render(messages, Context(), generation_prompt=prompt) == expected
+        assert ours.render(Conversation(messages), generation_prompt=prompt) == expected
 
 
 def test_a_tokenizer_that_renders_otherwise_is_asked_itself():
@@ -598,4 +604,4 @@ def test_a_tokenizer_that_renders_otherwise_is_asked_itself():
     chat.apply_chat_template = lambda *args, **kwargs: apply(*args, **kwargs).upper()
     ours = ChatTemplate(chat)
     assert not ours._renders_directly
-    assert ours.render([{"role": "user", "content": "hi"}], Context()) == "HI|"
+    assert ours.render(Conversation([{"role": "user", "content": "hi"}])) == "HI|"

@@ -9,8 +9,12 @@ kernel: 2**-24 = 6e-8 of values of size 1 to 10, over sums of at most 40 keys ×
 below 1e-5. Whole models need more; see `tests/training/test_exact.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from trl_packing.attention.interface import KernelOptions, PackedKernel
 
 TOLERANCE = 1e-5
 
@@ -94,3 +98,14 @@ def assert_equals_dense(attention, tensors, tolerance=TOLERANCE, **options):
     for got, expected in zip(ours, reference, strict=True):
         size = 1 + expected.abs().max().item()
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * size)
+
+
+def with_keywords(kernel: PackedKernel) -> Callable[..., Tensor]:
+    """Return `kernel` with its options as keyword arguments, as `dense_attention` takes them."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: object
+    ) -> Tensor:
+        return kernel(query, key, value, cu_seqlens, KernelOptions(**options), None)
+
+    return attention

@@ -4,7 +4,7 @@ import torch
 
 from helpers.tiny import PACKED_MODELS, documents_of_lengths, tiny_model
 from trl_packing import PackedCollator, resolve_attention
-from trl_packing.attention.backends import install_attention
+from trl_packing.attention.install import install_attention
 
 
 def packed_batch(lengths, seed=0):

@@ -32,7 +32,7 @@ from trl_packing import (
     resolve_attention,
 )
 from trl_packing.attention import document_sdpa
-from trl_packing.attention.backends import install_attention
+from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import _attention_function
 from trl_packing.documents.boundaries import boundaries_of_row
 from trl_packing.loss.lm_head import add_trained_positions_head
@@ -305,8 +305,9 @@ def test_gpt_oss_leaks_on_its_own_attention():
 def test_a_kernel_that_computes_something_else_does_not_pass_for_rounding(monkeypatch):
     """Documents stay apart here, but they are not what the model makes of them alone."""
 
-    def without_window(*arguments, window=None, **options):
-        return document_sdpa.document_attention(*arguments, **options)
+    def without_window(query, key, value, cu_seqlens, options, max_length):
+        options = options._replace(window=None)
+        return document_sdpa.document_attention(query, key, value, cu_seqlens, options)
 
     wrong = _attention_function(without_window, "sdpa")
     monkeypatch.setitem(AttentionInterface._global_mapping, document_sdpa.NAME, wrong)

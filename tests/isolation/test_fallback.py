@@ -29,8 +29,9 @@ from trl_packing import (
     block_diagonal_mask,
     resolve_attention,
 )
-from trl_packing.attention import block_mask as explicit_mask
-from trl_packing.attention.backends import AttentionChoice, install_attention
+from trl_packing.attention import block_mask
+from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import unwrap_packed_calls
 from trl_packing.isolation.fallback import install_first_exact, with_fallbacks
 from trl_packing.tools.tiny_models import tiny_model
@@ -148,7 +149,7 @@ def test_a_mask_without_the_window_fails_the_same_comparison(tmp_path, monkeypat
     def without_window(seq_lengths, config, dtype, device):
         return block_diagonal_mask(torch.from_numpy(seq_lengths)[None], dtype=dtype)
 
-    monkeypatch.setattr(explicit_mask, "packed_mask", without_window)
+    monkeypatch.setattr(block_mask, "packed_mask", without_window)
     _, packed = step("mistral", tmp_path, attention="mask", isolation_check="off")
     assert min(packed.distance(truth("mistral"))) > LEAK
 
@@ -159,7 +160,7 @@ def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_pat
     options = {"attention": "padded", "isolation_check": "off"}
     _, apart = packed_step(copy.deepcopy(model), documents, str(tmp_path), **options)
     assert_exact(apart, expected)
-    monkeypatch.setattr(trl_packing.attention.backends, "rope_thresholds", lambda model: [])
+    monkeypatch.setattr(trl_packing.attention.install, "rope_thresholds", lambda model: [])
     _, together = packed_step(copy.deepcopy(model), documents, str(tmp_path), **options)
     assert min(together.distance(expected)) > LEAK
 

@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, other_rows
-from trl_packing.attention.backends import AttentionChoice, install_attention, resolve_attention
-from trl_packing.attention.document_sdpa import _sdpa_with_autograd, document_attention
-from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.attention.backends import AttentionChoice, resolve_attention
+from trl_packing.attention.document_sdpa import document_attention
+from trl_packing.attention.install import install_attention
+from trl_packing.attention.interface import KernelOptions, register_packed_kernel
+from trl_packing.attention.sdpa_by_document import sdpa_by_document
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.tools import tiny_models as architectures
@@ -202,15 +204,15 @@ def test_documents_without_tokens_are_none_on_other_devices(window):
     q, k, v = (torch.randn(12, 2, 8) for _ in range(3))
     held = torch.tensor([0, 5, 5, 5, 12], dtype=torch.int32)
     for attention in (
-        lambda cu: _sdpa_with_autograd(q, k, v, cu, 0.4, window or 0),
-        lambda cu: document_attention(q, k, v, cu, scale=0.4, window=window),
+        lambda cu: sdpa_by_document(q, k, v, cu, 0.4, window or 0),
+        lambda cu: document_attention(q, k, v, cu, KernelOptions(0.4, window)),
     ):
         torch.testing.assert_close(attention(held), attention(held[[0, 1, 4]]), rtol=0, atol=0)
 
 
 def test_compiled_attention_is_one_call_on_other_devices_too():
     def attention(q, k, v, cu_seqlens):
-        return document_attention(q, k, v, cu_seqlens, scale=0.4)
+        return document_attention(q, k, v, cu_seqlens, KernelOptions(scale=0.4))
 
     tensors = [torch.randn(12, 2, 8, device="meta") for _ in range(3)]
     boundaries = torch.tensor([0, 5, 12], dtype=torch.int32, device="meta")
@@ -520,8 +522,8 @@ def test_a_model_has_one_graph_without_a_break(name, dynamo):
 def test_a_loop_over_documents_has_more(dynamo):
     """What the custom op is for: the same shapes, and a graph for every set of boundaries."""
 
-    def loop(q, k, v, cu_seqlens, max_length, *, scale, **_):
-        return _sdpa_with_autograd(q, k, v, cu_seqlens, scale, 0)
+    def loop(q, k, v, cu_seqlens, options, max_length):
+        return sdpa_by_document(q, k, v, cu_seqlens, options.scale, 0)
 
     register_packed_kernel("packed_loop", loop)
     model = tiny_model("llama")

@@ -98,7 +98,7 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         peft_config=peft_config,
     )
     if own_head:
-        from trl_packing.attention.backends import install_attention
+        from trl_packing.attention.install import install_attention
 
         use_native_head(trainer._gate.base_model)
         install_attention(trainer.model, trainer.attention)

@@ -1,6 +1,6 @@
-"""Attention: kernels that keep the documents of a packed row apart, one file a backend.
+"""Attention: kernels that keep the documents of a packed row apart, one file per backend.
 
-Belongs here: a backend, how a model is told to use it, and the choice among them. Does not: the
+Belongs here: a backend, how it is set on a model, and the choice among backends. Does not: the
 measurement that a backend is exact on a model (isolation). Backends never import one another.
 
 Read `backends.py` first.
@@ -12,7 +12,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "AttentionChoice": "backends",
-        "install_attention": "backends",
+        "install_attention": "install",
         "resolve_attention": "backends",
     },
 )

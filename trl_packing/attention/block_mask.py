@@ -1,10 +1,10 @@
 """An explicit 4-D mask for packed calls: block-diagonal, causal, T×T.
 
-For models whose attention is their own and that build their mask without looking at `position_ids`
-(they would let documents see each other), but take a finished mask as it is.
+For models outside transformers' attention interface that ignore `position_ids` when they build
+their mask, so that documents see each other, but use a 4-D mask unchanged.
 
-A finished mask replaces every mask that the model would build, so windows and chunks are drawn in
-here: one mask for all layers, or one a layer type where the model says that it has several.
+A 4-D mask replaces every mask that the model would build, so it contains windows and chunks too:
+one mask for all layers, or one per layer type if the config has several types.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ NAME = "mask"
 
 
 def mask_packed_calls(backbone: nn.Module) -> None:
-    """Let packed calls of `backbone` run with a 4-D mask instead of boundaries."""
+    """Make packed calls of `backbone` use a 4-D mask instead of boundaries."""
     text = text_config(backbone)
 
-    def masked(forward: Callable[..., Any], **kwargs: Any) -> Any:
+    def run_with_mask(forward: Callable[..., Any], **kwargs: Any) -> Any:
         lengths = np.diff(host_boundaries(kwargs["cu_seq_lens_q"]))
         unmasked = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
         mask = packed_mask(lengths, text, _dtype(backbone), kwargs["position_ids"].device)
         return forward(**unmasked | {"attention_mask": mask})
 
-    wrap_packed_calls(backbone, masked)
+    wrap_packed_calls(backbone, run_with_mask)
 
 
 def packed_mask(
@@ -41,9 +41,18 @@ def packed_mask(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Any:
-    """Return the additive mask ``(1, 1, T, T)`` on `device`, or a dict of them by layer type.
+    """Return the additive mask ``(1, 1, T, T)``, or a dict of such masks by layer type.
 
-    Only the document of each token goes to the device, from where nothing has to come back.
+    Only the document index of each token is copied to the device, and nothing back.
+
+    Args:
+        seq_lengths: tokens of each document, ``(N,)``.
+        config: text config of the model, which names windows, chunks and layer types.
+        dtype: dtype of the mask.
+        device: device of the mask; None: the CPU.
+
+    Raises:
+        NotImplementedError: layers have several sizes of windows or of chunks.
     """
     types = set(getattr(config, "layer_types", None) or ())
     window = _one(config, "sliding_window")
@@ -68,7 +77,7 @@ def packed_mask(
 
 
 def _one(config: Any, name: str) -> int | None:
-    """Return the size of all windows or chunks: a layer type has one mask."""
+    """Return the one size of all windows or chunks, since a layer type has one mask."""
     sizes = set(layer_values(config, name))
     if len(sizes) > 1:
         raise NotImplementedError(f"layers have several sizes of {name}: {sorted(sizes)}")
@@ -76,7 +85,7 @@ def _one(config: Any, name: str) -> int | None:
 
 
 def _chunks(seq_lengths: np.ndarray, chunk: int) -> np.ndarray:
-    """Return the lengths ``(pieces,)`` of documents cut into chunks, isolated like documents."""
+    """Return the lengths ``(chunks,)`` of all chunks, which are isolated like documents."""
     pieces = [
         min(chunk, length - start)
         for length in seq_lengths.tolist()

@@ -1,14 +1,14 @@
-"""An installed flash-attn package, through transformers' own FlashAttention path.
+"""An installed flash-attn package, used through transformers' FlashAttention path.
 
-transformers hands `cu_seq_lens_q/k` and `max_length_q/k` of the batch to the varlen kernel, so
-nothing needs registering here: this file only says which versions are there and what they lack.
+transformers passes `cu_seq_lens_q/k` and `max_length_q/k` of the batch to the varlen kernel, so
+nothing is registered here: this module knows which versions are installed and what they lack.
 
     version 2    sm80 and later      dropout, soft-cap, heads up to 256
     version 3    sm80 to sm90        no dropout
     version 4    sm90 to sm121       no dropout, no backward of soft-cap; heads up to 128 from sm100
 
-Limits are those of the sources (flash-attn 2.8, its `hopper` and `flash_attn/cute`, 2026). Others
-show in the isolation check, which runs one backward (`kernel_backward.py`).
+The limits are read from the sources (flash-attn 2.8, its `hopper` and `flash_attn/cute`, 2026). The
+isolation check runs one backward to find others (`kernel_backward.py`).
 """
 
 import os
@@ -22,8 +22,8 @@ VERSIONS = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
 
 MAX_HEAD_DIM = 256
 
-# The first compute capability that the backward of a version runs on, and the first that is too new
-# for its kernels. The forward of version 4 takes sm80, its backward asserts sm90.
+# The first compute capability on which the backward of a version runs, and the first that is too
+# new for its kernels. The forward of version 4 runs on sm80, but its backward asserts sm90.
 _CAPABILITIES = {"2": ((8, 0), None), "3": ((8, 0), (10, 0)), "4": ((9, 0), (13, 0))}
 
 
@@ -43,8 +43,11 @@ def refusal(
 ) -> str | None:
     """Return why version `name` cannot train a model exactly on this machine's GPU, or None.
 
-    head_sizes: the sizes of a key and of a value, for every pair that the layers have.
-    softcap, dropout: whether scores are capped, and how many attention weights are dropped.
+    Args:
+        name: one of `VERSIONS`.
+        head_sizes: all pairs (size of a key, size of a value) that layers have.
+        softcap: whether scores are soft-capped.
+        dropout: dropout probability of attention weights, in [0, 1].
     """
     version, sizes = name[-1], sorted(head_sizes)
     widest = max(max(pair) for pair in sizes)
@@ -52,14 +55,14 @@ def refusal(
     if capability is not None and (reason := _capability_refusal(version, capability)):
         return reason
     for key, value in sizes:
-        if value > key:  # transformers pads values to the size of keys, and so would cut these
+        if value > key:  # transformers pads values to the size of keys, which would truncate these
             return f"{name} cannot take head_dim {key} with {value}"
         if version != "2" and key % 8:
             return f"{name} cannot take head_dim {key}, which is no multiple of 8"
     if version == "4" and capability is not None and capability >= (10, 0) and widest > 128:
         return f"head_dim {widest} is above 128, the most of {name} on {_sm(capability)}"
     if dropout and version != "2":
-        # transformers leaves dropout out where the kernel has no such argument, and only warns.
+        # transformers only warns, and skips dropout, if the kernel has no such argument.
         return f"{name} has no dropout and the model sets {dropout}"
     if softcap and version == "4":
         return f"{name} has no backward with soft-cap"
@@ -78,7 +81,7 @@ def _capability_refusal(version: str, capability: tuple[int, int]) -> str | None
 
 
 def _determinism_refusal(name: str, capability: tuple[int, int] | None, widest: int) -> str | None:
-    """Return why `name` has no deterministic backward, if transformers will ask it for one."""
+    """Return why `name` has no deterministic backward, if transformers will request one."""
     if os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") != "1":
         return None
     if name.endswith("3") and widest > 192:
@@ -93,11 +96,11 @@ def _sm(capability: tuple[int, int]) -> str:
 
 
 def is_flash_attention(implementation: str | None) -> bool:
-    """Whether `attn_implementation` names FlashAttention, a package's or a hub kernel's."""
+    """Whether `implementation` names FlashAttention, from a package or from a hub kernel."""
     name = (implementation or "").replace("attention", "attn").replace("_", "-")
     return "flash-attn" in name
 
 
 def drops_sinks(implementation: str) -> bool:
-    """Whether transformers leaves out attention sinks with it: version 2 has no place for them."""
+    """Whether transformers drops attention sinks under `implementation`: version 2 has no sinks."""
     return implementation.endswith(("flash_attention_2", "flash-attn2"))

@@ -1,11 +1,12 @@
-"""The `attn_implementation` of a model while ours is in use, and the one that it came with.
+"""Switches a model's `attn_implementation` to a packed kernel and back to the native one.
 
-    model.config._attn_implementation     "sdpa"                  as it came, and as we leave it
+    model.config._attn_implementation     "sdpa"                  native, and restored after a run
                                           "packed_documents"      while packed rows are computed
-    pickle, copy.deepcopy, torch.save     "sdpa"                  always: ours is known here only
+    pickle, copy.deepcopy, torch.save     "sdpa"                  always: no other process knows
+                                                                  the packed name
 
-Attention reads the name in the backward too (gradient checkpointing), so it cannot go back after
-each forward. Packed calls set it, and whoever drives them (a run, an evaluation) puts it back.
+Attention reads the name in the backward too (gradient checkpointing), so it cannot be restored
+after each forward. Packed calls set it, and the run or the evaluation around them restores it.
 """
 
 from collections.abc import Iterator
@@ -17,9 +18,21 @@ from trl_packing.models.introspection import text_config
 
 _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)
 
+_packed_names: set[str] = set()
+
+
+def register_packed_name(name: str) -> None:
+    """Remember that the `attn_implementation` `name` is a packed kernel of this package."""
+    _packed_names.add(name)
+
+
+def is_packed_implementation(implementation: str | None) -> bool:
+    """Whether `implementation` names a packed kernel of this package."""
+    return implementation in _packed_names
+
 
 class InstalledName(str):
-    """The name of an implementation; pickled and copied, it is `native`, the model's."""
+    """The name of an installed implementation; it pickles and copies as the native name."""
 
     native: str | None
 
@@ -40,9 +53,19 @@ def current_implementation(model: Any) -> str | None:
     return getattr(text_config(model), "_attn_implementation", None)
 
 
-@torch.compiler.disable  # a graph made before is made anew
+def native_implementation(model: Any) -> str | None:
+    """Return the `attn_implementation` that the model had before a packed one was installed."""
+    current = current_implementation(model)
+    if isinstance(current, InstalledName):
+        return current.native
+    if not is_packed_implementation(current):
+        return current
+    return "eager" if str(current).endswith("eager") else "sdpa"  # loaded with a packed one
+
+
+@torch.compiler.disable  # compiled graphs of the earlier implementation are compiled again
 def set_implementation(model: Any, implementation: str | None) -> None:
-    """Let the text part of `model` compute attention by `implementation`; None changes nothing."""
+    """Make the text part of `model` compute attention by `implementation`; None: no-op."""
     if implementation is None or current_implementation(model) == implementation:
         return
     before = [(config, vars(config).get(_FIELD)) for config in _configs(model)]
@@ -56,7 +79,7 @@ def set_implementation(model: Any, implementation: str | None) -> None:
 
 
 def restore_implementation(model: Any) -> None:
-    """Give `model` the `attn_implementation` back that it came with; no-op if it has it."""
+    """Restore the native `attn_implementation` of `model`; no-op if none was installed."""
     for config in _configs(model):
         name = vars(config).get(_FIELD)
         if isinstance(name, InstalledName):
@@ -64,7 +87,7 @@ def restore_implementation(model: Any) -> None:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """Yield every config of `model`, of its parts and of their parts, once."""
+    """Yield every config of `model` once, with the configs of its parts at every depth."""
     found = [c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")]
     seen: set[int] = set()
     while found:

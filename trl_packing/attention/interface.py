@@ -1,14 +1,14 @@
-"""How a packed kernel joins a transformers model without changing what else the model does.
+"""Registers packed kernels with transformers, and routes packed calls of a model to them.
 
 A kernel that keeps documents apart needs only boundaries, so a *packed call* must build no mask:
 
-    packed call      cu_seq_lens_q given, no attention_mask   -> mask None, our kernel
-    any other call   padded batch, generate, 4-D mask, ...    -> the mask and the attention function
-                                                                 that the model had before
+    packed call      cu_seq_lens_q given, no attention_mask   -> mask None, packed kernel
+    any other call   padded batch, generate, 4-D mask, ...    -> the native mask and attention
+                                                                 function of the model
 
-Both halves are registered under one name. Registering the attention function alone would leave
-every other call without a mask: a left-padded batch then moves by 2.5 and `generate` writes other
-tokens, without a message (transformers 5.23).
+The attention function and the mask function are registered under one name. Without the mask
+function, every other call would silently run without a mask: logits of a left-padded batch then
+change by 2.5, and `generate` writes other tokens (transformers 5.23).
 """
 
 import functools
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,70 +25,99 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.attention.implementation import current_implementation, set_implementation
+from trl_packing.attention.implementation import (
+    current_implementation,
+    register_packed_name,
+    set_implementation,
+)
 from trl_packing.documents.host_row import BOUNDARIES
 from trl_packing.models.forward import unbind_forward
 from trl_packing.models.neftune import announce_documents
 from trl_packing.recognition.calls import complete_arguments, leave_inner_calls_alone
 
-# (query, key, value, cu_seqlens, max_length, options) -> output; see `document_sdpa` for the shapes
-PackedKernel = Callable[..., Tensor]
 
-# Models build their masks before attention runs and some (gpt_oss) without the position_ids that
-# betray packing, so a mask function cannot tell a packed call by its arguments. The wrapper set by
-# `mark_packed_calls` says so. A plain global, because torch.compile follows it.
+class KernelOptions(NamedTuple):
+    """Options of one call of a packed kernel.
+
+    Attributes:
+        scale: factor of the dot products of queries and keys.
+        window: number of tokens that a query sees, itself included; None or 0: all before it.
+        softcap: bound of the scaled scores, as ``softcap * tanh(score / softcap)`` (gemma2); None
+            or 0: none.
+        sinks: learned logits ``(heads,)`` that take part in the softmax and attend to nothing
+            (gpt_oss).
+        dropout: probability of dropping an attention weight, in [0, 1].
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+
+# (query, key, value, cu_seqlens, options, max_length) -> output; see `document_sdpa` for the shapes
+PackedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, KernelOptions, int | None], Tensor]
+
+# Models build their masks before attention runs. Some (gpt_oss) do so without the position_ids that
+# reveal packing, so a mask function cannot recognize a packed call by its arguments. The wrapper
+# set by `mark_packed_calls` sets this flag. It is a plain global, because torch.compile follows it.
 _in_packed_call = False
 
-# Arguments of the interface that change the result and that no packed kernel here computes.
+# Arguments of the interface that change the result and that no packed kernel computes.
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 
 
 def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
-    """Register `kernel` with transformers under `name` and `name_over_eager`.
+    """Register `kernel` with transformers as `name` and as `name_over_eager`.
 
-    The second name returns to eager attention instead of SDPA for calls that are not packed.
+    Calls that are not packed run SDPA under the first name, and eager attention under the second.
     """
     for fallback in ("sdpa", "eager"):
         registered = implementation_name(name, fallback)
+        register_packed_name(registered)
         AttentionInterface.register(registered, _attention_function(kernel, fallback))
         AttentionMaskInterface.register(registered, _mask_function(fallback))
 
 
 def implementation_name(name: str, fallback: str) -> str:
-    """Return the `attn_implementation` that runs kernel `name` and falls back to `fallback`."""
+    """Return the `attn_implementation` of kernel `name` with `fallback` for all other calls."""
     return f"{name}_over_eager" if fallback == "eager" else name
 
 
 def mark_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:
-    """Let `backbone.forward` announce packed calls, so that they build no mask.
+    """Make packed calls of `backbone` build no mask, and run under `implementation`."""
 
-    implementation: the `attn_implementation` that they need.
-    """
-
-    def announced(forward: Callable[..., Any], **kwargs: Any) -> Any:
-        with _packed_call():
+    def run_without_mask(forward: Callable[..., Any], **kwargs: Any) -> Any:
+        with _mark_packed_call():
             return forward(**kwargs)
 
-    wrap_packed_calls(backbone, announced, implementation)
+    wrap_packed_calls(backbone, run_without_mask, implementation)
 
 
 def pass_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:
-    """Let packed calls of `backbone` run as they are: its own attention knows boundaries."""
+    """Run packed calls of `backbone` unchanged: its native attention reads boundaries."""
     wrap_packed_calls(backbone, lambda forward, **kwargs: forward(**kwargs), implementation)
 
 
 def wrap_packed_calls(
     module: nn.Module, run: Callable[..., Any], implementation: str | None = None
 ) -> None:
-    """Run packed calls of `module` as ``run(forward, **kwargs)``; others are left alone.
+    """Run packed calls of `module` as ``run(forward, **kwargs)``, and other calls unchanged.
 
-    Packed calls set `implementation`, which is gone after a run, and in a copy. A call on a packed
-    row of ours that does not say so is a packed call too (current_row). Arguments given by position
-    reach `run` by name. Replaces an earlier `run`; `unwrap_packed_calls` takes it away.
+    A call on a packed row without boundaries is a packed call too, if the row is recognized
+    (`recognition/current_row.py`). Positional arguments reach `run` by name.
+
+    Args:
+        module: the module whose `forward` is replaced. An earlier `run` is replaced too;
+            `unwrap_packed_calls` removes it.
+        run: called with the native forward and all arguments by name.
+        implementation: the `attn_implementation` that packed calls set, since it is restored after
+            each run and does not travel with copies.
     """
     unwrap_packed_calls(module)
     before = vars(module).get("forward")
-    below = unbind_forward(module.forward, module)
+    inner_forward = unbind_forward(module.forward, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     @functools.wraps(type(module).forward)
@@ -97,32 +126,36 @@ def wrap_packed_calls(
             kwargs |= _announced_boundaries
         args, kwargs = complete_arguments(self, names, args, kwargs)
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
-            return below(self, *args, **kwargs)
+            return inner_forward(self, *args, **kwargs)
         if implementation is not None and current_implementation(self) != implementation:
             set_implementation(self, implementation)
         named = dict(zip(names, args, strict=False))
         with announce_documents(boundaries=kwargs["cu_seq_lens_q"]), leave_inner_calls_alone():
-            return run(functools.partial(below, self), **named, **kwargs)
+            return run(functools.partial(inner_forward, self), **named, **kwargs)
 
     forward.before_packed_calls = before  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
 
 
-# What a packed call of a whole model says of its row, for the backbone inside it.
+# Boundaries announced by the packed call of a whole model, read by its backbone.
 _announced_boundaries: dict[str, Any] = {}
 
 
 def announce_boundaries(model: nn.Module, implementation: str | None = None) -> None:
-    """Make packed calls of `model` reach its backbone: some forwards (falcon, mamba) drop kwargs.
+    """Make the boundaries of packed calls of `model` reach its backbone.
 
-    implementation: the `attn_implementation` that they need. It is set here too, because some
-    models (opt) call past their backbone.
+    Some forwards (falcon, mamba) drop unknown arguments.
+
+    Args:
+        model: the whole model, with its head.
+        implementation: the `attn_implementation` that packed calls need. It is set here too,
+            because some models (opt) call past their backbone.
     """
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     taken = {p.name for p in parameters} | {"fused_lm_head"}
 
-    def announced(forward: Callable[..., Any], **kwargs: Any) -> Any:
+    def run_with_boundaries(forward: Callable[..., Any], **kwargs: Any) -> Any:
         global _announced_boundaries
         before = _announced_boundaries
         _announced_boundaries = {k: v for k, v in kwargs.items() if k in BOUNDARIES}
@@ -131,11 +164,11 @@ def announce_boundaries(model: nn.Module, implementation: str | None = None) -> 
         finally:
             _announced_boundaries = before
 
-    wrap_packed_calls(model, announced, implementation)
+    wrap_packed_calls(model, run_with_boundaries, implementation)
 
 
 def unwrap_packed_calls(module: nn.Module) -> None:
-    """Give `module` the forward back that it had before `wrap_packed_calls`."""
+    """Restore the forward that `module` had before `wrap_packed_calls`."""
     forward = vars(module).get("forward")
     if not hasattr(forward, "before_packed_calls"):
         return
@@ -147,7 +180,7 @@ def unwrap_packed_calls(module: nn.Module) -> None:
 
 
 @contextmanager
-def _packed_call() -> Iterator[None]:
+def _mark_packed_call() -> Iterator[None]:
     global _in_packed_call
     before, _in_packed_call = _in_packed_call, True
     try:
@@ -201,7 +234,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
             if kwargs.get(argument) is not None:
                 raise NotImplementedError(
                     f"{type(module).__name__} passes {argument!r} to attention, which packed "
-                    "kernels do not compute; set attention='model' to use the model's own"
+                    "kernels do not compute; set attention='model' to use the model's own attention"
                 )
         if query.shape[0] != 1:
             raise ValueError(
@@ -214,12 +247,14 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
             cu_seq_lens_q,
+            KernelOptions(
+                query.shape[-1] ** -0.5 if scaling is None else scaling,
+                sliding_window,
+                softcap,
+                s_aux,
+                dropout,
+            ),
             max_length_q,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-            dropout=dropout,
         )
         return output.unsqueeze(0), None
 
@@ -227,14 +262,14 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    # Not every eager function of transformers takes every option: pass on what the model passed.
+    # Not every eager function of transformers takes every option: pass on only the options given.
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     if fallback != "eager":
         return ALL_ATTENTION_FUNCTIONS[fallback]
-    # Eager attention is a function of the model's own file, handed to the interface as its default.
+    # Eager attention is a function of the model's file, passed to the interface as its default.
     for cls in type(module).__mro__:
         function = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
         if function is not None:
@@ -246,12 +281,12 @@ def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does for SDPA, which a custom op does not get by itself."""
+    """Cast as autocast does for SDPA; autocast does not reach custom ops."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     elif query.dtype == key.dtype == value.dtype:
         return query, key, value
     else:
-        dtype = value.dtype  # norms kept in fp32 (peft) leave q and k wider than v
+        dtype = value.dtype  # norms kept in float32 (PEFT) leave query and key wider than value
     return query.to(dtype), key.to(dtype), value.to(dtype)

@@ -1,11 +1,11 @@
-"""One small backward of every kind of call that a model makes of an attention kernel.
+"""Runs one small backward for each kind of call that a model makes of an attention kernel.
 
-The isolation check runs forwards only. A kernel may have no backward for this GPU, head size or
-option (flash-attn 4 asserts in it), which would stop the first step; or one that reaches into other
-documents. So the first packed call of its kind in a check runs once more, with gradients:
+The isolation check runs forwards only. A kernel may lack a backward for this GPU, head size or
+option (flash-attn 4 asserts in it), which would stop the first step, or its backward may reach into
+other documents. The first call of each kind in a check therefore runs again, with gradients:
 
     row            A A A A B B B          the gradient of B's output
-    query, key     0 0 0 0 x x x          must be zero outside B, and a number everywhere
+    query, key     0 0 0 0 x x x          must be zero outside B, and finite everywhere
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 @contextmanager
 def run_backward_once(implementation: str) -> Iterator[list[str]]:
-    """Run one backward for every kind of call of the attention function `implementation`.
+    """Run one backward for each kind of call of the attention function `implementation`.
 
-    Yields what is wrong with them: the kernel raises, a gradient is no number, or it reaches into
-    another document. The calls themselves go on.
+    The calls themselves return as usual.
+
+    Yields:
+        The faults found so far: the kernel raises, a gradient is not finite, or it reaches into
+        another document.
     """
     function, tried = ALL_ATTENTION_FUNCTIONS[implementation], set()
     faults: list[str] = []
@@ -38,7 +41,7 @@ def run_backward_once(implementation: str) -> Iterator[list[str]]:
             faults.extend([fault] if fault else [])
         return output
 
-    # The interface looks into the instance first: what is registered for all stays as it is.
+    # The interface looks into the instance first, so the global registration stays unchanged.
     local = ALL_ATTENTION_FUNCTIONS._local_mapping
     before = local.get(implementation)
     ALL_ATTENTION_FUNCTIONS[implementation] = attention
@@ -52,7 +55,7 @@ def run_backward_once(implementation: str) -> Iterator[list[str]]:
 
 
 def _kind(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what decides which kernel runs; how long the row is does not."""
+    """Return the properties that select the kernel; the length of the row is not one of them."""
     sizes = [(x.shape[1], x.shape[-1], x.dtype) for x in (query, key, value)]
     is_windowed = kwargs.get("sliding_window") is not None
     return (*sizes, is_windowed, kwargs.get("softcap"), kwargs.get("cu_seq_lens_q") is not None)
@@ -66,9 +69,10 @@ def _fault(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str | None:
+    """Return the fault of one backward of `function`, or None."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     if kwargs.get("sliding_window") is not None:
-        # Short rows fit into the window, and transformers would leave it out.
+        # Short rows fit into the window, and transformers would skip it.
         half = max(tensors[1].shape[2] // 2, 1)
         kwargs = kwargs | {"sliding_window": min(kwargs["sliding_window"], half)}
     start = _start_of_last_document(kwargs.get("cu_seq_lens_q"))
@@ -81,9 +85,9 @@ def _fault(
         return f"its backward raises {type(error).__name__}: {error}"
     for gradient in found:  # (rows, heads, T, dim)
         if not torch.isfinite(gradient).all():
-            return "its backward returns gradients that are no numbers"
+            return "its backward returns gradients that are not finite"
         if gradient[:, :, :start].any():
-            return "its backward reaches into the documents before"
+            return "its backward reaches into the documents before it"
     return None
 
 

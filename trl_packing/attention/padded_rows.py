@@ -1,15 +1,15 @@
-"""The documents of a packed call as rows of a padded batch: exact on any model, slower.
+"""Runs the documents of a packed call as rows of padded batches: exact on any model, but slower.
 
 For models that cannot keep documents apart in one row (recurrent ones, ALiBi, prompt tuning). The
-packed batch stays what it is, outside; inside, documents of like length become the rows of a few
-padded forwards, and what comes out is laid back into the packed row:
+caller sees a packed batch. Inside, documents of similar length become the rows of a few padded
+forwards, whose outputs are put back into the packed row:
 
     flat row   [a a a a a | b b | c c c c]     one batch, one loss, one backward
     forwards   [a a a a a]  [b b]
                [c c c c .]
 
-So steps hold the documents that they would hold packed, and nothing downstream knows. No forward
-has more cells than the packed row has tokens, and at most one in eight of them is padding.
+Steps therefore contain the same documents as without padding, and no other code is affected. No
+forward has more cells than the packed row has tokens, and at most one in eight of them is padding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,23 +44,25 @@ _MOST_PADDING = 1 / 8
 def pad_packed_calls(
     model: nn.Module, *, thresholds: Sequence[int] = (), equal_lengths: bool = False
 ) -> None:
-    """Let packed calls of `model` run as padded rows.
+    """Run packed calls of `model` as padded rows.
 
-    `model` is the backbone, or a whole model: whatever has the packed row as its input and returns
-    values per token. Documents on both sides of one of `thresholds` (lengths at which a model
-    changes for the whole batch) never share a forward. With `equal_lengths` only documents of the
-    same length do, and nothing is padded.
+    Args:
+        model: the backbone or the whole model: any module that takes the packed row and returns
+            values per token.
+        thresholds: lengths in tokens at which a model changes for the whole batch. Documents on
+            both sides of one never share a forward.
+        equal_lengths: only documents of the same length share a forward, so nothing is padded.
     """
     keeps_position_ids = requires(model, "position_ids")
 
-    def padded(forward: Callable[..., Any], **kwargs: Any) -> Any:
+    def run_padded(forward: Callable[..., Any], **kwargs: Any) -> Any:
         boundaries = host_boundaries(kwargs["cu_seq_lens_q"])
         groups = list(group_documents(boundaries, thresholds, equal_lengths))
         batch = {k: v for k, v in kwargs.items() if k not in BOUNDARIES}
         if keeps_position_ids:
             batch["position_ids"] = kwargs["position_ids"]
         rows = [_rows_of(group, boundaries, _device(kwargs)) for group in groups]
-        # Sharded models gather their weights in every forward: all ranks must make equally many.
+        # Sharded models gather weights in each forward, so all ranks must run equally many.
         idle = rows[-1]._replace(
             is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
         )
@@ -72,26 +74,32 @@ def pad_packed_calls(
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
         return _joined(outputs, rows, batch.get("labels"))
 
-    wrap_packed_calls(model, padded)
+    wrap_packed_calls(model, run_padded)
 
 
-# --- which documents share a forward ----------------------------------------------------------
+# --- documents that share a forward -----------------------------------------------------------
 
 
 def group_documents(
     boundaries: Sequence[int], thresholds: Sequence[int] = (), equal_lengths: bool = False
 ) -> Iterator[list[int]]:
-    """Yield document indices, each group a padded forward, the longest document first.
+    """Yield the document indices of each padded forward, the longest document first.
 
-    >>> list(group_documents([0, 8, 10, 18, 25]))
-    [[0, 2, 3], [1]]
+    Args:
+        boundaries: boundaries of the documents, ``(N + 1,)``.
+        thresholds: lengths in tokens that separate forwards.
+        equal_lengths: group only documents of the same length.
+
+    Example:
+        >>> list(group_documents([0, 8, 10, 18, 25]))
+        [[0, 2, 3], [1]]
     """
     lengths = [end - start for start, end in pairwise(boundaries)]
     group: list[int] = []
     tokens = 0
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length = lengths[document]
-        if not length:  # what fills up cu_seqlens
+        if not length:  # empty documents, which pad cu_seqlens
             break
         if group:
             longest = lengths[group[0]]
@@ -108,7 +116,7 @@ def group_documents(
 
 
 def _forget_longer_documents(model: nn.Module) -> None:
-    """Give dynamic NTK its first frequencies back: it keeps those of the longest one so far."""
+    """Reset dynamic NTK to its original frequencies; it keeps those of the longest row so far."""
     for module in model.modules():
         if getattr(module, "max_seq_len_cached", 0) <= getattr(module, "original_max_seq_len", 0):
             continue
@@ -121,17 +129,26 @@ def _forget_longer_documents(model: nn.Module) -> None:
                 setattr(module, cached, module.original_max_seq_len)
 
 
-# --- the packed row as rows, and back ---------------------------------------------------------
+# --- from the packed row to rows, and back ----------------------------------------------------
 
 
 class _Rows(NamedTuple):
-    """Where the cells ``(rows, longest)`` of a padded forward lie in the packed row."""
+    """Cells ``(rows, longest)`` of a padded forward, and their tokens in the packed row.
 
-    token: Tensor  # int64; padding repeats the row's last token, which no earlier token sees
-    is_real: Tensor  # bool
+    Attributes:
+        token: token of each cell, ``(rows, longest)`` int64. Padding repeats the last token of its
+            row, which no earlier token sees.
+        is_real: False on padding, ``(rows, longest)`` bool.
+        is_padded: whether any cell is padding.
+        on_host: `token` on the CPU.
+        real: flat indices of the cells that are not padding.
+    """
+
+    token: Tensor
+    is_real: Tensor
     is_padded: bool
-    on_host: np.ndarray  # `token` once more
-    real: np.ndarray  # cells that are real, counted through all rows
+    on_host: np.ndarray
+    real: np.ndarray
 
 
 def _device(batch: dict[str, Any]) -> torch.device:
@@ -166,7 +183,7 @@ def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str,
 
 
 def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any:
-    """Return `outputs` of all forwards as one: values per token in the order of the packed row."""
+    """Return the outputs of all forwards as one, with values in the order of the packed row."""
     first = outputs[0]
     if torch.is_tensor(first):
         return _joined_tensor(outputs, rows, labels)
@@ -176,7 +193,7 @@ def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any
         names = list(first) if isinstance(first, ModelOutput) else [f.name for f in fields(first)]
         if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
             raise NotImplementedError(
-                "the balance of experts over a step is not the mean of its forwards'; set "
+                "the balance of experts over a step is not the mean over its forwards; set "
                 "router_aux_loss_coef=0.0"
             )
         make: Any = type(first)
@@ -190,7 +207,7 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     if parts[0].dim() == 0:
         return _weighted_mean(parts, rows, labels)
     shapes = [row.token.shape for row in rows]
-    # Router logits come with rows and tokens as one dimension.
+    # Router logits have rows and tokens in one dimension.
     is_flat = any(
         len(part) == n * longest != n for part, (n, longest) in zip(parts, shapes, strict=True)
     )
@@ -198,16 +215,17 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
         parts = [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
     per_row = all(p.dim() > 1 and len(p) == n for p, (n, _) in zip(parts, shapes, strict=True))
     if not per_row:
-        return None  # not of tokens: a state, a cache
+        return None  # a state or a cache, not values of tokens
     if parts[0].dim() == 2 and any(
         p.shape[1] != longest for p, (_, longest) in zip(parts, shapes, strict=True)
     ):
         return _joined_scores(parts, rows)
     if any(p.shape[1] < longest for p, (_, longest) in zip(parts, shapes, strict=True)):
         return None
+    # Slices from the end: virtual tokens come first.
     values = [
         part[:, part.shape[1] - longest :].flatten(0, 1)[to_device(row.real, part.device)]
-        for part, row, (_, longest) in zip(parts, rows, shapes, strict=True)  # behind virtual ones
+        for part, row, (_, longest) in zip(parts, rows, shapes, strict=True)
     ]
     order = np.argsort(np.concatenate([row.on_host.ravel()[row.real] for row in rows]))
     joined = torch.cat(values)[to_device(order, parts[0].device)]
@@ -215,17 +233,17 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
 
 
 def _joined_scores(parts: list[Tensor], rows: list[_Rows]) -> Tensor:
-    """Return the scores of next tokens ``(1, T - 1)``, as a fused head gives them for one row.
+    """Return the scores of next tokens ``(1, T - 1)``, as a fused head returns them for one row.
 
-    The first token of a document has none: it is zero there.
+    They are zero at the first token of each document, which nothing predicts.
     """
     num_tokens = sum(len(row.real) for row in rows)
     scores, targets = [], []
     for part, row in zip(parts, rows, strict=True):
         longest = row.on_host.shape[1]
-        behind = row.real[row.real % longest > 0]  # real cells that are not the first of their row
+        behind = row.real[row.real % longest > 0]  # real cells after the first of each row
         cells = behind - behind // longest - 1  # of (rows, longest - 1)
-        part = part[:, part.shape[1] - longest + 1 :]  # behind virtual tokens
+        part = part[:, part.shape[1] - longest + 1 :]  # without virtual tokens
         scores.append(part.flatten(0, 1)[to_device(cells, part.device)])
         targets.append(row.on_host.ravel()[behind])
     at = to_device(np.concatenate(targets) - 1, parts[0].device)
@@ -233,7 +251,7 @@ def _joined_scores(parts: list[Tensor], rows: list[_Rows]) -> Tensor:
 
 
 def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:
-    """Return the mean of losses, weighted by the tokens that each is the mean of."""
+    """Return the mean of losses, each weighted by the number of its tokens."""
     counts = [
         len(row.real) if labels is None else int(_is_trained(labels, row)[:, 1:].sum())
         for row in rows
@@ -244,7 +262,7 @@ def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
 
 
 def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
-    """Return which cells ``(rows, longest)`` are trained targets."""
+    """Return True on cells that are trained targets, ``(rows, longest)`` bool."""
     found = np.zeros(row.on_host.size, bool)
     found[row.real] = is_trained(labels)[0][row.on_host.ravel()[row.real]]
     return found.reshape(row.on_host.shape)

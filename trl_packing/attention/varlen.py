@@ -1,8 +1,7 @@
-"""PyTorch's own FlashAttention-2 over cu_seqlens: CUDA from sm80, bf16 and fp16, nothing to build.
+"""PyTorch's built-in FlashAttention-2 over cu_seqlens: CUDA from sm80, bf16 and fp16.
 
-`torch.nn.attention.varlen` (torch >= 2.10) takes the boundaries as they are. It has no dropout and
-no soft-cap. Attention sinks are exact on top of it, because the kernel returns its log-sum-exp
-(see `_SinkAttention`).
+`torch.nn.attention.varlen` (torch >= 2.10) takes the boundaries directly. It has no dropout and no
+soft-cap. Attention sinks are exact on top of it, because the kernel returns its log-sum-exp.
 """
 
 import inspect
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_packing.attention.interface import register_packed_kernel
+from trl_packing.attention.interface import KernelOptions, register_packed_kernel
+from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share_of_keys
 
 NAME = "packed_varlen"
 
@@ -36,15 +36,23 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
+    options: KernelOptions,
     max_length: int | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
 ) -> Tensor:
-    """Return causal attention within each document, ``(T, heads, head_dim)``."""
+    """Return causal attention within each document, ``(T, heads, head_dim)``.
+
+    Args:
+        query: ``(T, heads, head_dim)``.
+        key: ``(T, kv_heads, head_dim)``.
+        value: ``(T, kv_heads, head_dim)``.
+        cu_seqlens: boundaries of the documents, ``(N + 1,)`` int32.
+        options: scale, window and sinks.
+        max_length: tokens of the longest document; None computes it, which waits for the device.
+
+    Raises:
+        NotImplementedError: `options` has a soft-cap or dropout.
+    """
+    scale, window, softcap, sinks, dropout = options
     if softcap or dropout:
         raise NotImplementedError(
             f"torch's varlen attention has no soft-cap and no dropout (got softcap={softcap}, "
@@ -71,7 +79,7 @@ def _varlen_attn(
     from torch.nn.attention import varlen
 
     options: dict[str, Any] = {}
-    # torch 2.12 asks for enable_gqa, which 2.11 does not know.
+    # torch 2.12 requires enable_gqa for grouped heads; 2.11 does not have the argument.
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     output = varlen.varlen_attn(
@@ -86,18 +94,12 @@ def _varlen_attn(
         window_size=(left, 0),
         **options,
     )
-    assert isinstance(output, Tensor)  # and not with its log-sum-exp, which nobody asked for
+    assert isinstance(output, Tensor)  # a tuple only if the log-sum-exp is requested
     return output
 
 
 class _SinkAttention(torch.autograd.Function):
-    """Attention with learned sinks on a kernel that has none, exact forward and backward.
-
-    With ``out, lse`` of plain attention and sink logits s, the softmax over keys and sink returns
-    ``out · exp(lse − lse')`` with ``lse' = logaddexp(lse, s)``. The kernel's backward rebuilds its
-    probabilities from the log-sum-exp, so given that output and lse' it returns the exact gradients
-    of q, k and v, and ``ds = −Σ exp(s − lse') · Σ(dout · out')``.
-    """
+    """Attention with learned sinks on a kernel without them (`sinks.py` has the arithmetic)."""
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, cu_seqlens, longest, scale, left):
@@ -116,8 +118,8 @@ class _SinkAttention(torch.autograd.Function):
             window_size_left=left,
             window_size_right=0,
         )
-        with_sinks = torch.logaddexp(lse, sinks.float()[:, None])  # (heads, T)
-        out = out * torch.exp(lse - with_sinks).t().unsqueeze(-1).to(out.dtype)
+        with_sinks = lse_with_sinks(lse, sinks)
+        out = out * share_of_keys(lse, with_sinks).to(out.dtype)
         ctx.save_for_backward(query, key, value, out, with_sinks, sinks, cu_seqlens, rng, unused)
         ctx.options = (longest, scale, left)
         return out
@@ -145,8 +147,7 @@ class _SinkAttention(torch.autograd.Function):
             window_size_left=left,
             window_size_right=0,
         )
-        received = (grad.float() * out.float()).sum(-1).t()
-        d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * received).sum(1).to(sinks.dtype)
+        d_sinks = gradient_of_sinks(grad, out, lse, sinks)
         return d_query, d_key, d_value, d_sinks, None, None, None, None
 
 

@@ -37,8 +37,8 @@ SHAREGPT_ROLES = {
     "function_call": "function_call",
 }
 
-# Any of these makes up for missing content.
-_OTHER_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OTHER_CONTENT = ("tool_calls", *REASONING_KEYS)  # a message with any of these needs no content
 
 _FLAGS = ("train", "weight")
 

@@ -22,7 +22,8 @@ from trl import SFTConfig
 from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.formatting.chat_template import ChatTemplate, Context
+from trl_packing.formatting.chat_template import ChatTemplate, Conversation
+from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.messages import (
     check_messages,
     is_sharegpt,
@@ -204,39 +205,42 @@ class RowFormat:
     # --- conversations ----------------------------------------------------------------------------
 
     def _conversation(self, row: Row) -> Rendered:
-        prompt, completion, context = self._messages(row)
+        prompt, completion, tools = self._messages(row)
+        kwargs = row.get("chat_template_kwargs") or {}
+        conversation = Conversation(without_flags([*prompt, *completion]), tools, kwargs)
         if not completion:  # nothing to train: dropped, and counted, with other such documents
-            text = self.chat.render(without_flags(prompt), context) if prompt else ""
+            text = self.chat.render(conversation) if prompt else ""
             return Rendered(text, [], adds_special_tokens=False)
         if self.train_on in ("assistant", "last_assistant"):
             weights = trained_messages([*prompt, *completion], self.train_on, first=len(prompt))
-            messages = without_flags([*prompt, *completion])
             alike = len(set(weights.values())) < 2
-            text, turns = self.chat.turns(messages, context, list(weights), alike=alike)
-            spans = [(*span, weights[number]) for number in weights for span in turns[number]]
+            text, found = find_message_spans(self.chat, conversation, list(weights), alike=alike)
+            spans = [(*span, weights[number]) for number in weights for span in found[number]]
             return Rendered(text, spans, adds_special_tokens=False)
-        prompt, messages = without_flags(prompt), without_flags([*prompt, *completion])
         if self.assistant_only and self.train_on is None:
-            text, marked = self.chat.render_marked(messages, context)
+            text, marked = self.chat.render_marked(conversation)
             if not marked:
                 raise RuntimeError(
                     "assistant_only_loss=True, but it has no assistant tokens: it has no assistant "
                     "message, or the chat template marks none with {% generation %}"
                 )
             spans = [(*span, 1.0) for span in marked]
-            return Rendered(text, spans, self._untrained(prompt, context), False, False)
-        text = self.chat.render(messages, context)
+            untrained = self._untrained(conversation, len(prompt))
+            return Rendered(text, spans, untrained, False, False)
+        text = self.chat.render(conversation)
         answers, only_whole = self._answers(text), self.answers is not None
-        return Rendered(text, answers, self._untrained(prompt, context), only_whole, False)
+        untrained = self._untrained(conversation, len(prompt))
+        return Rendered(text, answers, untrained, only_whole, False)
 
-    def _untrained(self, prompt: list[Any], context: Context) -> str | None:
-        """Return the text of a prompt that is not trained."""
-        if prompt and self.completion_only and self.train_on is None:
-            return self.chat.render(prompt, context, generation_prompt=True)
+    def _untrained(self, conversation: Conversation, prompt_size: int) -> str | None:
+        """Return the text of the first messages, a prompt, if they are not trained."""
+        if prompt_size and self.completion_only and self.train_on is None:
+            prompt = conversation.with_messages(conversation.messages[:prompt_size])
+            return self.chat.render(prompt, generation_prompt=True)
         return None
 
-    def _messages(self, row: Row) -> tuple[list[Any], list[Any], Context]:
-        """Return the messages of the prompt, those after it, and what the template gets beside."""
+    def _messages(self, row: Row) -> tuple[list[Any], list[Any], list[Any] | None]:
+        """Return the messages of the prompt, the messages after it, and the tools."""
         names: tuple[str, ...] = ("prompt", "completion")
         if self.form(row) == "messages":
             names = (_name_of_messages(row) or "messages",)
@@ -249,12 +253,9 @@ class RowFormat:
             if messages != [] or name == "prompt":
                 check_messages(messages, self.chat.source, what=name)
             lists.append(list(messages))
-        context = Context(
-            tools_from_value(row.get("tools"), sharegpt=sharegpt),
-            row.get("chat_template_kwargs") or {},
-        )
-        *prompt, rest = lists
-        return [message for part in prompt for message in part], rest, context
+        *prompt, last = lists
+        tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
+        return [message for part in prompt for message in part], last, tools
 
 
 _WORDS = {

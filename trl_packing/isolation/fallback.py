@@ -18,12 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trl_packing.attention.backends import (
-    NATIVE_ATTENTION,
-    AttentionChoice,
-    check_backward,
-    install_attention,
-)
+from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
+from trl_packing.attention.install import check_backward, install_attention
 from trl_packing.isolation.check import IsolationReport, check_isolation, stage_of
 from trl_packing.isolation.measure import Stage
 from trl_packing.models.sharding import all_reduce_max

@@ -15,7 +15,8 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
-from trl_packing.attention.backends import AttentionChoice, install_attention, resolve_attention
+from trl_packing.attention.backends import AttentionChoice, resolve_attention
+from trl_packing.attention.install import install_attention
 from trl_packing.config import PackingOptions
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits, limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths

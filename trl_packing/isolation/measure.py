@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.backends import use_native_attention
+from trl_packing.attention.install import use_native_attention
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.isolation.probes import SHORT, Probe

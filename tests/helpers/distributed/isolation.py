@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trl_packing import check_isolation, resolve_attention
-from trl_packing.attention.backends import install_attention
+from trl_packing.attention.install import install_attention
 from trl_packing.tools.tiny_models import tiny_model
 
 
