@@ -165,8 +165,12 @@ class _ListColumn:
             row -= int(self.first_row[chunk])
         values, offsets = self.chunks[chunk]
         found = values[offsets[row] : offsets[row + 1]]
-        # By document: the whole column cast would be a copy of it in memory.
-        return found.astype(np.float32, copy=False) if self.name == TOKEN_WEIGHTS else found
+        if self.name != TOKEN_WEIGHTS:
+            return found
+        # By document: the whole column cast would be a copy of it in memory. A weight beyond float32
+        # becomes inf, which `check_token_weights` refuses.
+        with np.errstate(over="ignore"):
+            return found.astype(np.float32, copy=False)
 
     def sums(self) -> np.ndarray:
         """Return the sum of each row."""
