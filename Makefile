@@ -1,4 +1,4 @@
-# Every target makes the virtual environment it needs; the README spells each out as plain commands.
+# Every target creates the virtual environment that it needs. The README shows the plain commands.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -1,4 +1,4 @@
-"""Conversations: which turns are trained, seen before the run.
+"""Train on conversations, and see the trained turns before the run.
 
     accelerate launch recipes/chat_data.py --config recipes/chat_data.yaml
 
@@ -6,16 +6,17 @@ A row of the data set is a conversation, in one of these forms:
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
-    {"instruction": "Greet me", "input": "", "output": "Hello"}     made a conversation by this file
+    {"instruction": "Greet me", "input": "", "output": "Hello"}     (this file converts it)
 
-`--train_on assistant` trains what the assistant writes in every turn, the token that ends the turn
-included, `last_assistant` its last turn, `all` everything. A message may say otherwise: `"train":
-false`, or `"weight": 0.5`. Any chat template will do; docs/data.md says how the turns are found.
+`--train_on assistant` trains every turn of the assistant, including the token that ends the turn;
+`last_assistant` trains only its last turn; `all` trains everything. A message can override this
+with `"train": false` or `"weight": 0.5`. Any chat template works; docs/data.md explains how the
+turns are found.
 
 Expected output (SmolLM2-135M-Instruct, thirty rows of instruction, input and output, six steps of
 one bin of 512 tokens, five minutes on a busy CPU core):
 
-    What is trained stands between ⟦ and ⟧.
+    Trained tokens are between ⟦ and ⟧.
     document · 169 tokens · 125 trained (74%) · ends in '\\n', not trained
     …
     <|im_start|>user
@@ -48,16 +49,16 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 def to_conversation(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
-    """Return the messages of a row that is no conversation yet: change this for your columns."""
+    """Return a row as a conversation. Change this for the columns of your data set."""
     prompt = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
     return {
         "messages": [
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         (Arguments, PackedSFTConfig), usage="chat_data.py --config FILE [--OPTION VALUE]"
     )
     parser.set_defaults(output_dir="outputs/chat_data", train_on="assistant")
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         model=arguments.model_name_or_path, args=training_args, train_dataset=rows
     )
     say = trainer.accelerator.print
-    say("\nWhat is trained stands between ⟦ and ⟧.")
+    say("\nTrained tokens are between ⟦ and ⟧.")
     say(show_document(trainer.train_dataset[0], trainer.processing_class))
     trainer.train(training_args.resume_from_checkpoint)
     trainer.save_model()

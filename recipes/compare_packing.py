@@ -1,28 +1,29 @@
-"""Padding, random packing, greedy packing and this project's, on the same data: the table of
-"Packing Analysis" (arXiv 2410.08081), for your model and data.
+"""Compare padding and several ways of packing on the same data, in one table.
+
+The table is that of "Packing Analysis" (arXiv 2410.08081), for your model and data.
 
     python recipes/compare_packing.py                                          # the demo's data
     python recipes/compare_packing.py --config recipes/compare_packing.yaml    # SmolLM2 on GSM8K
 
-    padding to max       every document is a row of max_length tokens: the paper's baseline
-    padding to longest   rows as long as the longest of their batch: what trainers do
-    random, no mask      all documents end to end, cut at max_length, and they see each other: the
-                         paper's random packing (TRL's "wrapped")
-    random               the same, but the pieces are kept apart
-    greedy               from the longest to the shortest, a new bin where the next does not fit
-    this project         best-fit decreasing: short documents fill what greedy leaves, as the
-                         commentary on the paper asks for; new bins every epoch
-    ... in padded steps  this project, the documents of a padded step in every step
+    padding to max       each document is padded to max_length tokens: the paper's baseline
+    padding to longest   each batch is padded to its longest document: the usual padded training
+    random, no mask      all documents end to end, cut at max_length; documents see each other:
+                         the paper's random packing (TRL's "wrapped")
+    random               the same, but the pieces are isolated from each other
+    greedy               from the longest to the shortest; a new bin when the next does not fit
+    this project         best-fit decreasing: short documents fill the gaps that greedy leaves;
+                         new bins every epoch
+    ... in padded steps  this project, with the number of documents of a padded step in every step
 
-Padding is done by TRL's own trainer, and so is random packing without a mask; `PackedSFTTrainer`
-does the others. All train every document once an epoch, on the same batch size in rows. So a
-packed step holds more documents and there are fewer steps: the learning rate is multiplied by the
-root of that ratio (`--scale_learning_rate`: sqrt, linear or none). The last row needs no scaling:
-`documents_per_step` gives it the steps of the padded run.
+TRL's trainer runs the padded rows and random packing without a mask; `PackedSFTTrainer` runs the
+others. All of them train every document once an epoch, with the same number of rows a batch. A
+packed step therefore holds more documents, and an epoch has fewer steps. The learning rate is
+multiplied by the square root of this ratio (`--scale_learning_rate`: sqrt, linear or none). The
+last line needs no scaling: with `documents_per_step` it has the steps of the padded run.
 
-Every model is evaluated in the same way, on the same held-out documents, each by itself. Seconds
-are those of the training steps. Expected on the demo (steps, documents and fill are always these;
-seconds of 2 CPU cores with much else to do; losses may differ in the last digit):
+All models are evaluated on the same held-out documents, each document alone. Seconds count the
+training steps only. Expected on the demo (steps, documents and fill never vary; seconds were
+measured on 2 busy CPU cores; losses may differ in the last digit):
 
                          steps  docs/step       lr  seconds  speed-up    fill  eval loss
     padding to max         250        2.0  1.0e-03    184.8      1.0×   10.2%     1.9466
@@ -33,9 +34,9 @@ seconds of 2 CPU cores with much else to do; losses may differ in the last digit
     this project            26       19.2  3.1e-03     18.0     10.3×   98.2%     2.4406
     ... in padded steps    250        2.0  1.0e-03     28.7      6.4×  100.0%     1.9466
 
-Random packing without a mask trains documents that read what is before them, and is asked about
-documents alone. With one epoch of 500 documents, steps decide: the paper's "packing is for large
-data sets" in small.
+Random packing without a mask trains on contaminated documents but is evaluated on isolated ones.
+With one epoch of 500 documents, the number of steps decides the result: a small example of the
+paper's "packing is for large data sets".
 """
 
 import copy
@@ -70,7 +71,7 @@ DEMO = {
     "per_device_train_batch_size": 2,
     "num_train_epochs": 1,
     "learning_rate": 1e-3,
-    "warmup_steps": 0.1,  # of them all
+    "warmup_steps": 0.1,  # share of all steps
 }
 # name -> (trainer, changes of the config)
 Runs = dict[str, tuple[type[SFTTrainer], dict[str, Any]]]
@@ -92,15 +93,15 @@ SCALES: dict[str, Callable[[float], float]] = {
 
 @dataclass
 class CompareArguments(DataArguments):
-    """What to train on, and how to compare."""
+    """The data, and the options of the comparison."""
 
     num_documents: int | None = field(
-        default=None, metadata={"help": "Of the training split, at random; default: all."}
+        default=None, metadata={"help": "Documents drawn from the training split; default: all."}
     )
     scale_learning_rate: str = field(
         default="sqrt",
         metadata={
-            "help": "With the documents of a step, against the padded run's.",
+            "help": "Scaling of the learning rate with the documents of a step.",
             "choices": list(SCALES),
         },
     )
@@ -113,7 +114,7 @@ class Data(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one run was made of, and came to."""
+    """The size of one run, and its results."""
 
     steps: int
     documents_per_step: float
@@ -121,11 +122,11 @@ class Result(NamedTuple):
     seconds: float
     fill: float
     eval_loss: float
-    losses: list[float]  # of every logged step
+    losses: list[float]  # one for each logged step
 
 
 def main(argv: list[str] | None = None) -> dict[str, Result]:
-    """Train every row of the table, print it, and return it."""
+    """Train each line of the table; print and return the results."""
     data_args, args, model_args = parse(argv, DEMO)
     results = compare(RUNS, data_args, args, model_args)
     PartialState().print(table(results))
@@ -135,7 +136,7 @@ def main(argv: list[str] | None = None) -> dict[str, Result]:
 def parse(
     argv: list[str] | None, demo: dict[str, Any]
 ) -> tuple[CompareArguments, PackedSFTConfig, ModelConfig]:
-    """Return TRL's three groups of arguments; without a model and a data set, `demo`'s."""
+    """Return TRL's three groups of arguments; `demo`'s if neither model nor data set is given."""
     argv = sys.argv[1:] if argv is None else argv
     parser = TrlParser((CompareArguments, PackedSFTConfig, ModelConfig))
     given, _ = parser.parse_known_args(argv)
@@ -152,14 +153,14 @@ def parse(
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
     if not data_args.dataset_name:
-        raise InputError("a run of your own needs --model_name_or_path and --dataset_name")
+        raise InputError("your own run needs --model_name_or_path and --dataset_name")
     return data_args, args, model_args
 
 
 def compare(
     runs: Runs, data_args: CompareArguments, args: PackedSFTConfig, model_args: ModelConfig
 ) -> dict[str, Result]:
-    """Return the results of all runs; what they say of themselves goes to stderr."""
+    """Return the results of all runs; their own output goes to stderr."""
     results: dict[str, Result] = {}
     with redirect_stdout(sys.stderr):
         data = load_data(data_args, args, model_args)
@@ -170,7 +171,7 @@ def compare(
 
 
 def load_data(data_args: CompareArguments, args: PackedSFTConfig, model_args: ModelConfig) -> Data:
-    """Return training and held-out documents, tokenized once, so that all runs have the same."""
+    """Return training and held-out documents, tokenized once for all runs."""
     model, tokenizer = load_model(copy.deepcopy(args), model_args)
     loaded = load_documents(
         data_args,
@@ -181,7 +182,7 @@ def load_data(data_args: CompareArguments, args: PackedSFTConfig, model_args: Mo
         text_field=args.dataset_text_field,
         seed=args.seed,
     )
-    args.prompt_template = None  # used here
+    args.prompt_template = None  # already applied
     train = loaded.train
     if not isinstance(train, Dataset) or not isinstance(loaded.test, Dataset):
         raise InputError(
@@ -211,7 +212,7 @@ def run(
     model_args: ModelConfig,
     data: Data,
 ) -> Result:
-    """Train a new model in the way that `name` says, and evaluate it."""
+    """Train a new model as `runs[name]` says, and evaluate it."""
     trainer_class, changes = runs[name]
     args, changes = copy.deepcopy(args), dict(changes)
     args.output_dir = str(Path(args.output_dir) / name.replace(" ", "_").replace(",", ""))
@@ -252,7 +253,7 @@ def run(
 
 
 class Watch(TrainerCallback):
-    """The seconds from the first step to the last; loading and checks before it do not count."""
+    """Measure the seconds from the first step to the last, without loading and checks."""
 
     began: float | None = None
     seconds = 0.0
@@ -266,7 +267,7 @@ class Watch(TrainerCallback):
 
 
 def fill_of(trainer: SFTTrainer, data: Data) -> float:
-    """Return the share of tokens in rows, of an epoch, that are no padding or unused room."""
+    """Return the share of an epoch's rows that holds tokens instead of padding or unused space."""
     report = getattr(trainer, "packing_report", None)
     if report is not None and report.utilization is not None:
         return report.utilization
@@ -278,7 +279,7 @@ def fill_of(trainer: SFTTrainer, data: Data) -> float:
 
 
 def eval_loss(model: Any, args: PackedSFTConfig, data: Data) -> float:
-    """Return the mean loss of all held-out trained tokens, each document by itself."""
+    """Return the mean loss of all trained tokens of the held-out documents, each alone."""
     args = copy.deepcopy(args)
     args.packing, args.documents_per_step, args.pad_to_multiple_of = False, None, None
     evaluator = PackedSFTTrainer(
@@ -292,7 +293,7 @@ def eval_loss(model: Any, args: PackedSFTConfig, data: Data) -> float:
 
 
 def table(results: dict[str, Result]) -> str:
-    """Return the results as lines; speed-up is against the first of them."""
+    """Return the results as lines; speed-up compares with the first run."""
     (_, first), *_ = results.items()
     width = max(map(len, results))
     lines = [

@@ -1,11 +1,11 @@
-"""DoRA: LoRA for the directions of the weights, and their lengths trained apart.
+"""DoRA: LoRA for the directions of the weights; their lengths are trained separately.
 
     accelerate launch recipes/dora.py --config recipes/dora_8b.yaml
-    accelerate launch recipes/dora.py --config recipes/lora_0.1b.yaml     # a CPU will do
+    accelerate launch recipes/dora.py --config recipes/lora_0.1b.yaml     # on a CPU
 
-Its paper (https://huggingface.co/papers/2402.09353) reports better results than LoRA's at half the
-rank. It is slower: the lengths of all weights are computed anew in every forward. So it is merged
-for use (`--merged_dir`), into a model that loads and runs as any other.
+The paper (https://huggingface.co/papers/2402.09353) reports better results than LoRA's at half the
+rank. DoRA is slower, because every forward recomputes the lengths of all weights. For inference,
+merge the adapter (`--merged_dir`) into a model that loads and runs like any other.
 
 Expected output of the second command with `--merged_dir outputs/merged --dataset_train_split
 "train[:16]" --max_length 512 --max_steps 2 --logging_steps 1`, five minutes on a busy CPU core:
@@ -40,23 +40,23 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
-    lora_r: int = HfArg(default=8, help="Rank; half of what LoRA needs is often enough.")
-    lora_alpha: int = HfArg(default=16, help="What is learnt counts lora_alpha / lora_r.")
-    merged_dir: str | None = HfArg(default=None, help="Save base model and adapter as one here.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
+    lora_r: int = HfArg(default=8, help="Rank; often half of LoRA's is enough.")
+    lora_alpha: int = HfArg(default=16, help="The update is scaled by lora_alpha / lora_r.")
+    merged_dir: str | None = HfArg(default=None, help="Folder for the merged model.")
 
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
-    """Train an adapter, save it, maybe merged too, and return the trainer."""
+    """Train an adapter, save it (and the merged model), and return the trainer."""
     parser = TrlParser((Arguments, PackedSFTConfig), usage="dora.py --config FILE [--OPTION VALUE]")
     parser.set_defaults(output_dir="outputs/dora")
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
             use_dora=True,
             r=arguments.lora_r,
             lora_alpha=arguments.lora_alpha,
-            target_modules="all-linear",  # every matrix but the embeddings and the head
+            target_modules="all-linear",  # every matrix except the embeddings and the head
             task_type="CAUSAL_LM",
         ),
     )
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     say(f"Trained {trained:,} of {total:,} parameters ({trained / total:.1%}).")
     say(f"The adapter is in {training_args.output_dir}.")
     if arguments.merged_dir and trainer.accelerator.is_main_process:
-        # From what was saved, on the CPU: the model in memory may be spread over devices.
+        # Merge from the saved files, on the CPU: the model in memory may be sharded.
         model = AutoPeftModelForCausalLM.from_pretrained(training_args.output_dir)
         model.merge_and_unload().save_pretrained(arguments.merged_dir)
         trainer.processing_class.save_pretrained(arguments.merged_dir)

@@ -1,17 +1,17 @@
-"""Evaluation: exact losses by source, perplexity, a metric of your own, and the best model kept.
+"""Evaluate by source, with perplexity and a metric of your own, and keep the best model.
 
     accelerate launch recipes/evaluation.py --config recipes/evaluation.yaml
     accelerate launch recipes/evaluation.py --config recipes/evaluation.yaml \\
         --dataset_name my.jsonl \\
         --dataset_train_split "train[:95%]" --dataset_test_split "train[95%:]"
 
-`eval_loss` is the mean over all trained tokens of the test split: the same on any number of
-processes, for any batch size, packed or not. `--loss_weighting document` makes every document
-count alike instead, in training and here. `--source_column source` adds a loss for each value of
-that column. `--load_best_model_at_end true` keeps the checkpoint with the lowest `eval_loss`, or
-whatever `--metric_for_best_model` names. `--counts_right true` adds a metric of your own, written
-below. It needs the logits of every document, so evaluation is padded then, and slower (TRL means
-to drop such metrics in its version 2, and says so). docs/loss.md has the details.
+`eval_loss` is the mean over all trained tokens of the test split. It does not depend on the number
+of processes, on the batch size, or on packing. `--loss_weighting document` gives every document the
+same weight instead, in training and in evaluation. `--source_column source` adds a loss for each
+value of that column. `--load_best_model_at_end true` keeps the checkpoint with the lowest
+`eval_loss`, or the best by `--metric_for_best_model`. `--counts_right true` adds a metric of your
+own, defined below. This metric needs the logits of every document, so evaluation is padded, and
+slower (TRL warns that its version 2 drops such metrics). docs/loss.md has the details.
 
 Expected output (SmolLM2-135M-Instruct, 90 conversations of two sources and 8 held out, four steps
 of one bin of 512 tokens, five minutes on a busy CPU core):
@@ -48,31 +48,33 @@ SHOWN = ("eval_loss", "eval_perplexity", "eval_right_documents")
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
-    dataset_test_split: str = HfArg(default="test", help="Or a part of one: 'train[1000:]'.")
-    counts_right: bool = HfArg(default=False, help="Count documents predicted without an error.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
+    dataset_test_split: str = HfArg(default="test", help="Split, or part of one: 'train[1000:]'.")
+    counts_right: bool = HfArg(
+        default=False, help="Report the share of documents predicted without an error."
+    )
 
 
 def right_documents(prediction: Any) -> dict[str, float]:
-    """Return the share of documents of which every trained token was the most likely one."""
+    """Return the share of documents in which every trained token is the most likely one."""
     predicted, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
     return {"right_documents": float(((predicted == labels) | (labels == -100)).all(1).mean())}
 
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
-    """Evaluate, train, evaluate the best model, print both; return the trainer."""
+    """Evaluate before and after training, print both, and return the trainer."""
     parser = TrlParser(
         (Arguments, PackedSFTConfig), usage="evaluation.py --config FILE [--OPTION VALUE]"
     )
-    # At the start of training, as FSDP2 and ZeRO-2 cannot evaluate before.
+    # Evaluate when training starts: FSDP2 and ZeRO-2 cannot evaluate earlier.
     parser.set_defaults(output_dir="outputs/evaluation", eval_on_start=True)
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -86,7 +88,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         train_dataset=train,
         eval_dataset=test,
         compute_metrics=right_documents if arguments.counts_right else None,
-        # Of each token one number is gathered from all ranks, instead of the whole vocabulary.
+        # Gather one number for each token from all ranks, instead of the whole vocabulary.
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
     trainer.train(training_args.resume_from_checkpoint)

@@ -1,19 +1,19 @@
-"""Full fine-tuning: every weight is trained, of a 0.1B on a laptop or of a 70B on four nodes.
+"""Full fine-tuning: train every weight, of a 0.1B model on a laptop or of a 70B on four nodes.
 
-The code is the same for all sizes. What differs is the YAML file, which says what is trained, and
-the accelerate configuration, which says on how many devices and how the model is spread over them:
+The code is the same for all sizes. Only two files differ: the YAML file sets the model, the data
+and the training options; the accelerate configuration sets the number of devices and the sharding.
 
     accelerate launch recipes/full.py --config recipes/full_0.1b.yaml
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml \\
         recipes/full.py --config recipes/full_8b_fsdp2.yaml
-    # On each of four nodes; MACHINE_RANK is its number, MASTER the address of node 0.
+    # On each of four nodes; MACHINE_RANK is the number of the node, MASTER the address of node 0.
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml \\
         --num_machines 4 --num_processes 32 --machine_rank $MACHINE_RANK \\
         --main_process_ip $MASTER --main_process_port 29500 \\
         recipes/full.py --config recipes/full_70b_fsdp2_multinode.yaml
 
-Each YAML file begins with its memory arithmetic. Every option of `PackedSFTConfig` can be given on
-the command line too, and wins over the file.
+Each YAML file starts with its memory arithmetic. Options of `PackedSFTConfig` on the command line
+override the file.
 
 Expected output of the first command with `--dataset_train_split "train[:16]" --max_length 512
 --max_steps 3 --logging_steps 1`, two minutes on a busy CPU core:
@@ -45,12 +45,12 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 @exits_in_one_line
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train all weights, save the model, and return the trainer."""
     parser = TrlParser((Arguments, PackedSFTConfig), usage="full.py --config FILE [--OPTION VALUE]")
     parser.set_defaults(output_dir="outputs/full")
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         ),
     )
     trainer.train(training_args.resume_from_checkpoint)
-    trainer.save_model()  # also where it is sharded: the weights are gathered
+    trainer.save_model()  # gathers the weights of a sharded model
     trainer.accelerator.print(f"The model is in {training_args.output_dir}.")
     trainer.accelerator.end_training()
     return trainer

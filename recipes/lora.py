@@ -1,9 +1,9 @@
-"""LoRA: the model stays as it is, and two small matrices beside each of its own are trained.
+"""LoRA: freeze the model, and train two small matrices beside each matrix of the model.
 
     accelerate launch recipes/lora.py --config recipes/lora_8b.yaml
-    accelerate launch recipes/lora.py --config recipes/lora_0.1b.yaml     # a CPU will do
+    accelerate launch recipes/lora.py --config recipes/lora_0.1b.yaml     # on a CPU
 
-What is saved is the adapter. To use it, and to make one model of it and the base model:
+Only the adapter is saved. To load it, and to merge it into the base model:
 
     from peft import AutoPeftModelForCausalLM
     model = AutoPeftModelForCausalLM.from_pretrained("outputs/lora")
@@ -41,14 +41,14 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
     lora_r: int = HfArg(default=16, help="Rank: the inner size of the two matrices.")
-    lora_alpha: int = HfArg(default=32, help="Their product counts lora_alpha / lora_r.")
+    lora_alpha: int = HfArg(default=32, help="The update is scaled by lora_alpha / lora_r.")
     lora_dropout: float = HfArg(default=0.0, help="Dropout before the two matrices.")
 
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train an adapter, save it, and return the trainer."""
     parser = TrlParser((Arguments, PackedSFTConfig), usage="lora.py --config FILE [--OPTION VALUE]")
     parser.set_defaults(output_dir="outputs/lora")
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
             r=arguments.lora_r,
             lora_alpha=arguments.lora_alpha,
             lora_dropout=arguments.lora_dropout,
-            target_modules="all-linear",  # every matrix but the embeddings and the head
+            target_modules="all-linear",  # every matrix except the embeddings and the head
             task_type="CAUSAL_LM",
         ),
     )

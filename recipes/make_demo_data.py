@@ -1,9 +1,9 @@
-"""Write what the demo of sft_packed.py trains on: a tokenizer, and orders with packing lists.
+"""Write the data of sft_packed.py's demo: a tokenizer, and orders with packing lists.
 
     python recipes/make_demo_data.py            # writes recipes/demo/, the same bytes every time
 
-Two kinds of documents, from a dozen to over 400 tokens long, with lengths spread the way real
-instruction data spreads them (log-normal):
+There are two kinds of documents, from a dozen to over 400 tokens long. Their lengths are
+log-normal, like those of real instruction data:
 
     prompt      Order: Bella wants 8 pears, 12 plums and 6 limes by Sunday.\\nPacking list:
     completion   Sunday, Bella\\n- 8 pears\\n- 12 plums\\n- 6 limes
@@ -11,10 +11,10 @@ instruction data spreads them (log-normal):
     prompt      Date: 1935-02-20 =>
     completion   20 February 1935
 
-No held-out prompt occurs in the training set, so a right answer has been worked out, not recalled.
+No held-out prompt occurs in the training set, so the model cannot answer from memory.
 """
 
-# ruff: noqa: SIM905  (lists of words read better as text)
+# ruff: noqa: SIM905  (word lists are easier to read as text)
 
 import argparse
 import json
@@ -27,7 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 NUM_TRAIN, NUM_TEST, SEED = 5000, 200, 0
-NUM_ITEMS = {"median": 5, "sigma": 0.8}  # of the log-normal number of items in an order
+NUM_ITEMS = {"median": 5, "sigma": 0.8}  # log-normal number of items in an order
 
 NAMES = """Ada Aiko Anton Bella Ben Carlos Clara David Dina Elena Emil Farid Fatima Gina Grace Hans
 Hugo Ines Iris Jamal Jonas Karin Kira Leo Liam Maria Mona Nadia Nils Olga Omar Paula Pedro Quinn
@@ -81,7 +81,7 @@ def make_documents(num_documents: int, seed: int) -> list[Document]:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so any text goes in and comes out unchanged; most words are one token."""
+    """Return a byte-level BPE tokenizer: lossless on any text; most words are one token."""
     words = Regex(r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

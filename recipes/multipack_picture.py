@@ -1,11 +1,11 @@
-"""What packing does to a batch, drawn: twelve documents padded, packed, and packed anew.
+"""Draw twelve documents: padded, packed in one row, and packed in bins for two epochs.
 
     python recipes/multipack_picture.py [--color]
 
-The example of axolotl's page on multipack: a context of 4,096 tokens, four documents a batch, a
-character for 256 tokens (the page counts the padding in the end to L). Without FlashAttention the
-documents of the row are attended to one by one, which is why no mask of 16,384 × 16,384 is drawn.
-It prints (tests/tools/test_show.py compares):
+This is the example of axolotl's page on multipack: a context of 4,096 tokens, four documents a
+batch, one character for 256 tokens (the page counts the padding at the end as part of L). Without
+FlashAttention, attention runs on one document of the row at a time, so there is no mask of
+16,384 × 16,384 to draw. The output (tests/tools/test_show.py compares it):
 
     Padded to the longest of each batch, three steps:
 
@@ -26,7 +26,7 @@ It prints (tests/tools/test_show.py compares):
 
     34% padding; to 4,096 tokens it would be 67%.
 
-    Packed, one step, one row (four lines of it), no mask but where documents begin:
+    Packed, one step, one row in four lines, with boundaries instead of a mask:
 
     AAAAAAAAAAABBBBB
     BCCCCCCCDDDDEEEE
@@ -36,7 +36,7 @@ It prints (tests/tools/test_show.py compares):
     cu_seqlens / 256: [0, 11, 17, 24, 28, 36, 41, 44, 48, 51, 55, 60, 63]
     attention inside documents: 10% of the row's square
 
-    Bins of 4,096, no document cut, drawn anew every epoch:
+    Bins of 4,096 tokens, no document cut, new bins every epoch:
 
     epoch 0
     CCCCCCCKKKKKLLL·
@@ -61,7 +61,7 @@ import torch
 from trl_packing import cu_seqlens_from_lengths, pack, show_rows
 
 CONTEXT = 4096
-CELL = 256  # tokens of a character
+CELL = 256  # tokens for each character
 BATCH = 4
 LENGTHS = [n * CELL for n in (11, 6, 7, 4, 8, 5, 3, 4, 3, 4, 5, 3)]
 
@@ -80,7 +80,7 @@ def main(color: bool = False) -> None:
     print(f"{1 - tokens / cells:.0%} padding; to {CONTEXT:,} tokens it would be ", end="")
     print(f"{1 - tokens / (CONTEXT * len(LENGTHS)):.0%}.\n")
 
-    print("Packed, one step, one row (four lines of it), no mask but where documents begin:\n")
+    print("Packed, one step, one row in four lines, with boundaries instead of a mask:\n")
     (row,) = pack(LENGTHS, BATCH * CONTEXT, "next_fit")
     lengths = [LENGTHS[i] for i in row]
     print(show_rows([lengths], capacity=BATCH * CONTEXT, cells_per_line=16, **picture))
@@ -89,7 +89,7 @@ def main(color: bool = False) -> None:
     inside, across = sum(n * n for n in LENGTHS), (BATCH * CONTEXT) ** 2
     print(f"attention inside documents: {inside / across:.0%} of the row's square\n")
 
-    print(f"Bins of {CONTEXT:,}, no document cut, drawn anew every epoch:")
+    print(f"Bins of {CONTEXT:,} tokens, no document cut, new bins every epoch:")
     for epoch in range(2):
         bins = pack(LENGTHS, CONTEXT, seed=(0, epoch))
         rows = [[LENGTHS[i] for i in documents] for documents in bins]

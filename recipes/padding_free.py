@@ -1,16 +1,16 @@
-"""Padded and padding-free: the same optimizer steps, the same losses, the same validation loss.
+"""Show that padded and padding-free training have the same steps and the same losses.
 
     python recipes/padding_free.py                                       # the demo's data
     python recipes/padding_free.py --config recipes/compare_packing.yaml # SmolLM2 on GSM8K
 
-What the padding-free post promises ("retains the same number of optimization steps as used in the
-padded example"), shown: TRL's trainer pads, `PackedSFTTrainer` with ``packing=False`` does not, and
-both draw the same documents for every step, since both have the same seed. So the two loss curves
-lie on each other. Losses differ by rounding alone, at first; with the steps small differences grow,
-as they do between two GPUs. Seconds are those of the steps.
+The blog post on padding-free training promises that it "retains the same number of optimization
+steps as used in the padded example". Here, TRL's trainer pads and `PackedSFTTrainer` with
+``packing=False`` does not. Both have the same seed, so every step has the same documents, and the
+two loss curves coincide. At first, losses differ only by rounding; over many steps, small
+differences grow, as they do between two GPUs. Seconds count the training steps only.
 
-Expected on the demo (steps, documents and fill are always these; seconds of 2 CPU cores with much
-else to do):
+Expected on the demo (steps, documents and fill never vary; seconds were measured on 2 busy CPU
+cores):
 
                   steps  docs/step       lr  seconds  speed-up    fill  eval loss
     padded           63        7.9  1.0e-03     19.7      1.0×   38.7%     2.4284
@@ -46,7 +46,7 @@ DEMO = {**DEMO, "output_dir": "outputs/padding_free", "per_device_train_batch_si
 
 
 def main(argv: list[str] | None = None) -> dict[str, Result]:
-    """Train both, print what they came to, and return it."""
+    """Train both; print and return the results."""
     data_args, args, model_args = parse(argv, DEMO)
     args.logging_strategy, args.logging_steps = "steps", 1
     results = compare(RUNS, data_args, args, model_args)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> dict[str, Result]:
 
 
 def curves(padded: list[float], free: list[float], points: int = 9) -> str:
-    """Return both loss curves, a line for each of about `points` steps and the last one."""
+    """Return both loss curves as lines, at about `points` steps and the last one."""
     every = max(1, len(padded) // points)
     shown = sorted({*range(0, len(padded), every), len(padded) - 1})
     lines = [f"{step + 1:>6,}  {padded[step]:>10.6f}  {free[step]:>12.6f}" for step in shown]

@@ -1,12 +1,12 @@
-"""QLoRA: LoRA on a model whose weights are kept in 4 bits, so that a 70B fits on an 80 GB GPU.
+"""QLoRA: LoRA on a model with weights in 4 bits, so that a 70B fits on an 80 GB GPU.
 
     pip install "trl-packing[qlora]"
     accelerate launch recipes/qlora.py --config recipes/qlora_70b.yaml
-    accelerate launch recipes/qlora.py --config recipes/lora_0.1b.yaml    # to see it work
+    accelerate launch recipes/qlora.py --config recipes/lora_0.1b.yaml    # a quick try
 
-Needs a CUDA GPU; without one it says so and stops. `--use_cpu true` trains in 4 bits on the CPU,
-slowly: to try it out. What is saved is the adapter; merge it into the model in 16 bits
-(lora.py says how), since 4 bits cannot hold it.
+QLoRA needs a CUDA GPU. `--use_cpu true` trains in 4 bits on the CPU, which is slow: use it only to
+try the recipe. Only the adapter is saved. Merge it into the 16-bit model (lora.py shows how), since
+4 bits are too coarse for the merged weights.
 
 Expected output of the second command with `--use_cpu true --dataset_train_split "train[:16]"
 --max_length 512 --max_steps 4`, five minutes on a busy CPU core:
@@ -43,14 +43,14 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
     lora_r: int = HfArg(default=16, help="Rank: the inner size of the two matrices.")
-    lora_alpha: int = HfArg(default=32, help="Their product counts lora_alpha / lora_r.")
+    lora_alpha: int = HfArg(default=32, help="The update is scaled by lora_alpha / lora_r.")
     lora_dropout: float = HfArg(default=0.0, help="Dropout before the two matrices.")
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     if not torch.cuda.is_available() and not training_args.use_cpu:
         sys.exit(
             "qlora.py: training in 4 bits needs a CUDA GPU, and there is none here; use lora.py, "
-            "or try it out on the CPU with --use_cpu true"
+            "or try it on the CPU with --use_cpu true"
         )
     if find_spec("bitsandbytes") is None:
         sys.exit("qlora.py: bitsandbytes is not installed: pip install 'trl-packing[qlora]'")
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
             r=arguments.lora_r,
             lora_alpha=arguments.lora_alpha,
             lora_dropout=arguments.lora_dropout,
-            target_modules="all-linear",  # every matrix but the embeddings and the head
+            target_modules="all-linear",  # every matrix except the embeddings and the head
             task_type="CAUSAL_LM",
         ),
     )

@@ -1,6 +1,6 @@
-"""Data for sft_packed.py: a hub id, a file or a folder in, the columns that TRL trains on out.
+"""Data for sft_packed.py: load a hub id, a file or a folder, and rename its columns for TRL.
 
-    what you have                             what to say                      what TRL gets
+    your columns                              options                          columns for TRL
     question, answer                          --prompt_column question         prompt, completion
                                               --completion_column answer
     instruction, input, output                --prompt_template "{instruction}\\n{input}\\n"
@@ -9,7 +9,7 @@
     body                                      --dataset_text_field body        body
     prompt, completion | messages | text | input_ids           (nothing)       the same
 
-Everything wrong with a data set raises `InputError`, one sentence, before anything is written.
+Anything wrong with a data set raises `InputError` with one sentence, before anything is written.
 """
 
 from collections.abc import Callable
@@ -32,11 +32,11 @@ AnyDataset: TypeAlias = Dataset | IterableDataset
 
 
 class InputError(ValueError):
-    """What is wrong with what the user gave, in one sentence."""
+    """A mistake in the user's options or data, in one sentence."""
 
 
 class LoadedData(NamedTuple):
-    """Documents in TRL's columns, and what the user should know about how they came about."""
+    """Documents in TRL's columns, and notes for the user about how they were made."""
 
     train: AnyDataset
     test: AnyDataset | None
@@ -45,7 +45,7 @@ class LoadedData(NamedTuple):
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """TRL's script arguments, and which columns to train on."""
+    """TRL's script arguments, and the columns to train on."""
 
     dataset_name: str | None = field(
         default=None,
@@ -84,13 +84,22 @@ def load_documents(
     text_field: str = "text",
     seed: int = 42,
 ) -> LoadedData:
-    """Return the training and, if asked for, held-out documents that `args` describe.
+    """Return the training documents that `args` describe, and held-out ones if needed.
 
-    ``prompt_template`` (and the ``query_field`` in it) makes prompts of raw columns.
+    The held-out documents are the split ``dataset_test_split``, or a share of the training split
+    if that split does not exist and ``test_split_size`` is given.
 
-    There is a test set if `needs_test` or ``test_split_size`` is given: the split named
-    ``dataset_test_split``, or a share of the training split where there is no such split.
-    Raises InputError.
+    Args:
+        args: the data set and its columns.
+        prompt_template: makes prompts from raw columns.
+        query_field: the column that `prompt_template` uses as the query.
+        needs_test: hold documents out even without ``test_split_size``.
+        has_chat_template: make conversations of prompts and completions by default.
+        text_field: the column of plain text.
+        seed: draws the held-out documents.
+
+    Raises:
+        InputError: the data set cannot be loaded, or has other columns.
     """
     splits, notes = _load_splits(args)
     train = _pick(splits, args.dataset_train_split, args.dataset_name)
@@ -118,7 +127,7 @@ def load_documents(
 
 
 def _notes(row: Row, document: Row, args: DataArguments) -> list[str]:
-    """Return what a user may not expect, seen on the first row and the document made of it."""
+    """Return notes on surprises in the first row and the document made from it."""
     prompt, completion = document.get("prompt"), document.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         if prompt[-1:].isspace() or completion[:1].isspace() or not (prompt and completion):
@@ -140,7 +149,7 @@ def _notes(row: Row, document: Row, args: DataArguments) -> list[str]:
 
 
 def _load_splits(args: DataArguments) -> tuple[dict[str, AnyDataset], list[str]]:
-    """Return the splits of ``dataset_name``, and a note if a folder holds files that none takes."""
+    """Return the splits of ``dataset_name``, and a note on files that belong to no split."""
     name, path = str(args.dataset_name), Path(str(args.dataset_name)).expanduser()
     endings = ", ".join(LOADERS)
     if path.is_file():
@@ -152,7 +161,8 @@ def _load_splits(args: DataArguments) -> tuple[dict[str, AnyDataset], list[str]]
         if not files:
             raise InputError(f"the folder {name} holds no file that ends in one of {endings}")
         splits = _read(name, args, str(path))
-        # File names decide about splits; where one is called train, those not named are left out.
+        # File names decide the splits. If one file is called train, files whose names belong to no
+        # split are not read.
         used = load_dataset_builder(str(path)).config.data_files
         unused = files - {Path(file).resolve() for split in used.values() for file in split}
         if not unused:
@@ -168,7 +178,7 @@ def _load_splits(args: DataArguments) -> tuple[dict[str, AnyDataset], list[str]]
 def _read(
     source: str, args: DataArguments, loader: str, **options: str | None
 ) -> dict[str, AnyDataset]:
-    """Call `load_dataset`; what it cannot read becomes one sentence."""
+    """Call `load_dataset`; turn its errors into one sentence."""
     try:
         return load_dataset(loader, streaming=args.dataset_streaming, **options)
     except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
@@ -212,7 +222,7 @@ def _to_trl_columns(
     text_field: str,
     chat: bool,
 ) -> AnyDataset:
-    """Return `dataset` with the columns of one of TRL's forms; see the top of this file."""
+    """Return `dataset` with columns for TRL, as the table at the top of this file shows."""
     columns = get_dataset_column_names(dataset)
     named = args.prompt_column or template or args.completion_column
     kept = [column for column in KEPT_COLUMNS if column in columns]
@@ -243,7 +253,7 @@ def _to_trl_columns(
 def _prompt_completion(
     columns: list[str], args: DataArguments, template: PromptTemplate | None, chat: bool
 ) -> Callable[[Row, int], Row]:
-    """Return the function that makes a prompt and a completion of a row."""
+    """Return the function that makes a prompt and a completion from a row."""
     if args.prompt_column and template:
         raise InputError("give --prompt_column or --prompt_template, not both")
     completion = args.completion_column or "completion"
@@ -269,7 +279,7 @@ def _prompt_completion(
 
 
 def _conversation(row: Row, index: int, *, column: str) -> Row:
-    """Return the row's messages, with role and content or, as in ShareGPT, from and value."""
+    """Return the row's messages (role and content, or ShareGPT's from and value)."""
     if not row[column]:
         raise InputError(f"row {index} has no message in the column {column!r}")
     return {"messages": row[column]}

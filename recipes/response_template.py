@@ -1,15 +1,15 @@
-"""Plain text with a mark in it: what follows "### Response:" is trained, what precedes it is not.
+"""Train only the text after a marker such as "### Response:".
 
     accelerate launch recipes/response_template.py --config recipes/response_template.yaml
 
-A row of the data set has a `text` (`--dataset_text_field` names another column):
+A row of the data set has a column `text` (`--dataset_text_field` names another column):
 
     {"text": "### Instruction:\\nName a fruit.\\n\\n### Response:\\nApple"}
 
-The mark is looked for in the text, so it does not matter into which tokens it falls. With several
-questions in a text, `--instruction_template "### Instruction:"` trains every answer up to the next
-question. Texts without the mark are counted and left out. This is what TRL's removed
-`DataCollatorForCompletionOnlyLM` did, which `trl_packing` also has under its own name:
+The marker is found in the text and not in its tokens, so it does not matter how the marker is
+tokenized. If a text has several questions, `--instruction_template "### Instruction:"` trains every
+answer up to the next question. Texts without the marker are counted and left out. TRL removed the
+collator that did this; `trl_packing` still has it:
 
     collator = DataCollatorForCompletionOnlyLM("### Response:\\n", tokenizer=tokenizer)
     PackedSFTTrainer(…, data_collator=collator)
@@ -17,7 +17,7 @@ question. Texts without the mark are counted and left out. This is what TRL's re
 Expected output (SmolLM2-135M-Instruct, thirty texts, three steps of one bin of 512 tokens, three
 minutes on a busy CPU core):
 
-    What is trained stands between ⟦ and ⟧.
+    Trained tokens are between ⟦ and ⟧.
     document · 148 tokens · 125 trained (84%) · ends in '<|im_end|>', trained
     ### Instruction:
     …
@@ -49,12 +49,12 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 @exits_in_one_line
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         (Arguments, PackedSFTConfig), usage="response_template.py --config FILE [--OPTION VALUE]"
     )
     parser.set_defaults(output_dir="outputs/response_template", response_template="### Response:\n")
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         train_dataset=rows.select_columns(training_args.dataset_text_field),
     )
     say = trainer.accelerator.print
-    say("\nWhat is trained stands between ⟦ and ⟧.")
+    say("\nTrained tokens are between ⟦ and ⟧.")
     say(show_document(trainer.train_dataset[0], trainer.processing_class))
     trainer.train(training_args.resume_from_checkpoint)
     trainer.save_model()

@@ -1,23 +1,24 @@
-"""A run that survives being killed: the same command starts it and goes on with it.
+"""A run that survives being killed: the same command starts it and continues it.
 
-    accelerate launch recipes/resuming.py --config recipes/resuming.yaml     # killed at step 57 …
-    accelerate launch recipes/resuming.py --config recipes/resuming.yaml     # … goes on at step 50
+    accelerate launch recipes/resuming.py --config recipes/resuming.yaml    # killed at step 57 …
+    accelerate launch recipes/resuming.py --config recipes/resuming.yaml    # … continues at step 50
 
-Kill it whenever you like, also while it saves: a half-written checkpoint is recognized, and the one
-before it is taken. The run goes on with the very batches that it would have seen, in any epoch,
-and ends with the same weights (to the last bit on a CPU; a GPU's sums vary). With other settings
-or another number of processes, the epoch goes on with the documents that it had left, and a line
-says so. To begin anew, name another `--output_dir`.
+You can kill the run at any time, even while it saves: a half-written checkpoint is recognized, and
+the one before it is used. The resumed run continues with exactly the batches that the uninterrupted
+run would have used, in any epoch, and ends with the same weights (to the last bit on a CPU; sums on
+a GPU vary). If settings or the number of processes have changed, the run continues with the
+documents that the epoch had left, and prints a line about it. To start over, name another
+`--output_dir`.
 
 Expected output (a model of 39,072 random weights, 300 rows, saving every 20 steps). The first
-command, killed with SIGKILL while it wrote checkpoint-40, ended in
+command was killed with SIGKILL while it wrote checkpoint-40. Its output ended with
 
     {'loss': '5.175', 'grad_norm': '0.9703', 'learning_rate': '0.0004862', …
 
-and the second one prints:
+and the second command prints:
 
     checkpoint-40 was being written when the run was killed: not used.
-    Going on from checkpoint-20.
+    Continuing from checkpoint-20.
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     documents    300 · 133,568 tokens · 74,779 trained (56%)
@@ -45,22 +46,22 @@ from trl_packing.training.checkpoints import last_whole_checkpoint
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
-    """Start, or go on where the last whole checkpoint stands; return the trainer."""
+    """Start, or continue from the last complete checkpoint; return the trainer."""
     parser = TrlParser(
         (Arguments, PackedSFTConfig), usage="resuming.py --config FILE [--OPTION VALUE]"
     )
     parser.set_defaults(output_dir="outputs/resuming", save_steps=50, save_total_limit=2)
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     if checkpoint is None:
         say(f"No checkpoint in {training_args.output_dir}: starting.")
     else:
-        say(f"Going on from {checkpoint.name}.")
+        say(f"Continuing from {checkpoint.name}.")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     say(f"The model is in {training_args.output_dir}.")

@@ -1,11 +1,11 @@
 """Packed, padding-free, completion-only fine-tuning: TRL's sft.py with `PackedSFTTrainer`.
 
-The demo: a small Llama, built here, learns to write packing lists; a few minutes on a laptop.
+The demo trains a small Llama, built here, to write packing lists, in a few minutes on a laptop:
 
     accelerate launch recipes/sft_packed.py
 
-Your own run: a model, a data set (a hub id, a .json, .jsonl or .parquet file, or a folder of such
-files) and its columns. Every option of TRL's sft.py works (`--help`), also from a YAML file.
+For your own run, name a model, a data set (a hub id, a .json, .jsonl or .parquet file, or a folder
+of such files) and its columns. Every option of TRL's sft.py works (`--help`), also in a YAML file.
 
     accelerate launch recipes/sft_packed.py \\
         --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
@@ -15,7 +15,7 @@ files) and its columns. Every option of TRL's sft.py works (`--help`), also from
     accelerate launch recipes/sft_packed.py --config recipes/sft_gsm8k.yaml --use_peft
     torchrun --nproc_per_node 2 recipes/sft_packed.py
 
-recipe_data.py says which columns can be named, and how.
+recipe_data.py lists the columns that can be named, and how.
 """
 
 import os
@@ -26,7 +26,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-# Threads that spin while they wait made the demo 8 times slower with 2 threads on 2 busy cores.
+# With 2 threads on 2 busy cores, threads that spin while they wait made the demo 8 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -44,7 +44,7 @@ from trl_packing.recipes import FOLDER
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 from trl_packing.tools.exit_messages import exits_in_one_line
 
-# TRL 1.16 sets options that transformers 5.23 renames; there is nothing that a user could do.
+# TRL 1.16 sets options that transformers 5.23 has renamed. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 DEMO_FILES = FOLDER / "demo"  # written by make_demo_data.py
@@ -54,12 +54,12 @@ DEMO_MODEL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "tie_word_embeddings": True,
-    # The two that decide how soon a model this small learns to copy: weights of a size that suits
-    # 128 dimensions, and rotary wavelengths of up to the longest documents.
+    # These two decide how soon a model this small learns to copy: the size of the initial weights,
+    # which must suit 128 dimensions, and rotary wavelengths up to the longest documents.
     "initializer_range": 0.05,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
-# Defaults of the demo alone: a real run has TRL's.
+# Defaults of the demo only. Other runs have TRL's defaults.
 DEMO_ARGUMENTS = {
     "dataset_name": str(DEMO_FILES / "data"),
     "output_dir": "outputs/demo",
@@ -80,12 +80,12 @@ DEMO_ARGUMENTS = {
     "report_to": "none",
 }
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-NUM_SHOWN = 5  # of the sampled completions
+NUM_SHOWN = 5  # answers that are printed
 
 
 @dataclass
 class RecipeArguments(DataArguments):
-    """What to train on, and how many held-out prompts to answer before and after."""
+    """The data, and the number of held-out prompts to answer before and after training."""
 
     num_samples: int = field(
         default=0,
@@ -94,14 +94,14 @@ class RecipeArguments(DataArguments):
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, save, and return what was measured. Raises InputError before anything is written."""
+    """Train, save, and return the metrics. Raises InputError before anything is written."""
     data_args, training_args, model_args = parse(argv)
     say = PartialState().print
     if model_args.model_name_or_path is None:
         say("The demo: a small Llama learns to turn orders into packing lists, in a few minutes.")
-        disable_progress_bars()  # of the preparation, which takes seconds
+        disable_progress_bars()  # preparation takes only seconds
     model, tokenizer = load_model(training_args, model_args)
-    template, training_args.prompt_template = training_args.prompt_template, None  # used here
+    template, training_args.prompt_template = training_args.prompt_template, None  # applied here
     data = load_documents(
         data_args,
         prompt_template=template,
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConfig, ModelConfig]:
-    """Return TRL's three groups of arguments; without a model and a data set, the demo's."""
+    """Return TRL's three groups of arguments; the demo's if neither model nor data set is given."""
     argv = sys.argv[1:] if argv is None else argv
     parser = TrlParser((RecipeArguments, PackedSFTConfig, ModelConfig))
     given, _ = parser.parse_known_args(argv)
@@ -154,7 +154,8 @@ def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConf
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)  # TRL's default is True, also on CPU
     if not torch.accelerator.is_available():
-        # With use_cpu, accelerate joins the processes that torchrun starts; without, each is alone.
+        # With use_cpu, accelerate joins the processes that torchrun starts. Without it, each trains
+        # alone.
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
     if is_demo:
         parser.set_defaults(**DEMO_ARGUMENTS)
@@ -163,12 +164,12 @@ def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConf
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
     if not is_demo and not (model_args.model_name_or_path and data_args.dataset_name):
-        raise InputError("a run of your own needs --model_name_or_path and --dataset_name")
+        raise InputError("your own run needs --model_name_or_path and --dataset_name")
     return data_args, training_args, model_args
 
 
 def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple[Any, Any]:
-    """Return the model, as a name that the trainer loads, or the demo's; and its tokenizer."""
+    """Return the model (the demo's, or a name that the trainer loads) and its tokenizer."""
     name = model_args.model_name_or_path
     if name is None:
         tokenizer = AutoTokenizer.from_pretrained(DEMO_FILES / "tokenizer")
@@ -194,11 +195,11 @@ def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple
     return name, tokenizer
 
 
-# --- held-out prompts, answered before and after --------------------------------------------------
+# --- answers to held-out prompts, before and after ------------------------------------------------
 
 
 def answer(trainer: PackedSFTTrainer, questions: list[dict[str, Any]]) -> list[str]:
-    """Return the model's greedy answers; every rank computes them all, so none waits."""
+    """Return the model's greedy answers. Every rank computes all of them, so that no rank waits."""
     tokenizer, size = trainer.processing_class, trainer.args.eval_batch_size
     longest = max((len(tokenizer(text(q["completion"])).input_ids) for q in questions), default=0)
     answers: list[str] = []
@@ -214,7 +215,7 @@ def answer(trainer: PackedSFTTrainer, questions: list[dict[str, Any]]) -> list[s
 
 
 def encode(prompts: list[Any], tokenizer: Any) -> Any:
-    """Return left-padded prompts, strings or conversations, ready to be continued."""
+    """Return prompts (strings or conversations) as a left-padded batch for `generate`."""
     if isinstance(prompts[0], str):
         return tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     return tokenizer.apply_chat_template(
@@ -230,7 +231,7 @@ def encode(prompts: list[Any], tokenizer: Any) -> Any:
 def compare(
     questions: list[dict[str, Any]], answers: dict[str, list[str]], say: Any
 ) -> dict[str, float]:
-    """Show some answers beside what was expected, and return the share of exact ones."""
+    """Print some answers beside the expected ones, and return the share of exact answers."""
     expected = [text(question["completion"]).strip() for question in questions]
 
     def line(label: str, content: str) -> None:
@@ -263,7 +264,7 @@ def compare(
 
 
 def text(content: Any) -> str:
-    """Return a string as it is, of a conversation the last message."""
+    """Return a string unchanged, and the last message of a conversation."""
     return content if isinstance(content, str) else content[-1]["content"]
 
 

@@ -1,18 +1,19 @@
-"""A stream: data that is read while it is trained on, larger than the disk or still growing.
+"""Train on a stream: data that is read during training, for example because it exceeds the disk.
 
     accelerate launch recipes/streaming.py --config recipes/streaming.yaml
     torchrun --nproc_per_node 2 recipes/streaming.py --config recipes/streaming.yaml \\
         --dataset_name folder_of_jsonl_files --dataloader_num_workers 2
 
-A stream has no length, so `--max_steps` says how long to train. Its documents are packed in windows
-of 256 bins and leave in random order, drawn anew every epoch. Files are its shards: where they
-divide among the ranks, each rank reads its own, and its dataloader workers divide those. A run that
-was interrupted goes on at the same place (resuming.py). docs/data.md, "Streams", has the details.
+A stream has no length, so `--max_steps` sets the length of training. Documents are packed in
+windows of 256 bins, which are shuffled, differently in every epoch. Each file is a shard. If the
+number of shards allows it, each rank reads its own shards and divides them among its dataloader
+workers. An interrupted run continues at the same place (resuming.py). The section "Streams" of
+docs/data.md has the details.
 
 Expected output (SmolLM2-135M-Instruct, four files of 100 conversations, three steps of one bin of
 512 tokens, two minutes on a busy CPU core):
 
-    Shards in the stream: 4. Ranks: 1; each reads its own part, 2 at a time.
+    Shards in the stream: 4. Ranks: 1. Each rank reads its own shards, 2 at a time.
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     documents    a stream: counted as it is read
@@ -39,25 +40,25 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, or a folder of .jsonl or .parquet files.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Which split to read.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, or a folder of .jsonl or .parquet files.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split to read.")
     shuffle_buffer: int = HfArg(
-        default=0, help="Documents to draw from at random; for files sorted by source or length."
+        default=0, help="Size of a shuffle buffer in documents, for files sorted by source."
     )
 
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
-    """Say who reads what, train for `max_steps`, save the model, and return the trainer."""
+    """Print how the stream is divided, train, save the model, and return the trainer."""
     parser = TrlParser(
         (Arguments, PackedSFTConfig), usage="streaming.py --config FILE [--OPTION VALUE]"
     )
     parser.set_defaults(output_dir="outputs/streaming")
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -74,9 +75,9 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     )
     say, ranks = trainer.accelerator.print, training_args.world_size
     division = assign_shards(trainer.train_dataset, ranks, training_args.dataloader_num_workers)
-    how = "its own part" if division.by_rank or ranks == 1 else "all of it, and they take turns"
+    part = "its own shards" if division.by_rank or ranks == 1 else "the whole stream"
     say(
-        f"Shards in the stream: {division.num_shards}. Ranks: {ranks}; each reads {how}, "
+        f"Shards in the stream: {division.num_shards}. Ranks: {ranks}. Each rank reads {part}, "
         f"{division.num_readers} at a time."
     )
     trainer.train(training_args.resume_from_checkpoint)

@@ -1,8 +1,8 @@
-"""Tool calls: the model learns when to call a tool, and how; what the tool answers is not trained.
+"""Train tool calls: when to call a tool, and how. The answers of the tools are not trained.
 
     accelerate launch recipes/tool_calling.py --config recipes/tool_calling.yaml
 
-A row of the data set is a conversation beside the tools that it may use (a list, or JSON):
+A row of the data set is a conversation and the tools it may use (a list, or JSON):
 
     {"messages": [{"role": "user", "content": "Weather in Rome?"},
                   {"role": "assistant", "tool_calls": [{"type": "function", "function":
@@ -11,14 +11,14 @@ A row of the data set is a conversation beside the tools that it may use (a list
                   {"role": "assistant", "content": "It has 21 degrees."}],
      "tools": [{"type": "function", "function": {"name": "weather", "parameters": {…}}}]}
 
-ShareGPT's `function_call` and `observation` work too. The chat template must know tools: Qwen's
-does, SmolLM2's does not (`--chat_template_path` takes that of another model). The last row is held
-out, and what the model writes where its first answer stands is shown before and after.
+ShareGPT's `function_call` and `observation` work too. The chat template must support tools: Qwen's
+does; SmolLM2's does not (`--chat_template_path` uses the template of another model). The last row
+is held out. The model's reply to it is shown before and after training.
 
 Expected output (SmolLM2-135M-Instruct with Qwen2.5's chat template, forty conversations of Glaive's
 up to 768 tokens, six steps of one bin at a learning rate of 2e-4, five minutes on a busy CPU core):
 
-    What is trained stands between ⟦ and ⟧.
+    Trained tokens are between ⟦ and ⟧.
     document · 478 tokens · 113 trained (24%) · ends in '\\n', not trained
     …
     <|im_start|>assistant
@@ -50,16 +50,16 @@ from trl_packing.tools.exit_messages import exits_in_one_line
 
 @dataclass
 class Arguments:
-    """What to train, and on what."""
+    """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="A hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="A hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Of a data set that has several.")
-    dataset_train_split: str = HfArg(default="train", help="Or a part of it: 'train[:1000]'.")
+    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
+    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 def first_answer(trainer: PackedSFTTrainer) -> str:
-    """Return what the model writes where the first answer of the held-out conversation stands."""
+    """Return the model's first reply in the held-out conversation."""
     document = trainer.eval_dataset[0]
     start = next(i for i, label in enumerate(document["labels"]) if label != -100)
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
@@ -76,12 +76,12 @@ def first_answer(trainer: PackedSFTTrainer) -> str:
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
-    """Show what is trained, train, show what was learnt, save; return the trainer."""
+    """Show the trained tokens, train, show replies before and after; return the trainer."""
     parser = TrlParser(
         (Arguments, PackedSFTConfig), usage="tool_calling.py --config FILE [--OPTION VALUE]"
     )
     parser.set_defaults(output_dir="outputs/tool_calling", train_on="assistant")
-    if not torch.accelerator.is_available():  # TRL's defaults are made for a GPU
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         eval_dataset=rows.select([len(rows) - 1]),
     )
     say = trainer.accelerator.print
-    say("\nWhat is trained stands between ⟦ and ⟧.")
+    say("\nTrained tokens are between ⟦ and ⟧.")
     say(show_document(trainer.train_dataset[0], trainer.processing_class))
     say(f"\nbefore  {first_answer(trainer)!r}")
     trainer.train(training_args.resume_from_checkpoint)

@@ -37,7 +37,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"accelerate", "datasets", "numpy", "pyarrow", "torch", "trl"},
     ),
     "isolation": (
-        {"attention", "config", "data", "documents", "loss", "models", "packing"},
+        {"attention", "data", "documents", "loss", "models", "packing"},
         {"accelerate", "datasets", "numpy", "torch"},
     ),
     "streaming": ({"data", "documents", "models", "packing"}, {"datasets", "numpy", "torch"}),

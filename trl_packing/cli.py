@@ -25,7 +25,7 @@ from trl_packing.tools.exit_messages import message_of
 
 if TYPE_CHECKING:
     from trl_packing.attention.backends import AttentionChoice
-    from trl_packing.isolation.fallback import Found
+    from trl_packing.isolation.fallback import CheckResult
 
 # Libraries are imported inside the commands, so that `--help` and typing errors are quick.
 
@@ -203,7 +203,7 @@ def _check_probe(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--device {arguments.device} cannot be used: {error}") from error
 
 
-def _line(way: "AttentionChoice", found: "Found") -> str:
+def _line(way: "AttentionChoice", found: "CheckResult") -> str:
     from trl_packing.isolation.fallback import Refusal
 
     if isinstance(found, Refusal):

@@ -39,7 +39,7 @@ from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.step_loss import check_weights_can_be_used
@@ -176,11 +176,12 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             return
         self._gate = IsolationGuard(
             self.model,
-            self._options,
+            attention=self._options.attention,
+            isolation_check=self._options.isolation_check,
             packing_requested=self._packing or self._eval_packing or self.args.padding_free,
-            device=self.args.device,
-            dtype=torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None,
         )
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        self._gate.select_backend(Precision(self.args.device.type, dtype))
         self.padding_free = True
         self.data_collator = self._packed_collator = self._collator(data_collator)
         self._planned_dataset, self._told = self.train_dataset, set()
@@ -305,12 +306,11 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             return
         shapes = self._packed_collator.static_shapes
         self._gate.ensure(
-            model,
-            dataset,
-            # Probes fill one bin or two, not a micro-batch of many.
-            self._packed_collator if shapes is None else self._with_shapes(bins=1),
+            self._gate.sample(dataset, self.args.max_length),
             training=training,
-            max_length=self.args.max_length,
+            wrapped=model,
+            # Probes fill one bin or two, not a micro-batch of many.
+            collator=self._packed_collator if shapes is None else self._with_shapes(bins=1),
         )
         self._drop_shapes_of_padded_rows()
         self.packing_report = replace(

@@ -20,7 +20,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trl_packing.isolation.fallback
 import trl_packing.isolation.guard
-import trl_packing.plain_trainer.enable
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, enable_packing, resolve_attention
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import AttentionChoice
@@ -145,8 +144,7 @@ def gpu(monkeypatch):
                 patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
                 return resolve_attention(model, attention, device="cuda", dtype=torch.bfloat16)
 
-        for module in (trl_packing.isolation.guard, trl_packing.plain_trainer.enable):
-            monkeypatch.setattr(module, "resolve_attention", resolve)
+        monkeypatch.setattr(trl_packing.isolation.guard, "resolve_attention", resolve)
 
     return pretend
 
@@ -263,9 +261,7 @@ def test_a_named_kernel_without_a_backward_is_refused_before_the_first_step(monk
     model = tiny_model("llama", attn_implementation="flash_attention_2")
     enable = partial(enable_packing, model, isolation_check="error")
     assert enable().backend == "documents", "loaded with it, it was not named"
-    monkeypatch.setattr(
-        trl_packing.plain_trainer.enable, "resolve_attention", named_flash_attention
-    )
+    monkeypatch.setattr(trl_packing.isolation.guard, "resolve_attention", named_flash_attention)
     model = tiny_model("llama", attn_implementation="flash_attention_2")
     with pytest.raises(RuntimeError, match=r"its backward raises AssertionError.*attention='auto'"):
         enable_packing(model, attention="flash_attention_2")

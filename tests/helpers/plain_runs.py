@@ -9,7 +9,7 @@ from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from trl_packing import PackedCollator, PackedDataset
 
 PACK_LEN = 80
-packing_of = trl_packing.plain_trainer.enable._packing_of
+packing_of = trl_packing.plain_trainer.enable.packing_of
 
 LENGTHS = [3, 60, 17, 9, 31, 44, 5, 22, 12, 27, 8, 50, 19, 40, 33, 6]
 DOCUMENTS = documents_of_lengths(LENGTHS, prompt=2)

@@ -248,7 +248,7 @@ def test_a_collator_that_fails_is_blamed_for_it(attention, tmp_path):
 @pytest.mark.parametrize("attention", ["auto", "padded"])
 def test_a_document_that_fails_alone_is_not_blamed_on_packing(attention, monkeypatch):
     # Ids beyond the vocabulary are refused before, unless its size were unknown.
-    monkeypatch.setattr("trl_packing.plain_trainer.enable.limits_of", lambda model: NO_LIMITS)
+    monkeypatch.setattr("trl_packing.plain_trainer.requirements.limits_of", lambda model: NO_LIMITS)
     model = tiny_model("llama")
     with pytest.raises(RuntimeError) as refusal:
         enable_packing(model, [[10**6] * 30], attention=attention)
@@ -290,7 +290,7 @@ def test_a_named_way_is_told_a_way_out_other_than_itself(attention, way_out, tmp
 
     model.model.layers[0].mlp.register_forward_hook(leak)
     said = refused(trainer_for(model, tmp_path, attention=attention))
-    assert "Set attention='auto', which takes the fastest exact way" in said
+    assert "Set attention='auto', which takes the fastest exact backend" in said
     assert ("(attention='padded' fits most models)" in said) == way_out
     assert "max_length" not in said, "no length makes it exact"
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_packing.packing.balance import balanced_order
 from trl_packing.packing.bins import STRATEGIES, pack
-from trl_packing.packing.epoch import balanced_order
 from trl_packing.packing.sampler import PackedBatchSampler
 
 CAPACITY = 32_768

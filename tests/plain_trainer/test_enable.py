@@ -8,6 +8,7 @@ import copy
 import json
 import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,7 +182,10 @@ def test_bf16_autocast_is_checked_again_and_close(tmp_path):
     packing = packing_of(model)  # before accelerate wraps the forward
     loss, _ = first_step(model, dataset, tmp_path, bf16=True)
     assert loss == pytest.approx(expected, rel=2**-7)  # bf16 keeps 8 bits
-    assert {kind[1] for kind in packing.checked} == {torch.float32, torch.bfloat16}
+    assert {check.precision.dtype for check in packing.guard.passed} == {
+        torch.float32,
+        torch.bfloat16,
+    }
 
 
 def test_evaluation_is_the_mean_of_the_means_of_micro_batches(tmp_path):
@@ -192,7 +196,7 @@ def test_evaluation_is_the_mean_of_the_means_of_micro_batches(tmp_path):
     enable_packing(model)
     trainer = trainer_of(model, dataset, tmp_path, evaluated=dataset, per_device_eval_batch_size=1)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
-    assert {kind[2] for kind in packing_of(model).checked} == {True, False}
+    assert {check.training for check in packing_of(model).guard.passed} == {True, False}
 
 
 def test_the_check_leaves_random_numbers_and_weights_alone(tmp_path):
@@ -258,7 +262,7 @@ def test_a_model_that_leaks_whichever_way_is_refused():
         return output + 0.1 * output.mean() if output.shape[1] > 17 else output
 
     model.model.embed_tokens.register_forward_hook(leak)
-    with pytest.raises(RuntimeError, match="does not keep the documents"):
+    with pytest.raises(RuntimeError, match="documents LEAK into each other"):
         enable_packing(model, attention="documents")
     enable_packing(model, attention="documents", isolation_check="warn")
 
@@ -354,10 +358,10 @@ def flattened(lengths=(9, 20, 12)):
 def test_a_model_that_leaks_is_refused_by_every_packed_call_too():
     model = leak_in_rows_beyond(tiny_model("llama"), 17)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="does not keep the documents"):
+        with pytest.raises(RuntimeError, match="documents LEAK into each other"):
             enable_packing(model, attention="documents")
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="does not keep the documents"):
+            with pytest.raises(RuntimeError, match="documents LEAK into each other"):
                 model.train()(**flattened())
 
 
@@ -376,9 +380,12 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
     assert float(model(**flattened()).loss) > 2, "the control: enabled, the loss is ours"
 
 
-@pytest.mark.parametrize("breaks_off_at", [1, 2, 3])
-def test_a_check_that_breaks_off_leaves_no_way_that_leaks(breaks_off_at, monkeypatch):
-    """bloom needs padded rows: a search that breaks off has a faster way installed by then."""
+@pytest.mark.parametrize(
+    ("dtype", "breaks_off_at"),
+    [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)],
+)
+def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_at, monkeypatch):
+    """bloom needs padded rows. In another precision, the search starts with faster backends."""
     monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
     monkeypatch.setattr("trl_packing.plain_trainer.enable.length_constants", lambda model: [40])
     model, reference = architectures.tiny_model("bloom"), architectures.tiny_model("bloom")
@@ -393,7 +400,8 @@ def test_a_check_that_breaks_off_leaves_no_way_that_leaks(breaks_off_at, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(trl_packing.isolation.fallback, "check_isolation", breaks_off)
-        with pytest.raises(torch.OutOfMemoryError):
+        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+        with pytest.raises(torch.OutOfMemoryError), autocast:
             model.train()(**PackedCollator()(tiny_documents((60, 9))))
     row = PackedCollator()(tiny_documents((20, 9)))
     logits = model(**row).logits
@@ -416,6 +424,49 @@ def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypat
     model.train()(**flattened([60, 9]))
     model.eval()(**flattened([60, 9]))
     assert longest == [60, 60]
+
+
+def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monkeypatch):
+    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    model = tiny_model("mistral", sliding_window=40)
+    enable_packing(model)
+    model.eval()(**flattened())
+    check, longest = trl_packing.isolation.check.check_isolation, []
+
+    def record(model, documents, **options):
+        longest.append(max(map(len, documents), default=0))
+        return check(model, documents, **options)
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    model.train()(**flattened([60, 9]))
+    model.eval()(**flattened([60, 9]))
+    model.train()(**flattened([60, 9]))
+    assert longest == [60, 60]
+
+
+def test_a_fallback_that_one_mode_needs_is_kept_in_the_other(monkeypatch):
+    check, checked = trl_packing.isolation.check.check_isolation, []
+
+    def leaks_in_training(*arguments, attention, training, **options):
+        is_first = attention.startswith("document-wise SDPA")
+        checked.append((is_first, training))
+        report = check(*arguments, attention=attention, training=training, **options)
+        leaks = training and is_first
+        return replace(report, verdict="leaks") if leaks else report
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", leaks_in_training)
+    model = tiny_model("llama")
+    assert enable_packing(model).backend == "model"
+    for _ in range(2):
+        model.eval()(**flattened())
+        model.train()(**flattened())
+    assert checked == [(True, True), (False, True), (False, False)]
+
+
+def test_a_model_that_cannot_run_packed_documents_is_refused_under_warn_too():
+    """A warning would only come before the same error in the first step."""
+    with pytest.raises(RuntimeError, match="BloomForCausalLM cannot run packed documents by"):
+        enable_packing(architectures.tiny_model("bloom"), attention="mask", isolation_check="warn")
 
 
 def test_a_sharded_model_relies_on_a_check_that_passed_only(monkeypatch):

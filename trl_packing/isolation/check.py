@@ -48,7 +48,7 @@ from trl_packing.packing.collator import PackedCollator
 LEAK_SHARE = 0.01
 
 
-def stage_of(error: Exception) -> Stage:
+def stage_from_error(error: Exception) -> Stage:
     """Return at which stage of a check `error` was raised."""
     notes = getattr(error, "__notes__", [])
     return next(

@@ -1,12 +1,12 @@
-"""The exact ways to run packed documents, tried in order until the isolation check passes.
+"""Attention backends from fastest to slowest; the first that passes the isolation check is used.
 
-    flash, varlen, documents   kernels that take boundaries          what `resolve_attention` finds
-    model                      the model's own mask, from position_ids
+    flash, varlen, documents   kernels that take boundaries          chosen by `resolve_attention`
+    model                      the model's native mask, from position_ids
     mask                       an explicit 4-D block-diagonal mask
     padded                     padded rows of the same documents
-    equal_lengths              rows of equal length, nothing padded
+    equal_lengths              rows of equal length, without padding
 
-Every way trains the same documents per step to the same loss; they differ in speed alone.
+All of them train the same documents in each step to the same loss. They differ in speed only.
 """
 
 import logging
@@ -20,7 +20,7 @@ from torch import nn
 
 from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
 from trl_packing.attention.install import check_backward, install_attention
-from trl_packing.isolation.check import IsolationReport, check_isolation, stage_of
+from trl_packing.isolation.check import IsolationReport, check_isolation, stage_from_error
 from trl_packing.isolation.measure import Stage
 from trl_packing.models.sharding import all_reduce_max
 
@@ -29,10 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Refusal:
-    """What was raised against running packed documents some way. Like a leak, it is not true.
+    """An exception that a model raised against packed documents. It is false, as a leak is.
 
-    error: type and first line of the exception.
-    stage: what was running. Unless it was a packed call of the model, no other way helps.
+    Attributes:
+        error: type and first line of the exception.
+        stage: what was running. Another backend helps only after a packed call of the model.
     """
 
     error: str
@@ -46,90 +47,102 @@ class Refusal:
         return self.error
 
     @classmethod
-    def of(cls, error: Exception) -> "Refusal":
+    def from_error(cls, error: Exception) -> "Refusal":
+        """Return the refusal that `error` is."""
         first_line, *_ = [*str(error).splitlines(), ""]
-        return cls(f"{type(error).__name__}: {first_line}", stage_of(error))
+        return cls(f"{type(error).__name__}: {first_line}", stage_from_error(error))
 
 
-Found = IsolationReport | Refusal
+CheckResult = IsolationReport | Refusal
 
 
 def with_fallbacks(choice: AttentionChoice) -> list[AttentionChoice]:
-    """Return `choice` and the ways that come after it, from fast to slow."""
-    first = 0
-    if choice.backend in NATIVE_ATTENTION:
-        first = NATIVE_ATTENTION.index(choice.backend) + 1
-    native = [AttentionChoice(name, None, "", choice.native) for name in NATIVE_ATTENTION[first:]]
+    """Return `choice` and its fallbacks, from fast to slow."""
+    is_native = choice.backend in NATIVE_ATTENTION
+    after = NATIVE_ATTENTION.index(choice.backend) + 1 if is_native else 0
+    native = [AttentionChoice(name, None, "", choice.native) for name in NATIVE_ATTENTION[after:]]
     return [choice, *choice.slower, *native]
 
 
-def install_first(model: nn.Module, ways: Sequence[AttentionChoice]) -> list[AttentionChoice]:
-    """Install the first of `ways` that lets itself be installed; return it and those after it.
+def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[AttentionChoice]:
+    """Install the first of `choices` that can be installed; return it and those after it.
 
-    A package whose build does not fit this torch shows when it is imported. Raises what the last
-    of `ways` raises.
+    A package that was built for another torch fails only when it is imported, which is here.
+
+    Raises:
+        Exception: the error of the last choice, if none can be installed.
     """
-    for number, way in enumerate(ways):
+    for number, choice in enumerate(choices):
         try:
-            install_attention(model, way)
+            install_attention(model, choice)
         except Exception as error:
-            if way is ways[-1]:
+            if choice is choices[-1]:
                 raise
-            failed = f"{way.backend} {_in_short(Refusal.of(error))}"
-            logger.warning(f"{failed}: trying {ways[number + 1].backend}")
+            failed = f"{choice.backend} {_in_short(Refusal.from_error(error))}"
+            logger.warning(f"{failed}: trying {choices[number + 1].backend}")
         else:
-            return list(ways[number:])
-    raise ValueError("there is no way to install")
+            return list(choices[number:])
+    raise ValueError("no attention backend was given to install")
 
 
 def install_first_exact(
     model: nn.Module,
-    ways: Sequence[AttentionChoice],
+    choices: Sequence[AttentionChoice],
     documents: Sequence[Sequence[int] | np.ndarray] = (),
     *,
     wrapped: nn.Module | None = None,
     agree: bool = True,
     **options: Any,
-) -> tuple[AttentionChoice, Found]:
-    """Install the first of `ways` that passes the isolation check on all ranks; return both.
+) -> tuple[AttentionChoice, CheckResult]:
+    """Install the first of `choices` that passes the isolation check; return it and its result.
 
-    With `agree=False` every rank decides for itself: where no forward of the model waits for other
-    ranks, so that any of them may be on another way.
+    If none passes, or a check breaks off (out of memory, interrupted), the first is installed.
 
-    The check runs on `wrapped`, by default `model`, with `documents` and `options` of
-    `check_isolation`. Where no way passes, the first one is installed and what it failed by comes
-    with it: a report that is not true, or what was raised against being run that way. If a check
-    breaks off (out of memory, interrupted), the first one is installed, too.
+    Args:
+        model: the model on which backends are installed.
+        choices: backends, from fast to slow.
+        documents: token ids ``(T,)`` of each document of the check.
+        wrapped: the model that the check calls, by default `model`.
+        agree: whether a backend must pass on all ranks. If False, each rank decides for itself,
+            which is safe only where no forward of the model waits for other ranks.
+        options: further arguments of `check_isolation`.
+
+    Returns:
+        The installed backend, whose reason says how faster ones failed. The result of its check,
+        which is false if no backend passes: then it is the result of the first one.
     """
     try:
-        return _first_exact(model, ways, documents, agree, options | {"wrapped": wrapped})
+        return _first_exact(model, choices, documents, agree, options | {"wrapped": wrapped})
     except BaseException:
-        # A way in the middle of its check may be one that leaks.
-        install_first(model, ways)
+        # The backend whose check broke off may leak.
+        install_first(model, choices)
         raise
 
 
 def _first_exact(
     model: nn.Module,
-    ways: Sequence[AttentionChoice],
+    choices: Sequence[AttentionChoice],
     documents: Sequence[Sequence[int] | np.ndarray],
     agree: bool,
     options: dict[str, Any],
-) -> tuple[AttentionChoice, Found]:
-    failed: list[Found] = []
-    for way in ways:
-        found = check_backend(model, way, documents, thorough=bool(failed), **options)
+) -> tuple[AttentionChoice, CheckResult]:
+    failed: list[CheckResult] = []
+    for choice in choices:
+        result = check_backend(model, choice, documents, thorough=bool(failed), **options)
         if agree:
-            found = _worst_of_ranks(found, model)
-        if found:
-            return _because(way, ways, failed), found
-        failed.append(found)
-    first, *_ = install_first(model, ways)
-    return _because(first, ways, failed if len(failed) > 1 else []), _first_of(failed)
+            result = _worst_of_ranks(result, model)
+        if result:
+            return _with_reason(choice, choices, failed), result
+        failed.append(result)
+    first, *_ = install_first(model, choices)
+    return _with_reason(first, choices, failed if len(failed) > 1 else []), _first_result(failed)
 
 
-def _first_of(failed: Sequence[Found]) -> Found:
-    """Return what the first way failed by; a packed call is to blame unless all failed before."""
+def _first_result(failed: Sequence[CheckResult]) -> CheckResult:
+    """Return the result of the first backend.
+
+    Its refusal is put down to the packed call, unless all backends failed at the earlier stage.
+    """
     first = failed[0]
     if isinstance(first, Refusal) and len({getattr(f, "stage", None) for f in failed}) > 1:
         return replace(first, stage=Stage.PACKED)
@@ -138,51 +151,55 @@ def _first_of(failed: Sequence[Found]) -> Found:
 
 def check_backend(
     model: nn.Module,
-    way: AttentionChoice,
+    choice: AttentionChoice,
     documents: Sequence[Sequence[int] | np.ndarray] = (),
     *,
     wrapped: nn.Module | None = None,
     **options: Any,
-) -> Found:
-    """Install `way`; return the isolation check's report on it, or what was raised against it.
+) -> CheckResult:
+    """Install `choice` and return the result of the isolation check with it.
 
-    A kernel that is to train runs one small backward, too.
+    A kernel that will train also runs one small backward. The arguments are those of
+    `install_first_exact`.
+
+    Raises:
+        torch.OutOfMemoryError: the check did not fit into memory, which says nothing about leaks.
     """
     checked = model if wrapped is None else wrapped
     try:
-        install_attention(model, way)
+        install_attention(model, choice)
         with check_backward(model, training=options.get("training")) as faults:
-            report = check_isolation(checked, documents, attention=str(way), **options)
+            report = check_isolation(checked, documents, attention=str(choice), **options)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model raises that cannot take such a batch
-        return Refusal.of(error)
+    except Exception as error:  # models raise all kinds of errors against a packed batch
+        return Refusal.from_error(error)
     return Refusal(faults[0].splitlines()[0]) if report and faults else report
 
 
-def _because(
-    way: AttentionChoice, ways: Sequence[AttentionChoice], failed: Sequence[Found]
+def _with_reason(
+    choice: AttentionChoice, choices: Sequence[AttentionChoice], failed: Sequence[CheckResult]
 ) -> AttentionChoice:
-    """Return `way` with what others failed by as its reason."""
-    reasons = [f"{w.backend} {_in_short(f)}" for w, f in zip(ways, failed, strict=False)]
-    return replace(way, reason="; ".join(reasons)) if reasons else way
+    """Return `choice` with the failures of the first of `choices` as its reason."""
+    reasons = [f"{c.backend} {_in_short(f)}" for c, f in zip(choices, failed, strict=False)]
+    return replace(choice, reason="; ".join(reasons)) if reasons else choice
 
 
-def _in_short(found: Found) -> str:
-    if isinstance(found, Refusal):
-        return f"refused ({found.error[:80]})"
-    return f"leaks by {found.difference:.2g}" if found.verdict == "leaks" else found.verdict
+def _in_short(result: CheckResult) -> str:
+    if isinstance(result, Refusal):
+        return f"refused ({result.error[:80]})"
+    return f"leaks by {result.difference:.2g}" if result.verdict == "leaks" else result.verdict
 
 
 _VERDICTS = ("isolated", "inconclusive", "leaks", "refused")
 
 
-def _worst_of_ranks(found: Found, model: nn.Module) -> Found:
-    """Return `found`, or what is worse on another rank: whoever goes on alone waits for ever."""
-    own = _VERDICTS.index(found.verdict)
-    worst = all_reduce_max(own, next(model.parameters()).device)
-    if worst == own:
-        return found
-    if isinstance(found, Refusal) or _VERDICTS[worst] == "refused":
+def _worst_of_ranks(result: CheckResult, model: nn.Module) -> CheckResult:
+    """Return `result`, or a worse one of another rank: ranks that disagree wait for ever."""
+    rank_verdict = _VERDICTS.index(result.verdict)
+    worst = all_reduce_max(rank_verdict, next(model.parameters()).device)
+    if worst == rank_verdict:
+        return result
+    if isinstance(result, Refusal) or _VERDICTS[worst] == "refused":
         return Refusal("another rank refuses it, and says why")
-    return replace(found, verdict=_VERDICTS[worst], probe="on another rank than this")
+    return replace(result, verdict=_VERDICTS[worst], probe="on another rank than this")

@@ -1,216 +1,272 @@
-"""The gate before the first step: nothing is computed on documents that see each other.
+"""Checks isolation on the documents of a run before anything is trained on them.
 
-It holds how the documents of a run are kept apart (`attention`), checks it on the wrapped model
-with the run's own documents, and takes a slower exact way where the check fails.
+    ensure    an earlier check covers these documents     return
+              the backend in use passes the check         record it, return
+              it fails                                    check its fallbacks (fallback.py)
+              no backend is exact                         refuse, warn, or pad rows (messages.py)
+
+A check is recorded after its verdict. A model that was refused is refused again, and an error in
+the check (out of memory) is no verdict. `PackedSFTTrainer` and `enable_packing` share this guard.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from functools import partial
-from itertools import accumulate, islice
-from typing import Any
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
+from torch import nn
 
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.config import PackingOptions
-from trl_packing.data.model_limits import NO_LIMITS, ModelLimits, limits_of
-from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
-from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.check import check_fused_head
-from trl_packing.isolation.fallback import Found, install_first, install_first_exact, with_fallbacks
+from trl_packing.isolation.fallback import (
+    CheckResult,
+    install_first,
+    install_first_exact,
+    with_fallbacks,
+)
 from trl_packing.isolation.messages import why_not_exact
+from trl_packing.isolation.sample import sample_documents
 from trl_packing.loss.lm_head import use_native_head
-from trl_packing.models.introspection import length_constants, unwrap_peft
+from trl_packing.models.introspection import unwrap_peft
 from trl_packing.models.sharding import all_reduce_max, announce_head
 from trl_packing.packing.collator import PackedCollator
 
-logger = get_logger(__name__)
+
+class Precision(NamedTuple):
+    """Kind of device ("cpu", "cuda") and dtype of a forward pass."""
+
+    device: str
+    dtype: torch.dtype | None
+
+
+class Passed(NamedTuple):
+    """A check that allowed the run: what it was made for, and the lengths that it covers."""
+
+    precision: Precision
+    training: bool
+    shortest: int  # tokens of the shortest and the longest document, which were checked together
+    longest: int
 
 
 class IsolationGuard:
-    """Keep packed documents apart on `model`, or refuse to go on.
+    """Keep the documents of packed rows isolated on `model`, or refuse to run it.
 
-    `attention` is the attention in use. `packing_requested` says whether packed or padding-free
-    rows were requested. Existing TRL code that did not request them keeps running where no backend
-    is exact: on padded rows.
+    Args:
+        model: the model on which backends are installed; PEFT may wrap it.
+        attention: the name of a backend, or "auto" for the fastest one that is exact.
+        isolation_check: "error", "warn" or "off", as in `PackedSFTConfig`.
+        packing_requested: whether packed or padding-free rows were requested. If not, and no
+            backend is exact, rows are padded, so that existing TRL code keeps running.
+        fused_head: whether packed rows are scored through TRL's fused LM head.
+        agree: whether all ranks check together and install the same backend.
+        max_length: tokens of the longest probe if no documents are given.
+        modes_share_lengths: whether documents that passed in training are left out of the check in
+            evaluation, and the other way around. Short probes are always run.
+
+    Attributes:
+        limits: ids and lengths that the model can read.
+        passed: checks that allowed the run, made on the backend in use.
     """
 
     def __init__(
         self,
-        model: Any,
-        options: PackingOptions,
+        model: nn.Module,
         *,
-        packing_requested: bool,
-        device: torch.device,
-        dtype: torch.dtype | None,
+        attention: str,
+        isolation_check: str,
+        packing_requested: bool = True,
+        fused_head: bool = True,
+        agree: bool = True,
+        max_length: int = 0,
+        modes_share_lengths: bool = True,
     ):
         self.model = model
-        self.options = options
-        self.packing_requested = packing_requested
-        choice = resolve_attention(self.base_model, options.attention, device=device, dtype=dtype)
-        ways = with_fallbacks(choice) if options.attention == "auto" else [choice]
-        # The way in use, and those to take where it is not exact.
-        self._ways = install_first(model, ways)
-        self.attention = self._ways[0]
         self.limits = limits_of(self.base_model)
-        # The shortest and the longest document, by mode (training or not).
-        self._checked: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._checked_rows_of: PackedCollator | None = None
+        self.passed: list[Passed] = []
+        self._requested, self._isolation_check = attention, isolation_check
+        self._packing_requested = packing_requested
+        self._options = {"fused_head": fused_head, "agree": agree, "max_length": max_length}
+        self._modes_share_lengths = modes_share_lengths
+        self._choices: list[AttentionChoice] = []  # the backend in use, then its fallbacks
+        self._precision: Precision | None = None  # for which they were resolved
+        self._collator: PackedCollator | None = None  # a copy of the one whose rows were checked
         self._head_is_checked = False
+        # accelerate's logger logs on one rank, and needs the state that a trainer sets up.
+        self._logger = get_logger(__name__) if agree else logging.getLogger(__name__)
+
+    @property
+    def attention(self) -> AttentionChoice:
+        """The backend in use."""
+        return self._choices[0]
 
     @property
     def base_model(self) -> Any:
         """The transformers model inside PEFT's."""
         return unwrap_peft(self.model)
 
-    def check_head(self, wrapped: Any) -> None:
+    def select_backend(self, precision: Precision) -> None:
+        """Install the fastest backend for `precision`, before any check.
+
+        Raises:
+            ValueError: the requested backend is unknown, or cannot be exact on this model.
+        """
+        choices = install_first(self.model, self._resolve(precision))
+        self._use(choices[0], choices, precision)
+
+    def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
+        """Return `sample_documents` of a data set, or none if nothing will be checked."""
+        if self._isolation_check == "off":
+            return []
+        return sample_documents(dataset, self.model, max_length, self.limits)
+
+    def covers(
+        self, documents: Sequence[np.ndarray], *, training: bool, precision: Precision
+    ) -> bool:
+        """Return whether `ensure` would do nothing for these arguments."""
+        if self._isolation_check == "off":
+            return any(check.precision == precision for check in self.passed)
+        shortest, longest = _extremes(documents)
+        return any(
+            (check.precision, check.training) == (precision, training)
+            and check.shortest <= shortest
+            and longest <= check.longest
+            for check in self.passed
+        )
+
+    def trust(
+        self, documents: Sequence[np.ndarray], *, training: bool, precision: Precision
+    ) -> None:
+        """Record a check as passed."""
+        self.passed.append(Passed(precision, training, *_extremes(documents)))
+
+    def ensure(
+        self,
+        documents: Sequence[np.ndarray],
+        *,
+        training: bool,
+        precision: Precision | None = None,
+        wrapped: nn.Module | None = None,
+        collator: PackedCollator | None = None,
+    ) -> None:
+        """Return once packed documents are isolated; check what no earlier check covers.
+
+        Args:
+            documents: token ids ``(T,)`` of documents that represent those to run.
+            training: the mode of the forward pass.
+            precision: its device and dtype, by default those of the last `select_backend`.
+            wrapped: the model as it is called, by default `model`.
+            collator: makes the packed rows, by default a `PackedCollator`.
+
+        Raises:
+            RuntimeError: the model cannot run packed documents; or, under
+                ``isolation_check="error"``, no backend that may be used isolates them.
+        """
+        precision = precision or self._precision
+        assert precision is not None, "no backend was selected"
+        if collator != self._collator:  # a user may set another one between two runs
+            self.passed, self._collator = [], copy.copy(collator)
+        if self.covers(documents, training=training, precision=precision):
+            return
+        is_selected = precision == self._precision
+        if self._isolation_check == "off":
+            if not is_selected:
+                self.select_backend(precision)
+            self.trust(documents, training=training, precision=precision)
+            return
+        choices = self._choices if is_selected else self._resolve(precision)
+        calls = {"training": training, "wrapped": wrapped, "collator": collator}
+        try:
+            choice, result = self._search(choices, documents, precision, calls)
+            choice = choice if result else self._accept(choice, result)
+        except BaseException:
+            if not is_selected:  # the first of `choices` is installed, and was not checked
+                self.passed, self._precision = [], None
+            raise
+        if result:
+            self._logger.info(str(result))
+        if choice.backend != choices[0].backend:
+            self._logger.warning(f"{type(self.base_model).__name__} runs by {choice}")
+        self._use(choice, choices, precision)
+        self.trust(documents, training=training, precision=precision)
+
+    def check_head(self, wrapped: nn.Module) -> None:
         """Score the model's own logits where TRL's fused LM head computes something else."""
         announce_head(self.base_model)
         if self._head_is_checked:
             return
         # All ranks or none: the two heads do not gather the same parameters in the same order.
-        misses = int(not check_fused_head(wrapped))
-        if all_reduce_max(misses, next(self.model.parameters()).device):
-            logger.warning(
+        differs = int(not check_fused_head(wrapped))
+        if all_reduce_max(differs, next(self.model.parameters()).device):
+            self._logger.warning(
                 f"TRL's fused LM head computes another loss than {type(self.base_model).__name__},"
                 " whose head is more than a matrix: training on the model's own logits"
             )
             use_native_head(self.base_model)
         self._head_is_checked = True
 
-    def ensure(
-        self,
-        wrapped: Any,
-        dataset: Any,
-        collator: PackedCollator,
-        *,
-        training: bool,
-        max_length: int | None,
-    ) -> None:
-        """Check `wrapped` once per mode, on the longest documents; take a slower way if it fails.
-
-        A check that raises is not remembered: the next call checks again.
-
-        Raises RuntimeError, under ``isolation_check="error"``, if `attention` was named and leaks,
-        or if no way is exact.
-        """
-        if self.options.isolation_check == "off":
-            return
-        if collator != self._checked_rows_of:
-            # Another collator's rows were checked, if any: the user may have set one since.
-            self._checked, self._checked_rows_of = {True: [], False: []}, copy.copy(collator)
-        documents = probe_documents(dataset, self.model, max_length, self.limits)
-        lengths = min(map(len, documents)), max(map(len, documents))
-        if _covered(lengths, self._checked[training]):
-            return
-        search = partial(
-            install_first_exact,
-            self.model,
-            wrapped=wrapped,
-            training=training,
-            max_length=0,
-            fused_head=True,
-            collator=collator,
+    def _resolve(self, precision: Precision) -> list[AttentionChoice]:
+        choice = resolve_attention(
+            self.base_model, self._requested, device=precision.device, dtype=precision.dtype
         )
-        # What depends on length is known of the way in use; what depends on the mode is not.
-        is_known = _covered(lengths, self._checked[not training])
-        way, found = search(self._ways[:1]) if is_known else search(self._ways, documents)
-        if is_known and not found:
-            way, found = search(self._ways, documents)
-        if found:
-            logger.info(str(found))
-        else:
-            way = self._accept(way, found)
-        if way.backend != self.attention.backend:
-            logger.warning(f"{type(self.base_model).__name__} runs by {way}")
-            # Earlier checks, of either mode, were made on the way that is gone.
-            self._checked = {True: [], False: []}
-        self._use(way)
-        # After the verdict: what raised above is checked again by the next `train` or `evaluate`.
-        self._checked[training].append(lengths)
+        return with_fallbacks(choice) if self._requested == "auto" else [choice]
 
-    def _use(self, way: AttentionChoice) -> None:
-        tried = [known.backend for known in self._ways]
-        after = self._ways[tried.index(way.backend) + 1 :] if way.backend in tried else []
-        self.attention, self._ways = way, [way, *after]
+    def _use(
+        self, choice: AttentionChoice, choices: Sequence[AttentionChoice], precision: Precision
+    ) -> None:
+        """Record that `choice` is installed; forget the checks of another backend."""
+        if self._choices and choice.backend != self.attention.backend:
+            self.passed = []
+        backends = [known.backend for known in choices]
+        after = choices[backends.index(choice.backend) + 1 :] if choice.backend in backends else []
+        self._choices, self._precision = [choice, *after], precision
 
-    def _accept(self, way: AttentionChoice, found: Found) -> AttentionChoice:
-        """Return the way to go on by although none is exact. Raises RuntimeError if none may be."""
-        named = self.options.attention != "auto"
-        fails = found.verdict in ("leaks", "refused")
-        if fails and not self.packing_requested and not named:
-            logger.warning(f"{found}: rows are padded, as in TRL")
-            padded = AttentionChoice("padded", None, "nothing is exact on this model", way.native)
+    def _search(
+        self,
+        choices: Sequence[AttentionChoice],
+        documents: Sequence[np.ndarray],
+        precision: Precision,
+        calls: dict[str, Any],
+    ) -> tuple[AttentionChoice, CheckResult]:
+        """Install the first exact backend of `choices`; return it and its result."""
+        options = self._options | calls
+        if (
+            self._modes_share_lengths
+            and choices is self._choices
+            and self.covers(documents, training=not calls["training"], precision=precision)
+        ):
+            choice, result = install_first_exact(self.model, choices[:1], **options)
+            if result:
+                return choice, result
+        return install_first_exact(self.model, choices, documents, **options)
+
+    def _accept(self, choice: AttentionChoice, result: CheckResult) -> AttentionChoice:
+        """Return the backend to run although none is exact.
+
+        Raises:
+            RuntimeError: none may be run.
+        """
+        named = self._requested != "auto"
+        fails = result.verdict in ("leaks", "refused")
+        if fails and not self._packing_requested and not named:
+            self._logger.warning(f"{result}: rows are padded, as in TRL")
+            padded = AttentionChoice(
+                "padded", None, "nothing is exact on this model", choice.native
+            )
             install_attention(self.model, padded)
             return padded
-        message = why_not_exact(self.base_model, way, found, named=named)
-        cannot_run = found.verdict == "refused"
-        if cannot_run or (fails and self.options.isolation_check == "error"):
+        message = why_not_exact(self.base_model, choice, result, named=named)
+        if result.verdict == "refused" or (fails and self._isolation_check == "error"):
             raise RuntimeError(message)
-        logger.warning(message)
-        return way
+        self._logger.warning(message)
+        return choice
 
 
-def _covered(lengths: tuple[int, int], checked: list[tuple[int, int]]) -> bool:
-    """Whether documents as short and as long were checked together."""
-    return any(least <= lengths[0] and lengths[1] <= most for least, most in checked)
-
-
-def probe_documents(
-    dataset: Any, model: Any, max_length: int | None, limits: ModelLimits = NO_LIMITS
-) -> list[np.ndarray]:
-    """Return the documents that probe isolation: the shortest, a middling and the longest.
-
-    Raises ValueError for a stream that has none, or has documents beyond the model's `limits`.
-    """
-    if isinstance(dataset, IterableDataset):
-        first = list(islice(dataset, 16))
-        if not first:
-            raise ValueError(NOTHING_TO_TRAIN)
-        for number, document in enumerate(first):
-            check_lengths(document, number)
-            limits.check_document(document, f"document {number} of the stream")
-        found = [
-            np.asarray(document["input_ids"])[start : start + length]
-            for document in first
-            for start, length in _documents_of(document)
-        ]
-        # What else the stream brings is unknown: it may cross what max_length lets through.
-        beyond = [
-            constant
-            for constant in length_constants(model)
-            if max(map(len, found)) <= constant < (max_length or 0)
-        ]
-        return [*found, np.resize(found[0], beyond[-1] + 1)] if beyond else found
-    documents = ArrowDocuments(dataset, ["input_ids"])
-    rows, starts, lengths = _places(dataset, documents.lengths())
-    order = np.argsort(lengths, kind="stable")
-    chosen = sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
-    return [
-        documents[int(rows[i])]["input_ids"][starts[i] : starts[i] + lengths[i]] for i in chosen
-    ]
-
-
-def _documents_of(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield first token and length of each document; a packed row holds several."""
-    lengths = row.get(SEQ_LENGTHS)
-    lengths = [len(row["input_ids"])] if lengths is None else lengths
-    yield from (
-        (end - length, length) for length, end in zip(lengths, accumulate(lengths), strict=True)
-    )
-
-
-def _places(dataset: Dataset, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row, first token and length of every document; packed rows hold several."""
-    if not is_packed(dataset):
-        return np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64), lengths
-    packed = [row[SEQ_LENGTHS] for row in ArrowDocuments(dataset, [SEQ_LENGTHS])]
-    rows = np.repeat(np.arange(len(packed)), [len(row) for row in packed])
-    starts = np.concatenate([np.cumsum(row) - row for row in packed])
-    return rows, starts, np.concatenate(packed)
+def _extremes(documents: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Return the tokens of the shortest and the longest document, zeros for none."""
+    lengths = [len(document) for document in documents] or [0]
+    return min(lengths), max(lengths)

@@ -34,6 +34,7 @@ from trl_packing.documents.labels import (
     document_labels,
 )
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
+from trl_packing.packing.epoch import split_bins
 from trl_packing.recognition.known_documents import remember_documents
 
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
@@ -136,7 +137,9 @@ class PackedDataset(torch.utils.data.Dataset):
         epoch = 0 if find_strategy(self.strategy).order_dependent else epoch
         seed = None if self.shuffle_seed is None else (self.shuffle_seed, epoch)
         self.plan: PackingPlan = pack(self.lengths, self.pack_len, self.strategy, seed)
-        self._rows = _multiple_of(list(self.plan), self.rows_multiple_of)
+        num_rows = -(-len(self.plan) // self.rows_multiple_of) * self.rows_multiple_of
+        rows = split_bins(self.plan, num_rows, repeatedly=False)
+        self._rows = rows + [np.array([-1])] * (num_rows - len(rows))  # -1: no document
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -216,21 +219,6 @@ def _is_stored(dataset: Any) -> bool:
 
 def _column_names(dataset: Any) -> list[str]:
     return list(dataset.column_names) if _is_stored(dataset) else list(dataset[0])
-
-
-def _multiple_of(rows: list[np.ndarray], multiple: int) -> list[np.ndarray]:
-    """Return `rows`, some of them split, or of no document (-1), so that `multiple` divides them.
-
-    As many as before and at most ``multiple - 1`` more, whatever is in them.
-    """
-    missing = -len(rows) % multiple
-    fullest = sorted(range(len(rows)), key=lambda i: -len(rows[i]))[:missing]
-    for i in fullest:
-        if len(rows[i]) > 1:
-            half = len(rows[i]) // 2
-            rows.append(rows[i][half:])
-            rows[i] = rows[i][:half]
-    return rows + [np.array([-1])] * (-len(rows) % multiple)
 
 
 class RepackEveryEpoch(TrainerCallback):

@@ -1,4 +1,4 @@
-"""The exact loss of a call on a packed row: one mean over trained tokens, as Trainer divides it."""
+"""The loss of a call on a packed row: the mean over trained tokens, as Trainer divides it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from transformers.utils import ModelOutput
 from trl_packing.documents.labels import IGNORE_INDEX
 
 
-def with_own_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
-    """Run `forward` without labels, and put the loss into what it returns."""
+def run_with_packed_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+    """Run `forward` without labels, and put the loss into its output."""
     labels, num_items = call.pop("labels", None), call.pop("num_items_in_batch", None)
     output = forward(**call)
     if labels is None:
@@ -22,14 +22,17 @@ def with_own_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
     if is_tuple:
         return (loss, *output)
     others = {name: value for name, value in output.items() if name != "loss"}
-    make: type[ModelOutput] = type(output)
-    return make(loss=loss, **others)
+    output_type: type[ModelOutput] = type(output)
+    return output_type(loss=loss, **others)
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, num_items: Any = None) -> Tensor:
     """Return Σ −log p over the trained tokens / `num_items`, by default their number; a scalar.
 
-    logits: ``(rows, T, vocabulary)``; labels: ``(rows, T)``, `IGNORE_INDEX` on what is not trained.
+    Args:
+        logits: ``(rows, T, vocabulary)``.
+        labels: ``(rows, T)``, `IGNORE_INDEX` on tokens that are not trained.
+        num_items: the divisor, which may count the trained tokens of other micro-batches too.
     """
     targets = labels[:, 1:].to(logits.device)
     is_trained = targets != IGNORE_INDEX

@@ -39,7 +39,7 @@ def main(folder: str) -> None:
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
             "state": {n: value.clone() for n, value in model.state_dict().items()},
             "eval_loss": trainer.evaluate()["eval_loss"],
-            "checked": sorted(map(str, packing.checked)),
+            "checked": sorted(map(str, packing.guard.passed)),
         }
     torch.save(result, Path(folder) / f"rank{trainer.args.process_index}.pt")
 
