@@ -1,4 +1,7 @@
-"""A wheel carries `recipes/` as `trl_packing/recipes/`; an editable install finds it in place."""
+"""Build hook: the wheel carries `recipes/` as `trl_packing/recipes/`.
+
+An editable install uses `recipes/` in place (`trl_packing/recipes/__init__.py`).
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """Packed, padding-free, completion-only SFT for TRL.
 
-Importing this package is cheap: names are loaded on first use, so `pack` needs neither torch nor
-TRL. `tests/test_layers.py` holds the table of which module may import which.
+Importing this package is fast, because names are loaded on first use: `pack` needs neither torch
+nor TRL. `tests/test_layers.py` has the table of allowed imports between folders.
 """
 
 import sys
@@ -88,7 +88,7 @@ __all__ = [
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of `package`, which imports a name's module on first use.
+    """Return the `__getattr__` of `package`, which imports the module of a name on first use.
 
     Args:
         package: `__name__` of the package.

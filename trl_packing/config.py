@@ -24,59 +24,59 @@ def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
 class PackedSFTConfig(SFTConfig):
     """Configuration of `PackedSFTTrainer`; every field of `trl.SFTConfig` keeps its meaning.
 
-    Raises ValueError for a value outside the choices, and for ``packing=True`` without a
-    max_length.
+    Raises:
+        ValueError: a value is not among the choices, or ``packing=True`` without a `max_length`.
     """
 
     packing: bool = field(  # a bool once `__post_init__` has run
         default=None,  # type: ignore[assignment]
         metadata={
             "help": "Pack documents into bins of max_length tokens. False: padding-free, with the "
-            "documents of a padded run in every optimizer step. Default: True, and False where "
+            "documents of a padded run in every optimizer step. Default: True, but False if "
             "max_length is None."
         },
     )
     packing_strategy: str = _choice(
         "bfd",
-        "How documents are packed: 'bfd' (best-fit decreasing over the whole set), 'bfd_split' "
-        "(the same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), 'wrapped' "
-        "(laid end to end and cut at max_length; the pieces stay isolated).",
+        "Packing strategy: 'bfd' (best-fit decreasing over the whole data set), 'bfd_split' (the "
+        "same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), 'wrapped' "
+        "(documents end to end, cut at max_length; the pieces stay isolated).",
         tuple(STRATEGIES),
     )
     overflow: str | None = _choice(
         None,
         "Documents longer than max_length: 'truncate', 'truncate_prompt' (cut the prompt from the "
-        "left, keep the completion whole), 'drop', 'split' or 'error'. Default: what "
-        "TRL does, which is 'truncate', and 'split' with packing_strategy='bfd_split'.",
+        "left, keep the completion whole), 'drop', 'split' or 'error'. Default: TRL's behavior, "
+        "'truncate', or 'split' with packing_strategy='bfd_split'.",
         OVERFLOWS,
     )
     train_on: str | None = _choice(
         None,
-        "Which messages of a conversation are trained: 'assistant' (all of its turns), "
-        "'last_assistant' or 'all'; a message's own 'train' (true, false) and 'weight' come first. "
-        "Works with any chat template. Default: what TRL does, by completion_only_loss and "
-        "assistant_only_loss; 'assistant' where messages have 'train' or 'weight'.",
+        "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant' or "
+        "'all'. 'train' (true, false) and 'weight' of a message take precedence. Works with any "
+        "chat template. Default: TRL's behavior, by completion_only_loss and assistant_only_loss; "
+        "'assistant' if messages have 'train' or 'weight'.",
         TRAIN_ON,
     )
     response_template: str | None = field(
         default=None,
         metadata={
-            "help": "Train what follows this text, e.g. '### Answer:', in plain text or in a "
-            "rendered conversation; for a tokenized data set it may be a list of token ids."
+            "help": "Train the text after this template, e.g. '### Answer:', in plain text or in a "
+            "rendered conversation; for a tokenized data set, it may be a list of token ids."
         },
     )
     instruction_template: str | None = field(
         default=None,
         metadata={
             "help": "With response_template: train every answer, up to the next instruction, "
-            "instead of what follows the last response_template."
+            "instead of the text after the last response_template."
         },
     )
     prompt_template: str | None = field(
         default=None,
         metadata={
-            "help": "Make prompts of raw fields: 'alpaca', 'qa', a file, or text with "
-            "columns in braces, 'Question: {question}\\nAnswer: '. {query} is query_field's."
+            "help": "Make prompts from raw fields: 'alpaca', 'qa', a file, or text with columns in "
+            "braces, 'Question: {question}\\nAnswer: '. {query} is the column of query_field."
         },
     )
     query_field: str = field(
@@ -88,25 +88,25 @@ class PackedSFTConfig(SFTConfig):
     append_eos: bool = field(
         default=False,
         metadata={
-            "help": "Append the tokenizer's EOS token, trained, to documents that are trained to "
-            "their end and do not end in a stop token (tokenized data, templates without one)."
+            "help": "Append the tokenizer's EOS, trained, to documents that are trained to their "
+            "end but do not end in a stop token (tokenized data, templates without one)."
         },
     )
     documents_per_step: int | None = field(
         default=None,
         metadata={
-            "help": "Exactly so many documents every optimizer step, over all ranks and "
-            "accumulated micro-batches (the last step of an epoch may be smaller), cut into "
-            "micro-batches of equal cost. Default: as many as the bins of a step hold; with "
+            "help": "Use exactly this many documents in every optimizer step, over all ranks and "
+            "accumulated micro-batches (the last step of an epoch may be smaller), divided into "
+            "micro-batches of equal cost. Default: the documents in the bins of a step; with "
             "packing=False, those of a padded run."
         },
     )
     loss_weighting: str = _choice(
         "token",
-        "What a token counts in the loss of an optimizer step: 'token' (all alike), 'document' "
-        "(every document alike: the mean of the documents' means) or 'sqrt' (divided by the root "
-        "of its document's trained tokens). A column loss_weight multiplies it by document, "
-        "loss_weights by token.",
+        "Weight of a token in the loss of an optimizer step: 'token' (all tokens equal), "
+        "'document' (all documents equal: the mean of the documents' means) or 'sqrt' (divided by "
+        "the square root of its document's trained tokens). The columns loss_weight (per document) "
+        "and loss_weights (per token) multiply it.",
         LOSS_WEIGHTINGS,
     )
     source_column: str | None = field(
@@ -119,22 +119,23 @@ class PackedSFTConfig(SFTConfig):
     static_shapes: bool = field(
         default=False,
         metadata={
-            "help": "Hold the shape of packed micro-batches constant, for torch_compile: "
-            "per_device_train_batch_size × max_length tokens, filled up by masked documents, and "
-            "as many boundaries in each. Needs packing=True. Losses and gradients stay the same."
+            "help": "Keep the shape of packed micro-batches constant, for torch_compile: "
+            "per_device_train_batch_size × max_length tokens, filled with masked documents, and "
+            "equally many boundaries. Needs packing=True. Losses and gradients stay the same."
         },
     )
     attention: str = field(
         default="auto",
         metadata={
-            "help": "What keeps documents apart: 'auto', or one of 'flash_attention_2' (3, 4), "
-            "'varlen', 'documents', 'model'. A named one that cannot be exact raises."
+            "help": "Attention backend that keeps documents apart: 'auto', or one of "
+            "'flash_attention_2' (3, 4), 'varlen', 'documents', 'model'. A named backend that "
+            "cannot be exact raises an error."
         },
     )
     isolation_check: str = _choice(
         "error",
-        "Before the first step, check on this model that no document sees another: 'error' stops "
-        "if one does, 'warn' goes on, 'off' skips the check.",
+        "Check on this model, before the first step, that no document affects another: 'error' "
+        "stops if one does, 'warn' continues, 'off' skips the check.",
         ISOLATION_CHECKS,
     )
 

@@ -1,7 +1,7 @@
-"""Versions of the libraries below that the tests run with, and a warning outside of them.
+"""Tested versions of the libraries that this package builds on, and a warning about others.
 
-`constraints-oldest.txt` and `constraints.txt` install the two ends of each range, and
-`tests/test_versions.py` holds the files, `pyproject.toml` and this table together.
+`constraints-oldest.txt` and `constraints.txt` install the two ends of each range.
+`tests/test_versions.py` checks that these files, `pyproject.toml` and this table agree.
 """
 
 import logging
@@ -22,9 +22,9 @@ TESTED = {
 
 @cache
 def warn_of_untested_versions() -> None:
-    """Log one warning a process that names the installed versions outside of `TESTED`.
+    """Log one warning for each process, with the installed versions outside of `TESTED`.
 
-    Patch releases do not count: 5.23.4 is as good as 5.23.0.
+    Patch releases are ignored: 5.23.4 counts as 5.23.0.
     """
     untested = [
         f"{name} {installed} (tested: {oldest} to {newest})"

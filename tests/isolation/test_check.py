@@ -363,7 +363,7 @@ def test_a_model_from_outside_transformers_is_judged_alike(returns):
     tokens = [[i % 50 for i in range(length)] for length in (10, 90)]
     assert check_isolation(Own(leaks=False, returns=returns), tokens)
     report = assert_leaks(Own(leaks=True, returns=returns), tokens)
-    assert (report.model, report.attention) == ("Own", "its own attention")
+    assert (report.model, report.attention) == ("Own", "its native attention")
 
 
 # --- nothing is left behind ---------------------------------------------------------------------

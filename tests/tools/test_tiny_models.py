@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trl_packing.tools import tiny_models as architectures
+from trl_packing.tools import tiny_models
 from trl_packing.tools.tiny_models import (
     DOCUMENT_IDS,
     VOCAB_SIZE,
@@ -62,7 +62,7 @@ def test_a_row_runs_forward_and_backward_and_every_loss_moves_weights(name):
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_token_moves_the_logits_of_the_tokens_after_it(name):
-    """What the models are for: a leak between documents would be far above rounding."""
+    """The models serve this: a leak between documents is far above rounding."""
     model = tiny_model(name).eval()
     input_ids = torch.arange(40, 80)[None]
     other = input_ids.clone()
@@ -101,7 +101,7 @@ def test_a_window_is_on_where_it_is_off_by_default():
     ],
 )
 def test_every_kind_of_layer_occurs(name, kinds):
-    if name not in architectures.names():
+    if name not in tiny_models.names():
         pytest.skip(f"this transformers has no {name}")
     assert set(tiny_config(name).layer_types) == kinds
 
@@ -113,25 +113,25 @@ def test_dense_and_sparse_layers_both_occur():
 
 def test_nearly_every_architecture_has_a_tiny_configuration():
     refused = {}
-    for name in architectures.names():
+    for name in tiny_models.names():
         try:
             tiny_config(name)
         except NotBuilt as reason:
             refused[name] = str(reason)
-    assert len(refused) <= len(architectures.names()) - 165, refused
+    assert len(refused) <= len(tiny_models.names()) - 165, refused
     assert all("not built:" in reason for reason in refused.values())
 
 
 def test_vision_language_models_are_those_that_are_not_language_models_already():
-    vision = architectures.vision_names()
-    assert not set(vision) & set(architectures.names())
+    vision = tiny_models.vision_names()
+    assert not set(vision) & set(tiny_models.names())
     assert {"llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"} <= set(vision)
 
 
 def test_nearly_every_vision_language_model_runs_on_text_alone():
     input_ids = torch.arange(40, 60)[None]
     refused = {}
-    for name in architectures.vision_names():
+    for name in tiny_models.vision_names():
         try:
             model = tiny_model(name)
         except NotBuilt as reason:
@@ -141,13 +141,13 @@ def test_nearly_every_vision_language_model_runs_on_text_alone():
         with torch.no_grad():
             logits = model(input_ids=input_ids, use_cache=False).logits
         assert logits.shape == (1, 20, VOCAB_SIZE), name
-    assert len(refused) <= len(architectures.vision_names()) - 45, refused
+    assert len(refused) <= len(tiny_models.vision_names()) - 45, refused
     assert all("not built:" in reason for reason in refused.values())
 
 
 def test_sections_of_rope_fill_the_head():
     for name in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"):
-        if name in architectures.vision_names():
+        if name in tiny_models.vision_names():
             text = tiny_config(name).get_text_config()
             factor = text.rope_parameters.get("partial_rotary_factor", 1.0)
             assert sum(text.rope_parameters["mrope_section"]) == 16 * factor / 2, name
@@ -166,13 +166,13 @@ def test_a_seed_gives_the_same_weights_and_leaves_the_callers_chance_alone():
 def test_no_parameter_is_zero():
     """Gates and sinks start at zero in some models, and a path behind a closed gate cannot leak."""
     for name in ("gemma2", "gpt_oss", "granite_swa"):
-        if name in architectures.names():
+        if name in tiny_models.names():
             for parameter_name, parameter in tiny_model(name).named_parameters():
                 assert parameter.any(), (name, parameter_name)
 
 
 def test_an_unknown_name_says_where_the_known_ones_are():
-    with pytest.raises(ValueError, match=r"'llamma'.*architectures\.names\(\)"):
+    with pytest.raises(ValueError, match=r"'llamma'.*tiny_models\.names\(\)"):
         tiny_config("llamma")
 
 
@@ -186,7 +186,7 @@ def test_a_vision_model_that_is_no_language_model_says_so(name, reason):
 
 
 def test_what_cannot_be_built_says_why():
-    if "gemma4_assistant" not in architectures.names():
+    if "gemma4_assistant" not in tiny_models.names():
         pytest.skip("this transformers has no draft heads")
     with pytest.raises(NotBuilt, match="draft head of another model"):
         tiny_model("gemma4_assistant")

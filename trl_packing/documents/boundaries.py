@@ -1,20 +1,20 @@
-"""Where documents begin and end inside a packed row, in the forms that kernels ask for.
+"""Document boundaries of a packed row, in the four forms that kernels take.
 
     seq_lengths    3, 2, 4                      one number per document      (N,)
     cu_seqlens     0, 3, 5, 9                   boundaries, varlen kernels   (N + 1,) int32
     position_ids   0 1 2 | 0 1 | 0 1 2 3        restart at every document    (T,) int64
     document_ids   0 0 0 | 1 1 | 2 2 2 2        equal iff same document      (T,) int64
 
-Everything takes one row, `seq_lengths` (N,), or a whole batch of rows, (B, N), in which rows with
-fewer documents are filled up with zeros. There is no loop over rows, documents or tokens:
+All functions take one row, `seq_lengths` (N,), or a batch of rows, (B, N), in which rows with
+fewer documents are filled with zeros. There is no loop over rows, documents or tokens:
 
     seq_lengths    [[3, 2], [4, 0]]
     position_ids   [[0 1 2 0 1], [0 1 2 3 | 0]]      (B, T), T tokens of the longest row
-    document_ids   [[0 0 0 1 1], [0 0 0 0 | -1]]     what is past a row's documents is padding
+    document_ids   [[0 0 0 1 1], [0 0 0 0 | -1]]     tokens after a row's documents are padding
 
-Padding is a document of its own, with id -1: it sees itself and nobody sees it, so no row of a
-mask is empty (softmax over an empty row is NaN). A document of length 0 owns no token; it keeps
-its place in the count, so that ids still index `seq_lengths`.
+Padding is a separate document with id -1. It attends to itself only, so no row of a mask is empty
+(softmax over an empty row is NaN). A document of length 0 has no token, but counts, so that ids
+still index `seq_lengths`.
 
 Shape letters: B rows, N documents, T tokens in a row.
 """
@@ -32,13 +32,18 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
     """Return document boundaries ``(N + 1,)`` int32, starting at 0 and ending at T.
 
-    seq_lengths: tokens of every document, ``(N,)`` or ``(B, N)`` integers.
+    A batch ``(B, N)`` gives ``(B, N + 1)``, where each row starts at 0. A document of length 0
+    repeats a boundary.
 
-    A batch ``(B, N)`` gives ``(B, N + 1)``, each row counted from its own start; a document of
-    length 0 repeats a boundary. Raises ValueError for lengths that are not integers ≥ 0.
+    Args:
+        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers.
 
-    >>> cu_seqlens_from_lengths(torch.tensor([3, 2, 4])).tolist()
-    [0, 3, 5, 9]
+    Raises:
+        ValueError: lengths are not integers, or negative.
+
+    Examples:
+        >>> cu_seqlens_from_lengths(torch.tensor([3, 2, 4])).tolist()
+        [0, 3, 5, 9]
     """
     ends = _checked_lengths(seq_lengths).cumsum(-1, dtype=torch.int32)
     return torch.nn.functional.pad(ends, (1, 0))
@@ -47,15 +52,18 @@ def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
 def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
     """Return each token's offset in its document: ``(T,)`` or ``(B, T)`` int64.
 
-    seq_lengths: tokens of every document, ``(N,)`` or ``(B, N)`` integers.
-    num_tokens: T, where rows end in padding; the default is the tokens of the longest row.
+    Args:
+        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers.
+        num_tokens: T, if rows end with padding; None for the tokens of the longest row.
 
-    Raises ValueError for lengths that are not integers ≥ 0 or need more than `num_tokens`.
+    Raises:
+        ValueError: lengths are not integers, are negative, or sum to more than `num_tokens`.
 
-    >>> position_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
-    [0, 1, 2, 0, 1, 0, 1, 2, 3]
-    >>> position_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
-    [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+    Examples:
+        >>> position_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
+        [0, 1, 2, 0, 1, 0, 1, 2, 3]
+        >>> position_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
+        [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
     """
     lengths = _with_padding(seq_lengths, num_tokens)
     starts = lengths.cumsum(-1) - lengths
@@ -66,12 +74,18 @@ def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = N
 def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
     """Return the index of each token's document: ``(T,)`` or ``(B, T)`` int64, -1 on padding.
 
-    seq_lengths, num_tokens: as in `position_ids_from_lengths`; raises ValueError as it does.
+    Args:
+        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers.
+        num_tokens: T, if rows end with padding; None for the tokens of the longest row.
 
-    >>> document_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
-    [0, 0, 0, 1, 1, 2, 2, 2, 2]
-    >>> document_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
-    [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]
+    Raises:
+        ValueError: lengths are not integers, are negative, or sum to more than `num_tokens`.
+
+    Examples:
+        >>> document_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
+        [0, 0, 0, 1, 1, 2, 2, 2, 2]
+        >>> document_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
+        [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]
     """
     lengths = _with_padding(seq_lengths, num_tokens)
     ids = torch.arange(lengths.shape[-1], device=lengths.device)
@@ -80,21 +94,25 @@ def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = N
 
 
 def lengths_from_eos(input_ids: Tensor, eos_token_id: int | Sequence[int]) -> Tensor:
-    """Return the lengths of documents ended by EOS: ``(N,)`` or, zero-filled, ``(B, N)`` int64.
+    """Return the lengths of documents that end with EOS: ``(N,)``, or ``(B, N)`` int64 with zeros.
 
-    An EOS belongs to the document that it ends; tokens after the last EOS are a document. Further
-    EOS tokens right after one (a row padded with EOS) are together one document of their own, so
-    padding stays apart and the lengths of a row always sum to T.
+    An EOS belongs to the document that it ends, and the tokens after the last EOS are a document.
+    Further EOS tokens directly after one (a row padded with EOS) together form one document, so
+    padding is separate and the lengths of a row always sum to T.
 
-    input_ids: ``(T,)`` or ``(B, T)`` integers.
-    eos_token_id: one id, or all of them where a model has several.
+    Args:
+        input_ids: ``(T,)`` or ``(B, T)`` integers.
+        eos_token_id: one id, or several if the model has several.
 
-    Raises ValueError if `input_ids` are not integers ``(T,)`` or ``(B, T)``.
+    Raises:
+        ValueError: `input_ids` are not integers ``(T,)`` or ``(B, T)``.
 
-    >>> lengths_from_eos(torch.tensor([5, 6, 0, 7, 0, 8, 9]), 0).tolist()
-    [3, 2, 2]
-    >>> lengths_from_eos(torch.tensor([[5, 6, 0, 7, 8, 9, 0], [5, 0, 6, 0, 0, 0, 0]]), 0).tolist()
-    [[3, 4, 0], [2, 2, 3]]
+    Examples:
+        >>> lengths_from_eos(torch.tensor([5, 6, 0, 7, 0, 8, 9]), 0).tolist()
+        [3, 2, 2]
+        >>> batch = torch.tensor([[5, 6, 0, 7, 8, 9, 0], [5, 0, 6, 0, 0, 0, 0]])
+        >>> lengths_from_eos(batch, 0).tolist()
+        [[3, 4, 0], [2, 2, 3]]
     """
     _check_integers("input_ids", input_ids)
     rows = torch.atleast_2d(input_ids)
@@ -122,20 +140,25 @@ def block_diagonal_mask(
     window: int | None = None,
     dtype: torch.dtype = torch.bool,
 ) -> Tensor:
-    """Return who may attend to whom: ``(T, T)``, or ``(B, 1, T, T)`` for a batch; [query, key].
+    """Return the attention mask of documents: ``(T, T)``, or ``(B, 1, T, T)``, as [query, key].
 
-    seq_lengths, num_tokens: as in `position_ids_from_lengths`.
-    causal: a token sees no later token.
-    window: a token sees keys less than so many positions away, itself included.
-    dtype: bool, True where attention is allowed, or a float type to add to the scores: 0 where it
-        is allowed and the type's lowest number elsewhere.
+    Args:
+        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers.
+        num_tokens: T, if rows end with padding; None for the tokens of the longest row.
+        causal: whether a token attends only to itself and to earlier tokens.
+        window: a token attends only to keys less than `window` positions away; None for all.
+        dtype: bool for True where attention is allowed, or a float type for a mask that is added to
+            the scores: 0 where attention is allowed, and the lowest number of the type elsewhere.
 
-    Raises ValueError as `position_ids_from_lengths` does, for a window below 1 and other dtypes.
+    Raises:
+        ValueError: lengths are not integers, are negative, or sum to more than `num_tokens`; the
+            window is below 1; the dtype is neither bool nor a float type.
 
-    >>> block_diagonal_mask(torch.tensor([2, 1])).int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    >>> block_diagonal_mask(torch.tensor([[2, 1], [3, 0]])).shape
-    torch.Size([2, 1, 3, 3])
+    Examples:
+        >>> block_diagonal_mask(torch.tensor([2, 1])).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+        >>> block_diagonal_mask(torch.tensor([[2, 1], [3, 0]])).shape
+        torch.Size([2, 1, 3, 3])
     """
     ids = document_ids_from_lengths(seq_lengths, num_tokens=num_tokens)
     return mask_from_document_ids(ids, causal=causal, window=window, dtype=dtype)
@@ -150,7 +173,8 @@ def mask_from_document_ids(
 ) -> Tensor:
     """Return the mask of `block_diagonal_mask`, given `document_ids` ``(T,)`` or ``(B, T)``.
 
-    Raises ValueError for a window below 1 and other dtypes.
+    Raises:
+        ValueError: the window is below 1, or the dtype is neither bool nor a float type.
     """
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
@@ -158,7 +182,7 @@ def mask_from_document_ids(
         raise ValueError(f"dtype must be torch.bool or a float type, got {dtype}")
     allowed = ids.unsqueeze(-1) == ids.unsqueeze(-2)
     token = torch.arange(ids.shape[-1], device=ids.device)
-    distance = token.unsqueeze(-1) - token  # documents are contiguous: distances in the row will do
+    distance = token.unsqueeze(-1) - token  # in the row, because documents are contiguous
     if causal:
         allowed &= distance >= 0
     if window is not None:
@@ -187,7 +211,7 @@ def _checked_lengths(seq_lengths: Tensor) -> Tensor:
 
 
 def _with_padding(seq_lengths: Tensor, num_tokens: int | None) -> Tensor:
-    """Return lengths with the padding as one more document, so that every row sums to T."""
+    """Return lengths with the padding as an additional document, so that every row sums to T."""
     lengths = _checked_lengths(seq_lengths)
     used = lengths.sum(-1, keepdim=True)
     longest = int(used.max()) if used.numel() else 0
@@ -204,8 +228,8 @@ def _with_padding(seq_lengths: Tensor, num_tokens: int | None) -> Tensor:
 def _repeat_by_token(values: Tensor, lengths: Tensor) -> Tensor:
     """Repeat each document's value over its tokens; every row of `lengths` sums to the same T."""
     if values.device.type == "cpu":
-        # Not torch.repeat_interleave, which wakes a thread pool for microseconds of work: 12 ms a
-        # call on busy cores, which was most of a training dataloader's time.
+        # torch.repeat_interleave would wake a thread pool for microseconds of work: 12 ms per call
+        # on busy cores, which was most of a training dataloader's time.
         flat = torch.from_numpy(np.repeat(values.flatten().numpy(), lengths.flatten().numpy()))
     else:
         flat = torch.repeat_interleave(values.flatten(), lengths.flatten())
@@ -214,28 +238,34 @@ def _repeat_by_token(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def lengths_from_numbers(numbers: np.ndarray) -> np.ndarray:
-    """Return the lengths ``(N,)`` int64 of documents whose tokens carry their number ``(T,)``.
+    """Return the lengths ``(N,)`` int64 of documents, given the document number of each token.
 
-    Neighbors with the same number are one document, whatever the number: 0 on padding too.
+    Neighbors with the same number are one document, also for number 0 (padding).
 
-    >>> lengths_from_numbers(np.array([1, 1, 1, 2, 2, 0])).tolist()
-    [3, 2, 1]
+    Args:
+        numbers: document number of each token, ``(T,)``.
+
+    Examples:
+        >>> lengths_from_numbers(np.array([1, 1, 1, 2, 2, 0])).tolist()
+        [3, 2, 1]
     """
     ends = np.append(np.flatnonzero(np.diff(numbers)) + 1, len(numbers))
     return np.diff(ends, prepend=0)
 
 
 def boundaries_of_row(seq_lengths: torch.Tensor, longest: int = 0) -> dict[str, Any]:
-    """Return what a packed batch says of its row's documents, given their lengths ``(N,)``.
+    """Return the keys of a packed batch that describe the boundaries of its row.
 
-    longest: what kernels are told is the longest document, if none is longer.
+    Args:
+        seq_lengths: tokens of each document, ``(N,)``.
+        longest: lower bound of ``max_length_q/k``, so that it stays constant between rows.
     """
     cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
     longest = max(longest, int(seq_lengths.max()))
     seq_lengths = seq_lengths[seq_lengths > 0]
     return {
         "position_ids": position_ids_from_lengths(seq_lengths)[None],
-        # Made on the host: the model would otherwise derive them in every layer, with a sync each.
+        # Without these, the model derives boundaries in every layer, with a synchronization each.
         "cu_seq_lens_q": cu_seqlens,
         "cu_seq_lens_k": cu_seqlens,
         "max_length_q": longest,

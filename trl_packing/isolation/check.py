@@ -1,21 +1,22 @@
-"""Is document B untouched by document A on this very model? Measured, never assumed.
+"""Measures on a model whether a document A affects the document B behind it in a packed row.
 
-    alone          [B]           as the model runs it without any packing: the reference
-    packed         [A, B]        as it will be trained; also with A of other tokens, other length
-    contaminated   [A · B]       the same row as one document: what a leak looks like
+    alone          [B]           without packing: the reference
+    packed         [A, B]        as in training; also with other tokens and another length of A
+    contaminated   [A · B]       the same row as one document: the effect of a full leak
 
-    difference  = max |packed − alone|          over what the model says of B
-    noise       = spread of B alone over layouts that cannot matter, and over a run in which the
-                  output of every module is rounded otherwise: what another kernel, or the order of
-                  a sum, may do at this depth and precision
+    difference  = max |packed − alone|          over the outputs for B
+    noise       = the largest difference of B alone between layouts that must not make a difference,
+                  and a run in which the output of every module is rounded differently: the effect
+                  of another kernel, or another order of a sum, at this depth and precision
     leak        = max |contaminated − alone|
-    share       = <packed − alone, contaminated − alone> / |contaminated − alone|²: how much of the
-                  leak is in the difference. Rounding points anywhere, a leak towards contamination,
-                  so this sees in bf16 what the largest difference hides in noise
+    share       = <packed − alone, contaminated − alone> / |contaminated − alone|²: the part of the
+                  leak in the difference. Rounding errors point in all directions, a leak points
+                  towards contamination. In bf16, the share shows a leak that the largest difference
+                  hides in noise.
 
-B leaks if the difference is above 4 × noise. Below, it is isolated if the difference is at most 1 %
-of the leak, or the share is (or what rounding has by chance), or if changing A's tokens leaves B
-identical to the last bit. Otherwise nothing is shown, and the check is inconclusive.
+B leaks if the difference is above 4 × noise. Below, B is isolated if the difference is at most 1 %
+of the leak, or if the share is at most 1 % (or the share that rounding has by chance), or if B
+stays identical to the last bit when A's tokens change. Otherwise the check is inconclusive.
 """
 
 from collections.abc import Sequence
@@ -26,18 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.isolation.locate import first_leaking_layer, gradient_difference
 from trl_packing.isolation.measure import (
     NOISE_FACTOR,
+    Measurement,
     Stage,
-    _distance,
-    _first_leaking_layer,
-    _gradient_difference,
-    _log_probs_and_entropy,
-    _logits_at,
-    _Measured,
-    _ordinary_batch,
-    _run,
-    rounded_otherwise,
+    largest_difference,
+    logits_at,
+    measure_probe,
+    ordinary_batch,
+    round_differently,
+    score_logits,
 )
 from trl_packing.isolation.probes import MIN_TOKENS, probes, random_tokens
 from trl_packing.models.introspection import unwrap_model
@@ -49,7 +49,7 @@ LEAK_SHARE = 0.01
 
 
 def stage_from_error(error: Exception) -> Stage:
-    """Return at which stage of a check `error` was raised."""
+    """Return the stage of a check in which `error` was raised."""
     notes = getattr(error, "__notes__", [])
     return next(
         (s for s in Stage if s.value and f"isolation check: {s.value}" in notes), Stage.PACKED
@@ -60,13 +60,19 @@ def stage_from_error(error: Exception) -> Stage:
 class IsolationReport:
     """The verdict on a model: ``"isolated"``, ``"leaks"`` or ``"inconclusive"``, and its evidence.
 
-    verdict: one of these three; the report is True if it is "isolated".
-    difference, noise, leak: largest differences of logits (with `fused_head`: of log-probabilities
-        and entropies), in the probe that decided: packed, by rounding, by contamination.
-    probe: which documents decided.
-    model, attention, mode: what was asked, and whether in training or evaluation mode.
-    first_layer: where a leak first shows, if there is one.
-    gradient_difference: of the loss, relative to the largest gradient, if asked for.
+    Attributes:
+        verdict: one of these three. The report is true if it is "isolated".
+        difference: the largest difference between packed and alone, of logits (with `fused_head`,
+            of log-probabilities and entropies), in the probe that decided.
+        noise: the largest difference that rounding makes.
+        leak: the largest difference that contamination makes.
+        probe: the documents that decided.
+        model: the class of the model.
+        attention: its attention.
+        mode: "training" or "evaluation".
+        first_layer: the first layer that shows the leak, if there is one.
+        gradient_difference: the largest difference of the loss's gradients, relative to the largest
+            gradient, if requested.
     """
 
     verdict: str
@@ -110,66 +116,70 @@ def check_isolation(
     gradients: bool = False,
     thorough: bool = False,
 ) -> IsolationReport:
-    """Return whether packed documents see each other on `model`, and by how much.
+    """Return whether packed documents affect each other on `model`, and by how much.
 
-    model: called as a training step calls it; may be wrapped (DDP, PEFT), and need not come from
-        transformers.
-    documents: token ids ``(T,)`` each, that the run will train on: probes are then as long as the
-        longest and as short as the shortest of them.
-    training: the mode to check; by default the model's.
-    max_length: without documents, probes cross every length constant of the config below it, in
-        tokens.
-    attention: what the report calls it.
-    fused_head: run packed rows through TRL's fused LM head, as `SFTTrainer` trains, and compare
-        log-probabilities and entropies with those of the model's own logits.
-    collator: makes the packed rows; give the one that the run uses.
-    gradients: compare the gradients of B's loss too, packed against alone: one forward and backward
-        more of each.
-    thorough: ask with more documents, for ways that pad rows.
+    The model, its buffers, its mode and all random number generators are left as they were. A leak
+    is a verdict and raises nothing.
 
-    The model, its buffers, its mode and all random number generators are left as they were. What
-    the model raises against a packed batch is not caught; a leak is a verdict and raises nothing.
+    Args:
+        model: called as a training step calls it. It may be wrapped (DDP, PEFT), and need not come
+            from transformers.
+        documents: token ids ``(T,)`` of documents that the run will train on. Probes are then as
+            long as the longest and as short as the shortest of them.
+        training: the mode to check, by default the model's.
+        max_length: in tokens. Without documents, probes cross every length constant of the config
+            below it.
+        attention: the name of the attention in the report.
+        fused_head: run packed rows through TRL's fused LM head, as `SFTTrainer` trains, and compare
+            log-probabilities and entropies with those of the model's logits.
+        collator: makes the packed rows; give the one that the run uses.
+        gradients: also compare the gradients of B's loss, packed and alone, which takes one more
+            forward and backward of each.
+        thorough: add probes for backends that pad rows.
+
+    Raises:
+        Exception: any error that the model raises against a packed batch.
     """
     inner, collate = unwrap_model(model), collator or PackedCollator()
     order = ("leaks", "inconclusive", "isolated")
     with preserve_state(model, training):
         judged = []
         for probe in probes(inner, documents, max_length, thorough):
-            measured = _run(model, inner, probe, fused_head, collate)
+            measured = measure_probe(model, inner, probe, fused_head, collate)
             judged.append((_judge(measured, probe.name, inner, attention, model.training), probe))
         report, probe = min(judged, key=lambda j: (order.index(j[0].verdict), -j[0].difference))
         leaks = report.verdict == "leaks"
-        # Ranks of a sharded model wait for each other in every forward: all look, or none.
+        # Ranks of a sharded model wait for each other in every forward: all search, or none.
         if all_reduce_max_if_sharded(int(leaks), model):
-            layer = _first_leaking_layer(model, inner, probe, collate)
+            layer = first_leaking_layer(model, inner, probe, collate)
             report = replace(report, first_layer=layer if leaks else "")
         if gradients:
-            error = _gradient_difference(model, inner, probe, collate)
+            error = gradient_difference(model, inner, probe, collate)
             report = replace(report, gradient_difference=error)
     return report
 
 
 @torch.no_grad()
 def check_fused_head(model: nn.Module) -> bool:
-    """Return whether TRL's fused LM head says of an ordinary row what the model's logits say.
+    """Return whether TRL's fused LM head gives the log-probabilities of the model's logits.
 
-    It multiplies hidden states by the output embeddings. A model that does more than that in its
-    head (BERT's transform, RecurrentGemma's soft-cap) would train on other numbers, unpacked too.
+    It multiplies hidden states by the output embeddings. A model whose head does more than that
+    (BERT's transform, RecurrentGemma's soft-cap) would train on another loss, unpacked too.
     """
     inner = unwrap_model(model)
     document = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
     with preserve_state(model, training=True):
-        batch = _ordinary_batch(inner, torch.from_numpy(document)[None])
+        batch = ordinary_batch(inner, torch.from_numpy(document)[None])
 
-        def own() -> Tensor:
-            logits = _logits_at(model, inner, batch, np.arange(-len(document), -1))
-            return _log_probs_and_entropy(logits, document[1:])
+        def native() -> Tensor:
+            logits = logits_at(model, inner, batch, np.arange(-len(document), -1))
+            return score_logits(logits, document[1:])
 
-        expected = own()
-        with rounded_otherwise(inner):
-            noise = _distance(own(), expected)
+        expected = native()
+        with round_differently(inner):
+            noise = largest_difference(native(), expected)
         labels = batch["input_ids"].clone()
-        labels[:, 0] = IGNORE_INDEX  # the virtual tokens of prompt tuning would predict it
+        labels[:, 0] = IGNORE_INDEX  # prompt tuning would predict it from a virtual token
         try:
             output = model(**batch, labels=labels, fused_lm_head=True)
         except torch.OutOfMemoryError:
@@ -178,11 +188,11 @@ def check_fused_head(model: nn.Module) -> bool:
             return False
         fused = torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
     resolution = torch.finfo(next(inner.parameters()).dtype).eps * float(expected.abs().max())
-    return _distance(fused, expected) <= NOISE_FACTOR * max(noise, resolution)
+    return largest_difference(fused, expected) <= NOISE_FACTOR * max(noise, resolution)
 
 
 def _judge(
-    measured: _Measured,
+    measured: Measurement,
     name: str,
     model: nn.Module,
     attention: str | None,
@@ -190,9 +200,9 @@ def _judge(
 ) -> IsolationReport:
     alone = measured.alone[0]
     resolution = torch.finfo(next(model.parameters()).dtype).eps * float(alone.abs().max())
-    leak = max(_distance(x, alone) for x in measured.contaminated)
-    noise = max(resolution, *(_distance(x, alone) for x in measured.alone))
-    difference = max(_distance(x, alone) for x in measured.packed)
+    leak = max(largest_difference(x, alone) for x in measured.contaminated)
+    noise = max(resolution, *(largest_difference(x, alone) for x in measured.alone))
+    difference = max(largest_difference(x, alone) for x in measured.packed)
     same_bits = (
         len(measured.contaminated) > 1
         and torch.equal(measured.packed[0], measured.packed[1])
@@ -203,7 +213,7 @@ def _judge(
         _share(x - alone, c - alone) <= max(LEAK_SHARE, 2 * _chance_share(rounding, c - alone))
         for x, c in zip(measured.packed, measured.contaminated, strict=False)
     )
-    if not difference <= NOISE_FACTOR * noise:  # also if it is not a number
+    if not difference <= NOISE_FACTOR * noise:  # true for NaN as well
         verdict = "leaks"
     elif difference <= LEAK_SHARE * leak or shares_are_small or same_bits:
         verdict = "isolated"
@@ -217,18 +227,18 @@ def _judge(
         leak=leak,
         probe=name,
         model=type(model).__name__,
-        attention=attention or implementation or "its own attention",
+        attention=attention or implementation or "its native attention",
         mode="training" if training else "evaluation",
     )
 
 
 def _share(difference: Tensor, leak: Tensor) -> float:
-    """Return the part of `leak` that is in `difference`: its projection, 1 for all of it."""
+    """Return the part of `leak` in `difference`, by projection; 1 for the whole leak."""
     length = float((leak * leak).sum())
     return abs(float((difference * leak).sum())) / length if length else 1.0
 
 
 def _chance_share(rounding: Tensor, leak: Tensor) -> float:
-    """Return the share that rounding has by chance: it points anywhere, position by position."""
+    """Return the share that a rounding error of random direction has by chance."""
     length = float(leak.norm()) * len(leak) ** 0.5
     return float(rounding.norm()) / length if length else 0.0

@@ -1,7 +1,7 @@
-"""Models: questions that the rest of the package asks of a model, and how it is left as it was.
+"""Models: properties of a model that the rest of the package needs, and care for its state.
 
-Belongs here: what a configuration says about lengths and heads, how a model is sharded, its state
-before and after a probe, its operations. Does not: attention, losses, or anything about documents.
+Belongs here: lengths, heads and experts in a configuration, sharding, saving and restoring state,
+NEFTune, counts of operations. Does not: attention kernels, losses, or the making of documents.
 
 Read `introspection.py` first.
 """

@@ -1,27 +1,25 @@
-"""How many floating-point operations the documents of a step need on a model, by counting.
+"""Counts the floating-point operations of a step's documents, and knows the peaks of devices.
 
-    matrices      2 × weights a token forward, as many for the gradient of the input, and of the
-                  weights: 6 N in all, N the weights of all matrices that a token is multiplied by
+    matrices      2 × weights per token forward, and as many for the gradients of the input and of
+                  the weights: 6 N in total, for N weights in all matrices that multiply a token
     attention     2 × 2 × heads × head_dim × pairs forward, twice that backward; a pair is a query
-                  and a key that it sees: len · (len + 1) / 2 of a document, fewer under a window
+                  and a key that it sees: len · (len + 1) / 2 per document, fewer with a window
 
-It is the formula of PaLM (https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12 · layers · heads ·
-head_dim · T a token), with three differences, each of which makes the number smaller:
+This is the formula of PaLM (https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12 · layers · heads
+· head_dim · T per token) with three differences, each of which makes the number smaller:
 
-- embeddings are looked up, not multiplied; the head is, but only where a token is trained;
+- embeddings are looked up, not multiplied, and the head multiplies only trained positions;
 - T is the length of a document, not of the row;
-- half of the attention, which causality masks, is not counted.
+- the half of attention that causality masks is not counted.
 
-Operations that a run repeats (gradient checkpointing) are not counted either, and none of padding.
-A frozen weight (LoRA) needs no gradient of its own: 4 a weight; and below the first trained one, in
-the order in which modules are registered, none at all: 2. Of a mixture of experts a token meets
-`num_experts_per_tok`. What is no plain decoder of attention and matrices is not counted.
+Recomputation (gradient checkpointing) and padding are not counted. A frozen weight (LoRA) has no
+gradient and counts 4. Layers before the first trained weight, in the order in which modules are
+registered, need only a forward and count 2. In a mixture of experts, a token passes through
+`num_experts_per_tok` of them. Only plain decoders (attention and linear layers) are counted.
 
-How many floating-point operations a second a device can do at most, where that is published.
-
-Dense tensor-core rates with float32 accumulation, at the boost clock, without sparsity: what
-PyTorch's matrix products run at. A device that is not in the table has no peak, and no MFU: nothing
-is guessed from a similar name, and a slice of a device (MIG) is not the device.
+Peaks are dense tensor-core rates with float32 accumulation, at the boost clock and without
+sparsity, which is what PyTorch's matrix products use. A device that is not in the table has no
+peak, and thus no MFU: no peak is guessed from a similar name or for a slice of a device (MIG).
 """
 
 import re
@@ -32,12 +30,18 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from trl_packing.models.introspection import layer_config, layer_values, unwrap_peft
+from trl_packing.models.introspection import (
+    EXPERT_COUNTS,
+    layer_config,
+    layer_values,
+    text_config,
+    unwrap_peft,
+)
 
 TERA = 10**12
 
-# (pattern of the device's name, {dtype: TFLOP/s}). Sources: NVIDIA's data sheets of each product;
-# for the RTX cards the GA102 and Ada whitepapers, appendix A. The first pattern that fits counts.
+# (pattern of the device's name, {dtype: TFLOP/s}). Sources: NVIDIA's data sheet of each product, or
+# appendix A of the GA102 and Ada whitepapers for RTX cards. The first pattern that matches counts.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     # https://www.nvidia.com/en-us/data-center/dgx-b200 (a DGX has eight)
     (r"NVIDIA B200\b", {"bfloat16": 2250, "float16": 2250}),
@@ -71,15 +75,18 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak in FLOP/s, None if it is not known.
+    """Return the peak of a device in FLOP/s, None if it is not known.
 
-    `device_name` is what `torch.cuda.get_device_name` returns; `dtype` is "bfloat16", "float16",
-    "tf32" or "float32": the type in which matrix products are computed.
+    Args:
+        device_name: name from `torch.cuda.get_device_name`.
+        dtype: type in which matrix products are computed: ``"bfloat16"``, ``"float16"``,
+            ``"tf32"`` or ``"float32"``.
 
-    >>> peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
-    312000000000000.0
-    >>> peak_flops("NVIDIA A10G", "bfloat16") is None
-    True
+    Example:
+        >>> peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
+        312000000000000.0
+        >>> peak_flops("NVIDIA A10G", "bfloat16") is None
+        True
     """
     if "MIG" in device_name:
         return None
@@ -90,22 +97,23 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None
 
 
-# How transformers' classes call the matrix behind attention, by which heads are verified.
+# Names in transformers of the output matrix of attention, whose width verifies the heads.
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj")
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class NotCountable(ValueError):
-    """The operations of this model are not known; the message says why."""
+    """The operations of a model cannot be counted, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations, forward and backward.
+    """Floating-point operations of a model, forward and backward.
 
-    per_token: of all matrices but the head's.
-    per_target: of the head, for a trained token.
-    per_pair: of attention, by window (None: without one), summed over layers.
+    Attributes:
+        per_token: operations of all matrices except the head, per token.
+        per_target: operations of the head, per trained token.
+        per_pair: operations of attention per pair of query and key, summed over layers, by the
+            layers' window in tokens (None: no window).
     """
 
     per_token: float
@@ -113,7 +121,12 @@ class ModelFlops:
     per_pair: dict[int | None, float]
 
     def of(self, lengths: np.ndarray, num_trained: int) -> float:
-        """Return those of documents of `lengths`, `num_trained` tokens of which are targets."""
+        """Return the operations of documents.
+
+        Args:
+            lengths: tokens of each document, ``(N,)``.
+            num_trained: trained tokens of all documents.
+        """
         lengths = lengths.astype(np.float64)
         attention = sum(
             flops * float(_pairs(lengths, window).sum()) for window, flops in self.per_pair.items()
@@ -122,25 +135,27 @@ class ModelFlops:
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Return how many keys the queries of each document see.
+    """Return the number of pairs of a query and a visible key in each document, ``(N,)``.
 
-    >>> _pairs(np.array([4.0, 2.0]), None).tolist(), _pairs(np.array([4.0, 2.0]), 2).tolist()
-    ([10.0, 3.0], [7.0, 3.0])
+    Example:
+        >>> _pairs(np.array([4.0, 2.0]), None).tolist(), _pairs(np.array([4.0, 2.0]), 2).tolist()
+        ([10.0, 3.0], [7.0, 3.0])
     """
     seen = lengths if window is None else np.minimum(lengths, window)
     return lengths * seen - seen * (seen - 1) / 2
 
 
 def model_flops(model: Any) -> ModelFlops:
-    """Count the operations of a transformers decoder, which PEFT may have given LoRA adapters.
+    """Return the operations of a transformers decoder, with or without PEFT's LoRA adapters.
 
-    Raises NotCountable for what is not known: other adapters, vision towers, recurrence, layers of
-    other kinds, experts of unknown number.
+    Raises:
+        NotCountable: the model has other adapters, a vision tower, recurrence, layers of other
+            kinds, or an unknown number of experts.
     """
     _check_adapters(model)
     base = unwrap_peft(model)
     config = base.config
-    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+    if text_config(base) is not config or getattr(config, "is_encoder_decoder", False):
         raise NotCountable("the model is more than a decoder of text")
     head = next((n for n, m in base.named_modules() if m is base.get_output_embeddings()), None)
     if head is None:
@@ -163,7 +178,7 @@ def _check_adapters(model: Any) -> None:
 
 
 def _in_order(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield name, module, and the passes that its weights take: forward, and the backward's."""
+    """Yield name, module and number of passes: forward, gradients of input and of weights."""
     gradient_flows = False
     for name, module in base.named_modules():
         is_trained = any(p.requires_grad for p in module.parameters(recurse=False))
@@ -172,37 +187,37 @@ def _in_order(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _matrices(base: nn.Module, share: float | None) -> Iterator[tuple[str, float, int]]:
-    """Yield name, weights that a token meets, and operations per weight of every matrix."""
-    met_experts = False
+    """Yield the name, weights per token and operations per weight of every matrix."""
+    has_experts = False
     for name, module, passes in _in_order(base):
         if ".original_module" in f".{name}" or isinstance(module, nn.Embedding):
             continue
         weights, is_expert = _weights(name, module)
         if is_expert and share is None:
             raise NotCountable(f"the config does not say how many experts {name} uses of a token")
-        met_experts |= is_expert
+        has_experts |= is_expert
         if weights:
             yield name, weights * (share if is_expert and share else 1.0), 2 * passes
-    if share is not None and not met_experts:
+    if share is not None and not has_experts:
         raise NotCountable("the config names experts, but the model has no weights of that form")
 
 
 def _weights(name: str, module: Any) -> tuple[int, bool]:
-    """Return the weights of a module's own matrices, and whether they are experts'."""
-    # Not the shape of the parameter, which is packed (4 bits) or sharded (ZeRO-3).
+    """Return the number of weights in the matrices of one module, and whether it holds experts."""
+    # The shape of the parameter may differ: quantized to 4 bits, or sharded (ZeRO-3).
     shape = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if type(module).__name__ == "Conv1D":  # transformers' of GPT-2
         shape = module.nx, module.nf
     if isinstance(shape[0], int) and isinstance(shape[1], int):
-        if hasattr(module, "base_layer"):  # PEFT's, around the matrix
+        if hasattr(module, "base_layer"):  # PEFT's wrapper of the matrix
             return 0, False
         return shape[0] * shape[1], bool(re.search(r"experts\.\d+\.", name))
-    own = [
+    shapes = [
         tuple(getattr(p, "ds_shape", p.shape))
         for parameter, p in module.named_parameters(recurse=False)
         if "bias" not in parameter
     ]
-    matrices = [s for s in own if len(s) > 1]
+    matrices = [s for s in shapes if len(s) > 1]
     is_expert = type(module).__name__.endswith("Experts")
     is_router = type(module).__name__.endswith("Router")
     known = all(len(s) == 3 for s in matrices) if is_expert else is_router
@@ -212,7 +227,7 @@ def _weights(name: str, module: Any) -> tuple[int, bool]:
 
 
 def _share_of_experts(config: Any) -> float | None:
-    numbers = {n for name in _NUM_EXPERTS for n in layer_values(config, name) if n}
+    numbers = {n for name in EXPERT_COUNTS for n in layer_values(config, name) if n}
     used = set(layer_values(config, "num_experts_per_tok", "top_k_experts"))
     if not numbers or getattr(config, "enable_moe_block", True) is False:  # gemma4
         return None
@@ -240,8 +255,8 @@ def _attention(base: Any) -> dict[int | None, float]:
         width = getattr(output, "in_features", getattr(output, "nx", None))
         heads = _heads(config, module)
         if not heads or width != heads * value_dim:
-            raise NotCountable(f"attention of layer {module.layer_idx} has other heads than told")
-        # Scores and their use are products of two activations: both get a gradient.
+            raise NotCountable(f"attention of layer {module.layer_idx} has unexpected heads")
+        # Both products of attention multiply two activations, and both of these need a gradient.
         flows = 3 if passes > 1 or _trains(module) else 1
         window = _window(layer_config(config, module.layer_idx), module.layer_idx)
         flops = flows * 2 * heads * (key_dim + value_dim)
@@ -250,10 +265,10 @@ def _attention(base: Any) -> dict[int | None, float]:
 
 
 def _heads(config: Any, module: Any) -> int | None:
-    """Return the heads of a layer: its own number (laguna), or that of its config."""
-    own = getattr(module, "num_heads", None)
-    told = getattr(layer_config(config, module.layer_idx), "num_attention_heads", None)
-    return next((heads for heads in (own, told) if isinstance(heads, int)), None)
+    """Return the number of heads of a layer, from the module (laguna) or from its config."""
+    of_module = getattr(module, "num_heads", None)
+    of_config = getattr(layer_config(config, module.layer_idx), "num_attention_heads", None)
+    return next((heads for heads in (of_module, of_config) if isinstance(heads, int)), None)
 
 
 def _is_latent(module: Any) -> bool:
@@ -265,7 +280,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _window(config: Any, layer: int) -> int | None:
-    """Return the window of `layer`, whose config it is."""
+    """Return the window of `layer` in tokens, None without one; `config` is that of the layer."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:

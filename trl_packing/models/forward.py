@@ -1,4 +1,4 @@
-"""models.forward"""
+"""Turns a module's forward into a function that also runs copies of the module."""
 
 import functools
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from torch import nn
 
 
 def unbind_forward(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Return `forward` of `module` as a function of the module too.
+    """Return `forward` of `module` as a function that takes the module as its first argument.
 
-    Bound, it would run the weights of this very module in a copy of it.
+    A bound forward would run the weights of `module` even when it is called on a copy.
     """
     function = getattr(forward, "__func__", None)
     if function is not None and getattr(forward, "__self__", None) is module:
-        return _following(function, module)
+        return _follow_copies(function, module)
     if isinstance(forward, functools.partial) and forward.args[:1] == (module,):  # accelerate's
         first, given = forward.args[1:], forward.keywords
         return lambda self, *args, **kwargs: forward.func(self, *first, *args, **given, **kwargs)
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
 
 
-def _following(function: Any, module: nn.Module) -> Callable[..., Any]:
-    """Return `function` of a module whose closure holds a bound method of `module` (TRL's head).
+def _follow_copies(function: Any, module: nn.Module) -> Callable[..., Any]:
+    """Return `function`, whose closure may hold a bound method of `module` (TRL's head does).
 
-    Called on a copy of `module`, it finds that method bound to the copy.
+    On a copy of `module`, that method is bound to the copy.
     """
     cells = function.__closure__ or () if isinstance(function, FunctionType) else ()
     held = [cell.cell_contents for cell in cells]

@@ -1,14 +1,14 @@
-"""NEFTune's noise on packed documents: each gets the noise that it would get alone.
+"""NEFTune noise for packed documents: each document gets the noise that it would get alone.
 
     noise of a token = α / √(L · d) · uniform(−1, 1)        https://huggingface.co/papers/2310.05914
 
 L is the length of the token's document and d the width of the embeddings. The hook of transformers
-takes the length of the row that it sees for L. A packed row is longer than its documents, and so is
-a padded row than most of them: the noise would shrink with whatever shares the batch.
+uses the length of the row as L. A packed row is longer than its documents, and a padded row is
+longer than most of them, so the noise would depend on the other documents in the batch.
 
-    packed row         boundaries of the documents      told by the trainer and `wrap_packed_calls`
-    padded rows        length of each row               told by `padded_rows`
-    any other call     transformers' own hook
+    packed row         boundaries of the documents    announced by the trainer, `wrap_packed_calls`
+    padded rows        length of each row             announced by `padded_rows`
+    any other call     transformers' hook
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-# What a forward is about to embed. A plain global, because torch.compile follows it.
+# Documents that a forward is about to embed. Plain globals, because torch.compile follows them.
 _boundaries: Tensor | None = None
 _row_lengths: Tensor | None = None
 
@@ -28,10 +28,11 @@ _row_lengths: Tensor | None = None
 def announce_documents(
     *, boundaries: Tensor | None = None, row_lengths: Tensor | None = None
 ) -> Iterator[None]:
-    """Tell the noise which documents the embeddings inside are of.
+    """Announce the documents that are embedded inside the block.
 
-    boundaries: of a packed row, ``(N + 1,)``, as `cu_seqlens`.
-    row_lengths: of rows with a document each, ``(rows,)``, without padding.
+    Args:
+        boundaries: `cu_seqlens` of a packed row, ``(N + 1,)``.
+        row_lengths: tokens of each row without padding, ``(rows,)``, for one document per row.
     """
     global _boundaries, _row_lengths
     before = _boundaries, _row_lengths
@@ -43,9 +44,9 @@ def announce_documents(
 
 
 def scale_noise_by_document(model: Any) -> None:
-    """Replace the NEFTune hook of `model`, a transformers model; no-op without one.
+    """Replace the NEFTune hook of a transformers model; no-op without one.
 
-    Whoever registered the hook removes it, as before.
+    The handle of the original hook removes the replacement too.
     """
     embeddings = model.get_input_embeddings()
     hooks = getattr(embeddings, "_forward_hooks", {})
@@ -55,14 +56,14 @@ def scale_noise_by_document(model: Any) -> None:
 
 
 def add_noise_by_document(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Return `output` ``(rows, T, d)`` with the noise of training."""
+    """Return the embeddings `output` ``(rows, T, d)``, with noise if the module trains."""
     lengths = _lengths_of_tokens(output)
     if lengths is None:
         return neftune_post_forward_hook(module, args, output)
     if not module.training:
         return output
     alpha: Any = module.neftune_noise_alpha
-    # A rank that takes part without documents has rows of none.
+    # A rank without documents has rows of length 0.
     magnitude = alpha / (lengths.float().clamp(min=1) * output.shape[2]).sqrt()
     noise = torch.zeros_like(output).uniform_(-1, 1)
     return output + noise * magnitude[..., None].to(output.dtype)
@@ -77,5 +78,5 @@ def _lengths_of_tokens(output: Tensor) -> Tensor | None:
     boundaries = _boundaries.to(output.device, non_blocking=True)
     tokens = torch.arange(output.shape[1], device=output.device, dtype=boundaries.dtype)
     document = torch.searchsorted(boundaries[1:], tokens, right=True)
-    # Tokens beyond the last boundary are none of the row's: virtual ones, of no document.
+    # Tokens beyond the last boundary are virtual ones and belong to no document.
     return boundaries.diff()[document.clamp(max=len(boundaries) - 2)][None]

@@ -1,15 +1,14 @@
-"""What sharding a model does to a loss that is computed beside its modules, set right.
+"""Workarounds for FSDP2 and ZeRO-3, and agreement between ranks.
 
     DDP, ZeRO-1, ZeRO-2    parameters are whole on every rank: nothing to do
     FSDP2                  whole while their group of modules runs; outputs are rounded to bf16
-    ZeRO-3                 whole while their own module runs
+    ZeRO-3                 whole only while their module runs
 
-A fused LM head reads `lm_head.weight` without running `lm_head`, so nothing gathers it. And ranks
-that gather wait for each other: each must make as many forwards as the others.
+A fused LM head reads `lm_head.weight` without running `lm_head`, so nothing gathers the weight.
+Ranks that gather wait for each other, so all must run equally many forwards.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +18,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
 
+from trl_packing.models.state import temporarily
+
 
 def announce_head(model: Any) -> None:
-    """Tell ZeRO-3 that the forward of `model` reads the parameters of its head; before the first.
+    """Register with ZeRO-3 that the forward of `model` reads the parameters of its head.
 
-    It notices by itself who reads another module's parameters, but only if they are partitioned at
-    that moment. After an ordinary forward (the isolation check, an evaluation that asks for logits)
-    they are gathered already, and the backward stops at an empty weight (DeepSpeed 0.19). Told
-    later, it finds that the order of modules has changed and stops too.
+    Call this before the first forward. ZeRO-3 detects by itself that a module reads another one's
+    parameters, but only if they are partitioned at that moment. After a native forward (the
+    isolation check, an evaluation with logits) they are gathered already, and the backward fails on
+    an empty weight (DeepSpeed 0.19). A later call changes the order of modules, which fails too.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parameter in (getattr(head, "weight", None), getattr(head, "bias", None)):
@@ -37,21 +38,24 @@ def announce_head(model: Any) -> None:
 
 
 def unshard_head(head: Any) -> None:
-    """Make the parameters of `head` whole while FSDP2 runs the model around it.
+    """Gather the parameters of `head` for a forward of the model under FSDP2.
 
-    accelerate 1.15 shards the head together with the final norm, which runs before it. Where it
-    finds no such norm (PEFT, text models inside vision-language ones) the weight is a DTensor in
-    the forward. Its `full_tensor` has a gradient of this rank's documents, which nobody sums up.
+    accelerate 1.15 shards the head together with the final norm, which runs before it. If it finds
+    no such norm (PEFT, text models inside vision-language ones), the weight is a DTensor in the
+    forward. The gradient of its `full_tensor` is this rank's only, and is never summed over ranks.
     """
     if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
         head.unshard()
 
 
 def check_deepspeed_can_train(trainer: Any) -> None:
-    """Raise ValueError if an evaluation has set ZeRO-3 up without an optimizer.
+    """Refuse to train after an evaluation that created the ZeRO-3 engine without an optimizer.
 
-    `train` would stop in the first backward (transformers 5.23). FSDP2 and ZeRO-2 refuse such an
-    evaluation by themselves.
+    `train` would fail in the first backward (transformers 5.23). FSDP2 and ZeRO-2 refuse such an
+    evaluation themselves.
+
+    Raises:
+        ValueError: the engine has no optimizer.
     """
     if trainer.is_deepspeed_enabled and trainer.deepspeed is not None and trainer.optimizer is None:
         raise ValueError(
@@ -61,9 +65,9 @@ def check_deepspeed_can_train(trainer: Any) -> None:
 
 
 def keep_outputs_precise(accelerator: Any) -> None:
-    """Let FSDP2 hand on log-probabilities as they are: in bf16 a loss has 3 digits.
+    """Keep FSDP2 from casting log-probabilities to bf16, in which a loss has 3 digits.
 
-    accelerate 1.15 sets `output_dtype` to that of mixed precision, DDP's counterpart to float32.
+    accelerate 1.15 sets `output_dtype` to the dtype of mixed precision; under DDP it uses float32.
     """
     if not accelerator.is_fsdp2:
         return
@@ -72,25 +76,19 @@ def keep_outputs_precise(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
-@contextmanager
-def gather_full_state_dict(accelerator: Any) -> Iterator[None]:
-    """Let `Trainer.save_model` save a model that FSDP's sharded checkpoints leave out.
+def gather_full_state_dict(accelerator: Any) -> AbstractContextManager[None]:
+    """Make `Trainer.save_model` save the whole model inside the block, also under sharded FSDP.
 
-    transformers 5.23 returns without a file and without a message under SHARDED_STATE_DICT.
+    Under SHARDED_STATE_DICT, transformers 5.23 silently writes no file.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
-        yield
-        return
-    kind, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
-    try:
-        yield
-    finally:
-        plugin.state_dict_type = kind
+        return nullcontext()
+    return temporarily(plugin, state_dict_type=StateDictType.FULL_STATE_DICT)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ranks gather parameters of `model` in every forward."""
+    """Whether ranks gather parameters of `model` in every forward."""
     sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
     return sharded or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
 

@@ -1,4 +1,4 @@
-"""Run a model and leave no trace: mode, buffers, attributes, random numbers as they were."""
+"""Context managers that change a model or an object, and restore its state at their end."""
 
 import random
 import warnings
@@ -39,14 +39,21 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Set the mode, turn every random thing off, and put all state back in the end."""
+    """Run probes on `model` inside the block, without randomness, and restore all state at its end.
+
+    The state includes modes, buffers, attributes, autocast and random number generators.
+
+    Args:
+        model: any wrapped or plain model.
+        training: mode of the model inside the block; None keeps it.
+    """
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         # Probes of many lengths would use up a compiled model's recompilations.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(other_rows())  # probes are no rows of a step that is under way
+        stack.enter_context(other_rows())  # probes are not rows of the current step
         stack.enter_context(restore_state(model))
         stack.enter_context(_without_autocast(model))
         # Reentrant gradient checkpointing warns about forwards without gradients, as probes are.
@@ -56,7 +63,7 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
             model.train(training)
         for holder in _state_holders(model):
             for name, value in vars(holder).items():
-                if type(value) in (int, float) and _sets_chance(holder, name):
+                if type(value) in (int, float) and _sets_randomness(holder, name):
                     vars(holder)[name] = type(value)(0)
         try:
             yield
@@ -66,14 +73,14 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
 
 
 def _state_holders(model: nn.Module) -> list[Any]:
-    """Return all modules and their configs: some models read their dropout there (gptj, falcon)."""
+    """Return all modules and configs; some models (gptj, falcon) read dropout from the config."""
     modules = list(model.modules())
     configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
     return [*modules, *(c for c in configs.values() if hasattr(c, "__dict__"))]
 
 
-def _sets_chance(holder: Any, attribute: str) -> bool:
-    """Whether a number says how much chance takes part (dropout, jitter, NEFTune)."""
+def _sets_randomness(holder: Any, attribute: str) -> bool:
+    """Whether a number is a strength of randomness (dropout, jitter, NEFTune)."""
     if attribute == "p":
         return "Drop" in type(holder).__name__
     return any(word in attribute for word in ("drop", "jitter", "neftune_noise_alpha"))
@@ -81,7 +88,7 @@ def _sets_chance(holder: Any, attribute: str) -> bool:
 
 @contextmanager
 def restore_state(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (rope frequencies, statistics), modes and attributes of all modules."""
+    """Restore modes, attributes and buffers (such as rope frequencies) at the end of the block."""
     attributes = [(holder, dict(vars(holder))) for holder in _state_holders(model)]
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -100,11 +107,11 @@ def restore_state(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast(model: nn.Module) -> Iterator[None]:
-    """Run a float32 model in float32: a leak then stands far above the noise.
+    """Run a float32 model in float32, where a leak is far above the noise.
 
-    accelerate puts autocast around `forward`, and what is installed later goes around that: so
-    autocast is entered as ever, and the first module inside leaves it. FlashAttention needs half
-    precision, so its models are left as they are.
+    accelerate wraps `forward` in autocast, and packed calls wrap that in turn. Autocast is
+    therefore entered as usual, and a hook on every module disables it inside. Models on
+    FlashAttention keep autocast, because it needs half precision.
     """
     config = getattr(unwrap_model(model), "config", None)
     implementation = getattr(config, "_attn_implementation", None) or ""
@@ -113,11 +120,11 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         return
     device = next(model.parameters()).device.type
 
-    def leave(*_: Any) -> None:
+    def disable_autocast(*_: Any) -> None:
         torch.set_autocast_enabled(device, False)
 
     with ExitStack() as stack:
-        stack.enter_context(torch.autocast(device, enabled=False))  # and put back in the end
+        stack.enter_context(torch.autocast(device, enabled=False))  # restores autocast
         for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(leave).remove)
+            stack.callback(module.register_forward_pre_hook(disable_autocast).remove)
         yield

@@ -42,7 +42,8 @@ from trl_packing.plain_trainer.requirements import (
     check_model,
     divides_by_count,
 )
-from trl_packing.recognition.current_row import complete_call, other_rows
+from trl_packing.recognition.calls import complete_call
+from trl_packing.recognition.current_row import other_rows
 from trl_packing.recognition.packed_batch import packed_batch
 from trl_packing.versions import warn_of_untested_versions
 

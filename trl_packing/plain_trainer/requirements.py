@@ -10,10 +10,10 @@ from torch import nn
 
 from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.probes import random_tokens
-from trl_packing.models.introspection import requires
+from trl_packing.loss.next_token import next_token_loss
+from trl_packing.models.introspection import requires, text_config
 from trl_packing.models.state import preserve_state
 from trl_packing.plain_trainer.dataset import PackedDataset
-from trl_packing.plain_trainer.forward import next_token_loss
 from trl_packing.recognition.packed_batch import VIRTUAL_TOKENS
 
 _TOLERANCE = 1e-3  # between the two losses: the model's dtype may round its native loss
@@ -44,7 +44,7 @@ def check_model(model: Any, base: Any) -> None:
             f"{type(base).__name__} takes no attention_mask, by which Trainer would pass on where "
             "the documents of a row are; train it with PackedSFTTrainer"
         )
-    if getattr(config.get_text_config(), "output_router_logits", False):
+    if getattr(text_config(base), "output_router_logits", False):
         raise ValueError(
             "output_router_logits=True adds the balance of experts to the loss, which depends on "
             "the documents of a micro-batch; set model.config.output_router_logits = False, or "

@@ -1,7 +1,7 @@
-"""Errors of a command, as one line on stderr and an exit status instead of a traceback.
+"""Errors of a command: one line on stderr and an exit status instead of a traceback.
 
-lora.py: ValueError in the options       →  lora.py: --lora_rank is unknown …        status 1
-an error inside a training step          →  its traceback: it is not about what was asked for
+a ValueError about the options     →  lora.py: --lora_rank is unknown …        status 1
+an error inside a training step    →  a traceback, because no option caused it
 """
 
 import os
@@ -17,33 +17,33 @@ from trl_packing.formatting.printable import escape_hidden
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Set to anything, it brings the traceback back.
+# An environment variable: any value brings the traceback back.
 TRACEBACK = "TRL_PACKING_TRACEBACK"
 
-# Errors whose message is written for the user. Others may be faults of ours.
-_SAID_TO_USERS = (ValueError, OSError, ImportError)
+# Errors with a message for the user. Other errors may be bugs, so their type is named.
+_FOR_USERS = (ValueError, OSError, ImportError)
 
 
 def message_of(error: Exception) -> str | None:
-    """Return `error` on one line, or None if only a traceback explains it.
+    """Return `error` as one line, or None if its traceback should be printed.
 
-    Errors inside a training step keep their traceback, and so does every error if the environment
-    variable TRL_PACKING_TRACEBACK is set.
+    The traceback is printed for errors inside a training step, and for every error if the
+    environment variable TRL_PACKING_TRACEBACK is set.
     """
     frames = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
     if os.environ.get(TRACEBACK) or "training_step" in frames:
         return None
     words = " ".join(escape_hidden(str(error)).split())
-    if isinstance(error, _SAID_TO_USERS) and words:
+    if isinstance(error, _FOR_USERS) and words:
         return words
     named = f"{type(error).__name__}: {words}" if words else type(error).__name__
     return f"{named} ({TRACEBACK}=1 shows where)"
 
 
 def exits_in_one_line(main: Callable[P, T]) -> Callable[P, T]:
-    """Return `main` of a script, whose errors end the process with one line and status 1.
+    """Wrap `main` of a script: an error ends the process with one line and status 1.
 
-    The line starts with the name of the script, and with the rank where several run.
+    The line starts with the name of the script, and with the rank if there are several.
     """
     program = Path(main.__code__.co_filename).name
 

@@ -1,4 +1,4 @@
-"""Documents made visible: what one says and which of it is trained; where several lie in rows.
+"""Show a document with its trained tokens marked, and draw the documents of packed rows.
 
 document · 31 tokens · 13 trained (42%) · ends in '<|im_end|>', trained      AAAAAAAAAAABBBBB
 <|im_start|>user                                                             BCCCCCCCDDDDEEEE
@@ -22,28 +22,30 @@ from trl_packing.formatting.printable import MARKS, escape_hidden, escape_text, 
 _COLORS = ("\x1b[1;32m", "\x1b[0m")  # bold green
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _NOTHING = "·"
-_FAKED_WEIGHT = re.compile(r"^([\d.e+-]+)×")  # text that opens as a weight does
-# Neighbors differ in hue: a terminal's background colors, and the same as RGB.
+_FAKED_WEIGHT = re.compile(r"^([\d.e+-]+)×")  # text that looks like a weight
+# Neighbors differ in hue: background colors of a terminal, and the same as RGB.
 _HUES = ((44, "#9ecae9"), (43, "#f2cf5b"), (42, "#88d27a"), (45, "#d6a5c9"), (46, "#83bcb6"))
 
 
 def show_document(
     document: Mapping[str, Any], tokenizer: Any, *, color: bool = False, name: str = "document"
 ) -> str:
-    """Return `document` as text, its trained tokens between ⟦ and ⟧, or in color.
+    """Return `document` as text with its trained tokens between ⟦ and ⟧, or in color.
 
-    document: has `input_ids` ``(T,)``, and `labels` or masks as `PackedCollator` takes them, and
-        maybe `loss_weights`.
-    tokenizer: decodes it.
-    color: bold green instead of ⟦ and ⟧.
-    name: what the heading calls it.
+    A weight other than 1 stands before its tokens: ⟦0.5×Hello⟧. The first token of a document is
+    never a target, and is shown as untrained. Control, bidirectional and invisible characters of
+    the text are shown as escapes (\\x1b, \\u202e), and so are ⟦ and ⟧. Thus a document can neither
+    act on the terminal nor fake the end of its trained tokens.
 
-    A weight other than 1 is written before its tokens: ⟦0.5×Hello⟧. The first token of a document
-    is never a target and shown so. Control, bidirectional and invisible characters of the text are
-    shown as escapes (\\x1b, \\u202e), and so are ⟦ and ⟧: a document cannot act on the terminal
-    or fake the end of its trained tokens.
+    Args:
+        document: `input_ids` ``(T,)``, with `labels` or masks as `PackedCollator` takes them, and
+            optionally `loss_weights`.
+        tokenizer: decodes the document.
+        color: mark trained tokens in bold green instead of ⟦ and ⟧.
+        name: the name of the document in the heading.
 
-    Raises ValueError if labels, masks or weights are not one per token.
+    Raises:
+        ValueError: labels, masks or weights do not have one value for each token.
     """
     ids = np.asarray(document["input_ids"], np.int64)
     labels = document_labels(document, ids)
@@ -79,11 +81,11 @@ def _body(ids: np.ndarray, weights: np.ndarray, tokenizer: Any, color: bool) -> 
 
 
 def _stretches(ids: np.ndarray, weights: np.ndarray, tokenizer: Any) -> Iterator[tuple[float, str]]:
-    """Yield tokens of the same weight together, as text that adds up to the decoded document."""
+    """Yield consecutive tokens of one weight as text; the texts add up to the decoded document."""
     starts = np.flatnonzero(np.diff(weights, prepend=np.nan))
     shown = ""
     for start, stop in zip(starts, np.append(starts, len(ids))[1:], strict=True):
-        # Decoded with what is before it: a word's space, or half of a character, belongs to it.
+        # Decode from the start: the space before a word, or half of a character, may depend on it.
         text = tokenizer.decode(ids[:stop].tolist(), clean_up_tokenization_spaces=False)
         text = text.rstrip("\N{REPLACEMENT CHARACTER}") if stop < len(ids) else text
         yield float(weights[start]), text[len(shown) :]
@@ -103,22 +105,26 @@ def show_rows(
     color: bool = False,
     html: bool = False,
 ) -> str:
-    """Return a picture of rows, a line each: letters are documents, "·" is padding.
+    """Return a picture of rows, one line for each: letters are documents, "·" is padding.
 
-    rows: the lengths of the documents of each row.
-    documents: their numbers, as the bins of a plan have them, by which they are lettered, A to Z, a
-        to z, and from A again; None: in their order over all rows.
-    capacity: tokens up to which a row is padded; None: it ends with its documents.
-    tokens_per_cell: a cell shows what its middle token belongs to.
-    cells_per_line: lines break there; None: a row is one line.
-    color: for a terminal, with a background that changes from document to document.
-    html: the same for a notebook, as a `<pre>`: ``IPython.display.HTML(show_rows(..., html=True))``
+    Args:
+        rows: the lengths of the documents of each row, in tokens.
+        documents: the numbers of these documents, such as the bins of a plan. A number selects the
+            letter: A to Z, a to z, then A again. None numbers the documents in order.
+        capacity: pad each row to this many tokens; None: rows end with their documents.
+        tokens_per_cell: tokens for each character, which shows the document of its middle token.
+        cells_per_line: break lines after this many characters; None: a row is one line.
+        color: add background colors for a terminal, which change from document to document.
+        html: return a `<pre>` with these colors for a notebook:
+            ``IPython.display.HTML(show_rows(..., html=True))``.
 
-    Raises ValueError for a row beyond capacity, and for cells or lines of less than one.
+    Raises:
+        ValueError: a row is longer than `capacity`, or a cell or line would have no token.
 
-    >>> print(show_rows([[3, 2], [4]], capacity=6))
-    AAABB·
-    CCCC··
+    Example:
+        >>> print(show_rows([[3, 2], [4]], capacity=6))
+        AAABB·
+        CCCC··
     """
     for name, size in (("tokens_per_cell", tokens_per_cell), ("cells_per_line", cells_per_line)):
         if size is not None and size < 1:
@@ -145,7 +151,7 @@ def _cells(
         raise ValueError(f"a row of {used} tokens is beyond capacity={capacity}; raise it")
     shown = used if capacity is None else capacity
     middles = np.arange(tokens_per_cell // 2, shown, tokens_per_cell)
-    # -1 stands last, for what lies beyond the documents.
+    # -1 comes last, for positions after the documents.
     return np.array([*numbers, -1])[np.searchsorted(ends, middles, side="right")].tolist()
 
 

@@ -1,25 +1,25 @@
 """A tiny random model of every causal language model architecture that transformers knows.
 
-    names()                   ["afmoe", "apertus", …, "zaya"] and VARIANTS: the installed version's
-    vision_names()            ["aria", …, "vipllava"]: vision-language models, for text alone
+    names()                   ["afmoe", "apertus", …, "zaya"] of the installed version, and VARIANTS
+    vision_names()            ["aria", …, "vipllava"]: vision-language models, used on text only
     tiny_config("gemma3")     width 64, a vocabulary of 128, one layer of every kind, windows of 8
-    tiny_model("gemma3")      AutoModelForCausalLM on it: float32, CPU, random weights
-    full_size_model("gemma3") the same class on its default configuration, without memory (meta)
+    tiny_model("gemma3")      the causal language model of it: float32, CPU, random weights
+    full_size_model("gemma3") the same class with its default configuration, on the meta device
 
-Tiny models serve to *measure* what an architecture does with packed rows; they are small in ways
-that hide nothing:
+Tiny models serve to *measure* how an architecture treats packed rows. They are small in ways that
+hide nothing:
 
-    structure  where the published model has several sizes of heads, keys wider than values, groups
-               of experts, or layers that use the keys of others, the tiny one has, too
+    structure  like the published model: several sizes of heads, keys wider than values, groups of
+               experts, layers that use the keys of others
     lengths    every window, chunk and block is shorter than a short document
     layers     one of every kind in the full model: sliding and full attention, recurrence, experts
-    weights    large, and none of them zero: a path that adds nothing leaks nothing
+    weights    large, and none of them zero, because a path that adds nothing hides its leak
     chance     no dropout and no jitter: two runs of one model are equal to the last bit
 
-Configurations are written by rule. `_TINY` says what a field of that *name* becomes in any
-configuration, those inside others included; what a name cannot say stands in `_SPECIAL`, by model
-type. Only these tables and the code that applies them belong here: what is measured, and what
-follows from it, is elsewhere. Nothing is downloaded and nothing of ours is imported.
+Configurations follow rules. `_TINY` gives the value of each field by its *name*, in any
+configuration, also in nested ones. `_SPECIAL` holds the exceptions, by model type. Only these
+tables and the code that applies them belong here. Nothing is downloaded, and nothing else of this
+package is imported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from transformers.models.auto.modeling_auto import (
 
 VOCAB_SIZE = 128
 
-#: Ids that a document may hold: below are pad, bos and eos, above those of images and the like.
+#: Ids that a document may hold. Lower ids are pad, bos and eos; higher ones stand for images etc.
 DOCUMENT_IDS = range(3, 120)
 
 # ----------------------------------------------------------------------------------- the tables
@@ -78,16 +78,16 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (128, "mamba_d_ssm"),
     (8, "rotary_dim mamba_d_state state_size ssm_state_size"),
     (1, "n_groups mamba_n_groups mamba_ngroups num_codebooks"),
-    # Layers, where all are of one kind.
+    # Layers, if all are of one kind.
     (2, "num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers"),
     (2, "num_encoder_layers num_decoder_layers num_blocks"),
-    # Experts, two of four for a token; the first layer has none where an architecture allows it.
+    # Experts, two of four for each token; the first layer has none if the architecture allows it.
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
     (2, "num_experts_per_tok moe_topk moe_k top_k_experts interleave_moe_layer_step"),
     (1, "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts"),
     (1, "first_k_dense_replace num_dense_layers moe_layer_start_index"),
     ([0], "mlp_only_layers"),
-    # Lengths: positions enough for any row, all else shorter than a document.
+    # Lengths: enough positions for any row; everything else is shorter than a document.
     (512, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
     (512, "context_length"),
     (8, "sliding_window sliding_window_size attention_window_size window_size mem_len"),
@@ -97,7 +97,7 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (16, "position_bias_num_buckets floor_scale log_scaling_n_floor"),
     (32, "original_max_position_embeddings"),
     (4, "prompt_length"),
-    # Switches. Windows are off by default in some; experts' losses would mix documents by design.
+    # Switches. Some models turn windows off by default. Losses of experts mix documents by design.
     (True, "use_sliding_window is_decoder"),
     (False, "use_cache output_router_logits"),
     (1, "max_window_layers"),
@@ -110,9 +110,9 @@ _BY_VALUE: list[tuple[Any, str]] = [
 ]
 _TINY: dict[str, Any] = {name: value for value, names in _BY_VALUE for name in names.split()}
 
-# Sizes of heads that may differ from one another keep their proportions: 128 becomes 16.
+# Sizes of heads that may differ keep their proportions: 128 becomes 16.
 _HEAD_SIZES = ("head_dim", "swa_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
-# 2, or 1 where the full model has 1: one key for all heads, one expert for a token.
+# 2, or 1 if the full model has 1: one key for all heads, one expert for each token.
 _ONE_OR_TWO = (
     *("num_key_value_heads", "num_kv_heads", "n_group", "n_shared_experts"),
     *("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
@@ -129,17 +129,17 @@ _SHARED_KEYS: dict[str, Any] = {
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
-    """Return a rope whose frequencies are split between time, height and width, as published."""
+    """Return a rope with its frequencies split between time, height and width, as published."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
     return {"rope_parameters": rope}
 
 
-# By model type, also where it is a part of another. Mostly kinds of layers that the default
-# configuration leaves out although published models have them, and sizes that hang together.
+# By model type, also for parts of composite models. Most entries add kinds of layers that published
+# models have and the default configuration lacks, or set sizes that depend on each other.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},  # a decoder refuses the default on long rows
-    # The threshold is about the median entropy here, so that what a patch is hangs on the text.
+    # The threshold is about the median entropy here, so that patches depend on the text.
     "blt": {"encoder_hash_byte_group_vocab": 64, "patching_threshold": 4.4},
     "blt_local_decoder": dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
     "blt_local_encoder": dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
@@ -235,7 +235,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     | {"ple_layer_ids": [1], "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
     "radio": {"video_temporal_patch_size": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},  # recurrent, recurrent, attention
-    # Trains on multiples of the chunk length alone. A seed, since it would draw hashes anew.
+    # Trains only on multiples of the chunk length. The seed keeps its random hashes the same.
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 4}
     | {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "hash_seed": 0},
     "step3p5": {"num_sliding_attention_heads": 6},
@@ -246,10 +246,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "num_experts_per_tok": 1},
 }
 
-#: Architectures under a switch that changes how positions or documents matter: name -> (of, with).
+#: Architectures with a switch that changes the role of positions: name -> (model type, changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon+alibi": ("falcon", {"alibi": True}),
-    "gemma4_text+experts": (  # as gemma-4-26B-A4B: layers without a window take keys for values
+    "gemma4_text+experts": (  # like gemma-4-26B-A4B: layers without a window use keys as values
         "gemma4_text",
         {
             "enable_moe_block": True,
@@ -263,14 +263,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [_SLIDING, _FULL],
         },
     ),
-    "llama+dynamic": (  # other frequencies as soon as a row, not a document, is longer than 32
+    "llama+dynamic": (  # frequencies change when a row (not a document) is longer than 32
         "llama",
         {
             "max_position_embeddings": 32,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         },
     ),
-    "phi3+longrope": (  # the same: short or long factors for all of a row
+    "phi3+longrope": (  # likewise: short or long factors for the whole row
         "phi3",
         {
             "sliding_window": None,
@@ -279,7 +279,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_DRAFT_HEAD = "it is the draft head of another model, and cannot run without that one's keys"
+_DRAFT_HEAD = "it is the draft head of another model, and needs the keys of that model"
 _ENCODER_DECODER = "it is an encoder-decoder, and its decoder does not run without the encoder"
 _NO_TEXT_ALONE = "it does not run on text alone"
 _NOT_BUILT_BY_REASON = {
@@ -287,7 +287,7 @@ _NOT_BUILT_BY_REASON = {
     _ENCODER_DECODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
     _NO_TEXT_ALONE: "blip blip-2 idefics instructblip instructblipvideo kosmos-2 pi0",
     "it trains only with the token types of its processor": "molmo2",
-    "it is no causal language model: it denoises a block at a time": "diffusion_gemma",
+    "it is not a causal language model: it denoises one block at a time": "diffusion_gemma",
 }
 _NOT_BUILT = {name: why for why, these in _NOT_BUILT_BY_REASON.items() for name in these.split()}
 
@@ -295,7 +295,7 @@ _NOT_BUILT = {name: why for why, these in _NOT_BUILT_BY_REASON.items() for name 
 
 
 class NotBuilt(Exception):
-    """There is no tiny model of this architecture; the message is a sentence that says why."""
+    """There is no tiny model of this architecture. The message gives the reason in a sentence."""
 
 
 def names() -> list[str]:
@@ -306,7 +306,7 @@ def names() -> list[str]:
 def vision_names() -> list[str]:
     """Return the model types that only `AutoModelForImageTextToText` knows, sorted.
 
-    Here they are trained on text alone.
+    These models are trained on text only here.
     """
     return sorted(
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
@@ -314,29 +314,40 @@ def vision_names() -> list[str]:
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """Return a new configuration; raises `NotBuilt`, and `ValueError` on an unknown name."""
+    """Return a new tiny configuration of architecture `name`.
+
+    Raises:
+        NotBuilt: there is no tiny model of this architecture.
+        ValueError: the installed transformers has no such architecture.
+    """
     model_type, changes = VARIANTS.get(name, (name, {}))
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | vision_names():
         raise ValueError(
             f"no causal language model is called {name!r} in the installed transformers; "
-            "architectures.names() and vision_names() list those that are"
+            "tiny_models.names() and vision_names() list the others"
         )
     if name in _NOT_BUILT:
         raise NotBuilt(f"{name} is not built: {_NOT_BUILT[name]}")
     try:
         return _build(CONFIG_MAPPING[model_type], changes)
-    except Exception as error:  # whatever a class unknown to the tables may raise
+    except Exception as error:  # a class that the tables do not know may raise anything
         raise NotBuilt(f"{name} is not built: {_one_line(error)}") from error
 
 
 def tiny_model(name: str, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
-    """Return a new model in training mode, equal weights for equal seeds; raises `NotBuilt`.
+    """Return a new tiny model in training mode.
 
-    device: ``"meta"`` leaves out the weights.
+    Args:
+        name: one of `names()` or `vision_names()`.
+        seed: equal seeds give equal weights.
+        device: ``"meta"`` leaves out the weights.
+
+    Raises:
+        NotBuilt: there is no tiny model of this architecture.
     """
     model_class, config = _class_and_config(name, tiny_config(name))
     attention = {"": "sdpa" if model_class._supports_sdpa else "eager"}
-    for part in config.sub_configs:  # that text has SDPA does not say that images have
+    for part in config.sub_configs:  # SDPA for text does not imply SDPA for images
         attention[part] = "eager" if part.startswith(("vision", "audio")) else attention[""]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -353,14 +364,18 @@ def tiny_model(name: str, seed: int = 0, device: str = "cpu") -> PreTrainedModel
 
 
 def full_size_model(name: str) -> PreTrainedModel:
-    """Return a new model of the default configuration on the meta device; raises `NotBuilt`."""
+    """Return a new model with its default configuration, on the meta device.
+
+    Raises:
+        NotBuilt: the class has no usable defaults, or needs a package that is not installed.
+    """
     model_type, changes = VARIANTS.get(name, (name, {}))
     try:
         config = CONFIG_MAPPING[model_type](**copy.deepcopy(changes))
         model_class, config = _class_and_config(name, config)
         with torch.device("meta"):
             return model_class._from_config(config)
-    except Exception as error:  # defaults that no class can be built of, packages that are missing
+    except Exception as error:
         raise NotBuilt(f"{name} is not built: {_one_line(error)}") from error
 
 
@@ -370,7 +385,7 @@ def _class_and_config(name: str, config: Any) -> tuple[Any, Any]:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision else MODEL_FOR_CAUSAL_LM_MAPPING
     )
     model_class = classes[type(config)]
-    for part in config.sub_configs:  # a text model under the name of a composite
+    for part in config.sub_configs:  # a text model with the name of a composite
         if type(getattr(config, part)) is model_class.config_class:
             return model_class, getattr(config, part)
     return model_class, config
@@ -383,7 +398,7 @@ def _build(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> 
     values = {name: value for name, value in values.items() if value is not dataclasses.MISSING}
     for part, part_class in _parts(config_class).items():
         values[part] = _build(part_class, {})
-    if "kv_lora_rank" in defaults:  # latent attention: every head has keys of its own
+    if "kv_lora_rank" in defaults:  # latent attention: each head has separate keys
         values["num_key_value_heads"] = values["num_attention_heads"]
     elif isinstance(defaults.get("head_dim"), int):
         values["head_dim"] = _head_dim(defaults, values)
@@ -394,22 +409,22 @@ def _build(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> 
     chosen = {num_layers, "layer_types", "mlp_layer_types", "layers_block_type"} & special.keys()
     if num_layers in defaults and not chosen:
         values |= _one_layer_of_each_kind(config_class, values, num_layers)
-    config = config_class(**copy.deepcopy(values))  # they write into what they are given
+    config = config_class(**copy.deepcopy(values))  # classes change these values
     _shorten(getattr(config, "rope_parameters", None))
     return config
 
 
 def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Return the configuration classes of the parts that a composite model has by default."""
+    """Return the configuration classes of the parts of a composite model, by default."""
     specs = getattr(config_class, "sub_configs_defaults", None)
     if specs is not None:
         return {part: type(spec.default_config) for part, spec in specs.items()}
-    default = config_class()  # transformers before 5.20 names the parts, not their defaults
+    default = config_class()  # transformers before 5.20 gives only the names of the parts
     return {part: type(getattr(default, part)) for part in config_class.sub_configs}
 
 
 def _tiny_value(name: str, default: Any) -> Any:
-    """Return what the field becomes, or `MISSING` where it keeps its default."""
+    """Return the tiny value of a field, or `MISSING` if it keeps its default."""
     is_number = isinstance(default, int) and not isinstance(default, bool)
     if name == "q_lora_rank" and default is None:  # queries of full rank
         return None
@@ -430,7 +445,7 @@ def _tiny_value(name: str, default: Any) -> Any:
 
 
 def _head_dim(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """Return a size by which all heads are as wide as the model where the full one's are."""
+    """Return the size of a head. All heads add up to the model's width if they do at full size."""
     heads, width = defaults.get("num_attention_heads"), defaults.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(width, int):
         return values["head_dim"]
@@ -442,7 +457,7 @@ def _head_dim(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> int:
 def _one_layer_of_each_kind(
     config_class: type[PreTrainedConfig], values: Mapping[str, Any], num_layers: str
 ) -> dict[str, Any]:
-    """Return the per-layer fields of the full model, cut to the first layer of every kind."""
+    """Return the per-layer fields of the full model, cut to the first layer of each kind."""
     full = config_class(
         **copy.deepcopy({key: value for key, value in values.items() if key != num_layers})
     )
@@ -450,7 +465,7 @@ def _one_layer_of_each_kind(
     for field in dataclasses.fields(config_class):
         value = vars(full).get(field.name)  # getattr refuses fields that differ between layers
         per_layer = isinstance(value, list | tuple) and len(value) == full.num_hidden_layers
-        # Layers chosen by number are a list too, maybe as long; but no number occurs twice in it.
+        # A list of layer numbers may be as long, but no number occurs twice in it.
         if per_layer and len(set(value)) < len(value):
             lists[field.name] = value
     kinds = list(zip(*lists.values(), strict=True))
@@ -461,7 +476,7 @@ def _one_layer_of_each_kind(
 
 
 def _shorten(rope_parameters: Any) -> None:
-    """Cut the lengths that a class wrote into its own default; nested by kind of layer or not."""
+    """Cut the lengths in a default rope, also if it is nested by kind of layer."""
     if isinstance(rope_parameters, dict):
         for key, value in rope_parameters.items():
             if key.endswith("max_position_embeddings"):
@@ -471,7 +486,7 @@ def _shorten(rope_parameters: Any) -> None:
 
 @torch.no_grad()
 def _strengthen(model: nn.Module) -> None:
-    """Raise small matrices to 0.2, which `initializer_range` does not reach; fill what is zero."""
+    """Scale matrices that `initializer_range` misses to a deviation of 0.2; fill zero tensors."""
     for parameter in model.parameters():
         if not parameter.any():
             parameter.normal_(std=0.2)

@@ -24,7 +24,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_packing.config import PackedSFTConfig
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.isolation.measure import NOISE_FACTOR, rounded_otherwise
+from trl_packing.isolation.measure import NOISE_FACTOR, round_differently
+from trl_packing.loss.next_token import score_targets
 from trl_packing.models.introspection import requires
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.trainer import PackedSFTTrainer
@@ -117,7 +118,7 @@ def rounding_tolerance(model: Any, documents: Documents, reference: StepResult) 
     rounds differently, and at least 1e-5.
     """
     rounded = copy.deepcopy(model)
-    with rounded_otherwise(rounded):
+    with round_differently(rounded):
         moved = one_at_a_time(rounded, documents)
     noise = NOISE_FACTOR * max(moved.distance(reference))
     return min(max(_LEAST_TOLERANCE, noise), _MOST_TOLERANCE)
@@ -197,7 +198,7 @@ def packed_by_trl(model: Any, documents: Documents, reference: StepResult) -> st
     packed = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(list(documents))
     labels = packed["labels"][0, 1:]
     trained = (labels != IGNORE_INDEX).nonzero()[:, 0]
-    expected = reference.logits[trained].log_softmax(-1).gather(-1, labels[trained, None])[:, 0]
+    expected, *_ = score_targets(reference.logits[trained], labels[trained])
     untouched = copy.deepcopy(model).train()
     add_fused_lm_head(untouched)
     try:

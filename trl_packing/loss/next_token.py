@@ -1,0 +1,43 @@
+"""Predictions of the next token: their log-probabilities, and the mean loss of a row."""
+
+import torch
+from torch import Tensor, nn
+
+from trl_packing.documents.labels import IGNORE_INDEX
+
+
+def score_targets(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probability, entropy and is_top1 of each position, ``(N,)``, in float32.
+
+    Unlike TRL's `selective_log_softmax`, this loops over neither rows nor positions.
+
+    Args:
+        logits: ``(N, vocabulary)``.
+        targets: the id that each position should predict, ``(N,)`` int64.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    return (
+        log_probs.gather(-1, targets[:, None])[:, 0],
+        -(log_probs.exp() * log_probs).sum(-1).detach(),
+        log_probs.argmax(-1) == targets,
+    )
+
+
+def next_token_loss(
+    logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+) -> Tensor:
+    """Return Σ −log p over the trained tokens / `num_items`, a scalar.
+
+    Args:
+        logits: ``(rows, T, vocabulary)``.
+        labels: ``(rows, T)``, `IGNORE_INDEX` on tokens that are not trained.
+        num_items: the divisor, by default the number of trained tokens. It may count those of
+            other micro-batches too.
+    """
+    targets = labels[:, 1:].to(logits.device)
+    is_trained = targets != IGNORE_INDEX
+    total = nn.functional.cross_entropy(
+        logits[:, :-1][is_trained].float(), targets[is_trained], reduction="sum"
+    )
+    count = is_trained.sum() if num_items is None else torch.as_tensor(num_items)
+    return total / count.to(total.device).clamp(min=1)
