@@ -82,7 +82,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         dtype: type in which matrix products are computed: ``"bfloat16"``, ``"float16"``,
             ``"tf32"`` or ``"float32"``.
 
-    Example:
+    Examples:
         >>> peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
         312000000000000.0
         >>> peak_flops("NVIDIA A10G", "bfloat16") is None
@@ -137,7 +137,7 @@ class ModelFlops:
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
     """Return the number of pairs of a query and a visible key in each document, ``(N,)``.
 
-    Example:
+    Examples:
         >>> _pairs(np.array([4.0, 2.0]), None).tolist(), _pairs(np.array([4.0, 2.0]), 2).tolist()
         ([10.0, 3.0], [7.0, 3.0])
     """
