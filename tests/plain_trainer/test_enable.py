@@ -387,7 +387,7 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
 def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_at, monkeypatch):
     """bloom needs padded rows. In another precision, the search starts with faster backends."""
     monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
-    monkeypatch.setattr("trl_packing.plain_trainer.enable.length_constants", lambda model: [40])
+    monkeypatch.setattr("trl_packing.plain_trainer.forward.length_constants", lambda model: [40])
     model, reference = architectures.tiny_model("bloom"), architectures.tiny_model("bloom")
     assert enable_packing(model).backend == "padded"
     check, calls = trl_packing.isolation.check.check_isolation, []
@@ -481,7 +481,7 @@ def test_a_sharded_model_relies_on_a_check_that_passed_only(monkeypatch):
         with contextlib.suppress(RuntimeError):
             enable_packing(model, attention="documents")
         with monkeypatch.context() as patch:
-            patch.setattr("trl_packing.plain_trainer.enable.is_sharded", lambda model: True)
+            patch.setattr("trl_packing.plain_trainer.forward.is_sharded", lambda model: True)
             for _ in range(2):
                 with expected:
                     model.eval()(**flattened())

@@ -1,7 +1,7 @@
-"""Plain trainer: packing for `transformers.Trainer`, or a loop of your own, without TRL's trainer.
+"""Packing for `transformers.Trainer`, or a training loop of yours, without TRL's trainer.
 
-Belongs here: `enable_packing` and the data sets that go with it. Does not: anything of `training`,
-which serves `PackedSFTTrainer` alone.
+This folder holds `enable_packing` and the data sets that go with it. Nothing here imports
+`training`, which serves `PackedSFTTrainer` only.
 
 Read `enable.py` first.
 """
