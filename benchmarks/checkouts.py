@@ -1,16 +1,19 @@
-"""Two checkouts beside each other: the same losses to the last bit, and the same speed.
+"""Compare two checkouts: losses to the last bit, reports, and speed.
 
     git worktree add ../before COMMIT
     python benchmarks/checkouts.py ../before . --output benchmarks/results/checkouts.md
+    python benchmarks/checkouts.py ../before . --only losses      # or times
 
-For a change that must change nothing, such as moved modules. Both checkouts train the same tiny
-models on the demo's data, each in its own process: full fine-tuning, LoRA, a stream, padding-free
-steps, and a run that is resumed from a checkpoint. Every logged number that does not measure
-time is compared with all its digits. Then both are timed in turns, each time in a new process:
-planning, preparation, the dataloader and a training step, in seconds of CPU time.
+This is for a change that must change nothing, such as moved modules. Both checkouts train the same
+tiny models on the demo's data, each in a separate process: full fine-tuning, padding-free steps,
+weighted documents, LoRA, a stream, and a run that is resumed from a checkpoint. Every logged number
+that does not measure time is compared with all its digits, and so are the final weights. Then both
+checkouts are timed in turns, each time in a new process: the import, `--help`, planning,
+preparation, the dataloader and training steps, in seconds of CPU time.
 """
 
 import argparse
+import difflib
 import json
 import os
 import statistics
@@ -18,12 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from machine import provenance, publish, table
 
 TIMED = ("import", "help", "plan", "prepare", "dataloader", "step")
+#: Words in the names of logged numbers that measure time or memory.
 NOT_COMPARED = ("second", "runtime", "memory", "mfu", "flos", "time")
 
 # --- inside one checkout --------------------------------------------------------------------------
@@ -90,7 +95,7 @@ def trainer(folder: str, dataset: Any, **settings: Any) -> Any:
 
 
 def history(trained: Any) -> list[dict[str, Any]]:
-    """Return everything that was logged and does not measure time; floats with all digits."""
+    """Return the logged numbers that do not measure time or memory; floats with all digits."""
     return [
         {
             name: value.hex() if isinstance(value, float) else value
@@ -102,7 +107,7 @@ def history(trained: Any) -> list[dict[str, Any]]:
 
 
 def weights(trained: Any) -> str:
-    """Return a checksum of all parameters, bit by bit."""
+    """Return a checksum of all parameters."""
     import hashlib
 
     digest = hashlib.sha256()
@@ -112,7 +117,7 @@ def weights(trained: Any) -> str:
 
 
 def losses() -> dict[str, Any]:
-    """Return the logs, the weights and the report of each kind of run."""
+    """Return the logs, the weights and the report of each run."""
     from datasets import Dataset
     from peft import LoraConfig
 
@@ -136,7 +141,8 @@ def losses() -> dict[str, Any]:
                 "log": history(trained),
                 "weights": weights(trained),
                 "eval_loss": float(evaluated.get("eval_loss", 0.0)).hex(),
-                "report": str(trained.packing_report),
+                "report": json.loads(trained.packing_report.to_json()),
+                "report text": str(trained.packing_report),
             }
     with tempfile.TemporaryDirectory() as folder:
         saving = {
@@ -153,7 +159,7 @@ def losses() -> dict[str, Any]:
 
 
 def timed(what: str) -> float:
-    """Return the CPU seconds of one thing that a user waits for."""
+    """Return the CPU seconds of one piece of work that a user waits for."""
     if what in ("import", "help"):
         arguments = ["-c", "import trl_packing"] if what == "import" else ["-m", "trl_packing.cli"]
         before = os.times()
@@ -162,18 +168,15 @@ def timed(what: str) -> float:
         after = os.times()
         spent = after.children_user + after.children_system
         return spent - before.children_user - before.children_system
-    work = {
-        "plan": _plan,
-        "prepare": _prepare,
-        "dataloader": _dataloader,
-        "step": _step,
-    }[what]()
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+    make = {"plan": _plan, "prepare": _prepare, "dataloader": _dataloader, "step": _step}[what]
+    with tempfile.TemporaryDirectory() as folder:
+        work = make(folder)
+        began = time.process_time()
+        work()
+        return time.process_time() - began
 
 
-def _plan() -> Any:
+def _plan(folder: str) -> Callable[[], Any]:
     import numpy as np
 
     from trl_packing import PackedBatchSampler
@@ -188,30 +191,29 @@ def _plan() -> Any:
     return plan
 
 
-def _prepare() -> Any:
+def _prepare(folder: str) -> Callable[[], Any]:
     from datasets import Dataset, disable_caching
 
     disable_caching()
     dataset = Dataset.from_list(list(rows(5000)) * 2)
-    folder = tempfile.mkdtemp()
-    trainer(folder, dataset.select(range(50)))  # imports and first use
+    trainer(folder, dataset.select(range(50)))  # imports and warm-up
     return lambda: trainer(folder, dataset)
 
 
-def _dataloader() -> Any:
+def _dataloader(folder: str) -> Callable[[], Any]:
     from datasets import Dataset
 
     dataset = Dataset.from_list(list(rows(5000)))
-    loader = trainer(tempfile.mkdtemp(), dataset, max_length=4096).get_train_dataloader()
+    loader = trainer(folder, dataset, max_length=4096).get_train_dataloader()
     return lambda: [sum(batch["input_ids"].numel() for batch in loader) for _ in range(20)]
 
 
-def _step() -> Any:
+def _step(folder: str) -> Callable[[], Any]:
     from datasets import Dataset
 
     dataset = Dataset.from_list(list(rows(2000)))
     settings = {"max_length": 2048, "max_steps": 12, "gradient_checkpointing": False}
-    ready = trainer(tempfile.mkdtemp(), dataset, **settings)
+    ready = trainer(folder, dataset, **settings)
     return ready.train
 
 
@@ -219,7 +221,7 @@ def _step() -> Any:
 
 
 def inside(checkout: Path, what: str) -> Any:
-    """Return what this file says when it runs with the package of `checkout`."""
+    """Run this file with the package of `checkout`, and return its result."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CHECKOUT": str(checkout)}
     command = [sys.executable, __file__, "--inside", what]
     run = subprocess.run(command, env=environment, check=True, capture_output=True, cwd=checkout)
@@ -227,34 +229,44 @@ def inside(checkout: Path, what: str) -> Any:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the runs and parts in which two checkouts differ."""
+    """Return the runs and parts in which two checkouts differ, each with the lines that differ."""
     return [
-        f"{run}: {part}"
+        f"{run}, {part}:\n{changed_lines(value, after[run][part])}"
         for run, parts in before.items()
         for part, value in parts.items()
         if after[run][part] != value
     ]
 
 
+def changed_lines(before: Any, after: Any) -> str:
+    """Return the lines of two texts, or of two values as JSON, that differ."""
+    old, new = (v if isinstance(v, str) else json.dumps(v, indent=0) for v in (before, after))
+    compared = difflib.ndiff(old.splitlines(), new.splitlines())
+    return "\n".join(f"    {line}" for line in compared if line.startswith(("+ ", "- ")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("before", nargs="?", type=Path, help="folder of the checkout before")
-    parser.add_argument("after", nargs="?", type=Path, help="folder of the checkout after")
-    parser.add_argument("--turns", type=int, default=5, help="runs of each timing and checkout")
-    parser.add_argument("--only", choices=("losses", "times"), help="one half of it")
-    parser.add_argument("--output", help="write the table there too")
+    parser.add_argument("before", nargs="?", type=Path, help="folder of the old checkout")
+    parser.add_argument("after", nargs="?", type=Path, help="folder of the new checkout")
+    parser.add_argument("--turns", type=int, default=5, help="timings of each checkout")
+    parser.add_argument("--only", choices=("losses", "times"), help="leave the other part out")
+    parser.add_argument("--output", help="Markdown file to write")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         found = losses() if arguments.inside == "losses" else timed(arguments.inside)
         print("RESULT " + json.dumps(found))
         return
+    if arguments.after is None:
+        parser.error("name the folders of two checkouts")
     checkouts = arguments.before.resolve(), arguments.after.resolve()
-    text = "# Two checkouts beside each other\n\n"
+    text = "# Two checkouts compared\n\n"
     if arguments.only != "times":
         before, after = (inside(checkout, "losses") for checkout in checkouts)
         wrong = differences(before, after)
-        text += f"Runs: {', '.join(before)}. Different: {', '.join(wrong) or 'nothing'}.\n\n"
+        text += f"Runs: {', '.join(before)}. Different: {len(wrong) or 'nothing'}.\n\n"
+        text += "".join(f"{difference}\n\n" for difference in wrong)
     if arguments.only != "losses":
         seconds: dict[str, list[list[float]]] = {what: [[], []] for what in TIMED}
         for turn in range(arguments.turns):
@@ -262,8 +274,8 @@ def main() -> None:
                 for which in (0, 1) if turn % 2 == 0 else (1, 0):
                     seconds[what][which].append(inside(checkouts[which], what))
         medians = {w: [statistics.median(runs) for runs in both] for w, both in seconds.items()}
-        rows_ = [[w, f"{b:.2f}", f"{a:.2f}", f"{a / b:.3f}"] for w, (b, a) in medians.items()]
-        text += table(["CPU seconds, median", "before", "after", "after / before"], rows_) + "\n"
+        lines = [[w, f"{b:.2f}", f"{a:.2f}", f"{a / b:.3f}"] for w, (b, a) in medians.items()]
+        text += table(["CPU seconds, median", "before", "after", "after / before"], lines) + "\n"
     publish(text + provenance(), arguments.output)
 
 

@@ -1,4 +1,4 @@
-"""The command answers at once where it only explains itself, and knows every backend."""
+"""The command prints help quickly, and knows every backend."""
 
 import subprocess
 import sys

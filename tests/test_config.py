@@ -1,4 +1,4 @@
-"""A setting of another type is refused where it is set, in one sentence."""
+"""A setting with a value of the wrong type is refused at once, in one sentence."""
 
 import pytest
 from trl import SFTConfig

@@ -92,6 +92,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "tools": (
         {
+            "attention",
             "config",
             "data",
             "documents",
@@ -105,7 +106,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
     ),
-    "cli": ({"attention", "data", "isolation", "tools"}, set()),
+    "cli": ({"data", "tools"}, set()),
 }
 
 

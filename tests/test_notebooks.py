@@ -1,4 +1,4 @@
-"""notebooks/: run top to bottom without a network, and stored without anything that a run leaves.
+"""The notebooks run top to bottom without a network, and are stored without outputs.
 
 To clear one after working on it: jupyter nbconvert --clear-output --inplace notebooks/NAME.ipynb
 """
@@ -45,7 +45,7 @@ def test_nothing_of_a_run_is_stored(path):
         assert cell.outputs == [], f"{cell.id}: clear the outputs (see above)"
         assert cell.execution_count is None, f"{cell.id}: clear the outputs (see above)"
         assert cell.metadata == {}
-    # Editors make ids up anew, and spell JSON their own way: both would show in every diff.
+    # Editors invent new ids and format JSON differently; both would show in every diff.
     assert all(re.fullmatch(r"[a-z-]+", cell.id) for cell in notebook.cells)
     assert set(notebook.metadata) == {"accelerator", "colab", "kernelspec", "language_info"}
     assert path.read_text() == nbformat.writes(notebook) + "\n"
@@ -65,7 +65,7 @@ def test_a_notebook_has_a_title_one_question_and_checks_its_claims(path):
 
 
 def installs(path: Path, monkeypatch, *, found: bool) -> list[str]:
-    """Run the first code cell where trl_packing is or is not found; return what it installs."""
+    """Run the first code cell with or without trl_packing; return the install commands."""
     lines: list[str] = []
 
     class Shell:
@@ -99,7 +99,7 @@ class Device:
 @pytest.mark.parametrize("path", [SWAP, PROOF], ids=lambda path: path.stem)
 @pytest.mark.parametrize(("major", "has_bf16"), [(7, False), (9, True)], ids=["T4", "H100"])
 def test_precision_is_what_the_gpu_computes_in(path, major, has_bf16, monkeypatch):
-    """PyTorch says that a T4 has bf16, unless asked about emulation; so does transformers."""
+    """PyTorch and transformers report bf16 on a T4 unless emulation is excluded."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device(major))
@@ -117,7 +117,7 @@ def all_code(path: Path) -> str:
 
 
 def run(notebook: NotebookNode, folder: Path, **environment: str) -> str:
-    """Run all cells in `folder` without a network, and return what they print."""
+    """Run all cells in `folder` without a network, and return their output."""
     nowhere = "http://127.0.0.1:9"
     environment = {
         "HF_HUB_OFFLINE": "1",

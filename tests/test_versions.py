@@ -1,4 +1,4 @@
-"""The versions that are promised, tested and written down are the same ones."""
+"""The promised, the tested and the documented versions agree."""
 
 import logging
 import re
@@ -58,7 +58,7 @@ def test_the_docs_name_the_tested_versions():
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """Return a function: the warnings logged with these versions installed."""
+    """Return a function that returns the warnings logged with these versions installed."""
 
     def said(**installed: str) -> list[str]:
         tested = {name: newest for name, (_, newest) in versions.TESTED.items()}

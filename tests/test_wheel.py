@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works outside the repository."""
+"""The wheel holds the right files, and works outside the repository."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ import trl_packing
 ROOT = Path(__file__).parents[1]
 VERSION = trl_packing.__version__
 
-# A run as small as can be, in a folder that has nothing of the repository.
+# The smallest possible run, in a folder outside the repository.
 TRAINING = """
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -61,13 +61,13 @@ assert sys.path == before, sys.path
 
 
 def unwanted(names: list[str]) -> list[str]:
-    """Return what a wheel must not carry: tests, caches, files beside the package."""
+    """Return the files that a wheel must not contain: tests, caches, files beside the package."""
     inside = re.compile(r"trl_packing(-[\d.]+\.dist-info)?/")
     return [n for n in names if not inside.match(n) or re.search(r"(^|/)(tests?_|__pycache__)", n)]
 
 
 def recipes() -> set[str]:
-    """Return the files of recipes/ that are, or may be, committed."""
+    """Return the files of recipes/ that are committed, or can be."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "recipes"],
         cwd=ROOT,
@@ -125,9 +125,9 @@ def test_the_check_sees_what_does_not_belong_in_a_wheel():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel, built of the source distribution, as `python -m build` does."""
+    """Return the wheel, built from the source distribution as `python -m build` does."""
     out = tmp_path_factory.mktemp("dist")
-    # Of a copy: a stray file of a developer's folder must neither help nor hurt.
+    # Build a copy, so that stray files of a developer's folder change nothing.
     source = tmp_path_factory.mktemp("source") / "repository"
     shutil.copytree(
         ROOT,
@@ -143,12 +143,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of a new environment that has the wheel and what it depends on."""
+    """Return the interpreter of a new environment with the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     found = folder / "bin" / "python"
-    # The dependencies of this environment, not its editable install: a .pth file in a folder that
-    # is itself named by a .pth file is not read.
+    # This adds the dependencies of this environment but not its editable install, because .pth
+    # files are not read in folders that a .pth file names.
     get = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = subprocess.run([found, "-c", get], capture_output=True, text=True, check=True)
     here = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
@@ -159,7 +159,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outside(python: Path, folder: Path, *arguments: str) -> str:
-    """Run the environment's Python in `folder`, and return what it printed."""
+    """Run the environment's Python in `folder`, and return its output."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(python), *arguments],

@@ -12,20 +12,14 @@ trl-packing verify --matrix --output docs/compatibility.md
 """
 
 import argparse
-import importlib.metadata
 import io
-import platform
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_packing.tools.exit_messages import message_of
-
-if TYPE_CHECKING:
-    from trl_packing.attention.backends import AttentionChoice
-    from trl_packing.isolation.fallback import CheckResult
 
 # Libraries are imported inside the commands, so that `--help` and typing errors are quick.
 
@@ -151,77 +145,25 @@ def _load(arguments: argparse.Namespace, settings: Sequence[str]) -> tuple[Any, 
     return load_rows(arguments.data, arguments.split), processing_class
 
 
-# --- one model --------------------------------------------------------------------------------
+# --- exactness --------------------------------------------------------------------------------
 
 
 def _verify_model(arguments: argparse.Namespace) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
+    from trl_packing.tools.verify import verify_model
 
-    from trl_packing.attention.backends import resolve_attention
-    from trl_packing.isolation.fallback import check_backend, with_fallbacks
-
-    _check_probe(arguments)
-    transformers_logging.disable_progress_bar()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(device)
-    first = resolve_attention(model, arguments.attention)
-    print(f"{arguments.model}: {type(model).__name__}, {model.dtype}, {device}\n")
-    for way in with_fallbacks(first) if arguments.attention == "auto" else [first]:
-        found = check_backend(
-            model,
-            way,
-            training=True,
-            max_length=arguments.max_length,
-            gradients=arguments.gradients,
-        )
-        print(_line(way, found))
-        if found:
-            print(f"\nTraining on packed documents is exact with attention={way.backend!r}.")
-            return 0
-    print("\nNo attention backend keeps the documents of a packed row apart on this model.")
-    return 1
-
-
-def _check_probe(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options that would fail after the model has been loaded."""
-    import torch
-
-    from trl_packing.tools.settings import check_path_exists
-
-    check_path_exists("--model", arguments.model)
-    dtype = arguments.dtype
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
-    if arguments.max_length < 2:
-        raise ValueError(f"--max-length {arguments.max_length} must be at least 2")
-    if arguments.device is not None:
-        try:
-            torch.empty(0, device=arguments.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"--device {arguments.device} cannot be used: {error}") from error
-
-
-def _line(way: "AttentionChoice", found: "CheckResult") -> str:
-    from trl_packing.isolation.fallback import Refusal
-
-    if isinstance(found, Refusal):
-        return f"{way.backend:14} refused: {found}"
-    gradients = found.gradient_difference
-    return (
-        f"{way.backend:14} {found.verdict:12} max |Δlogit| {found.difference:.1e}, rounding "
-        f"{found.noise:.1e}, a leak {found.leak:.1e} ({found.probe})"
-        + (f", first in {found.first_layer}" if found.first_layer else "")
-        + (f", gradients {gradients:.1e}" if gradients is not None else "")
+    is_exact = verify_model(
+        arguments.model,
+        attention=arguments.attention,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_length=arguments.max_length,
+        gradients=arguments.gradients,
     )
-
-
-# --- every architecture -----------------------------------------------------------------------
+    return 0 if is_exact else 1
 
 
 def _verify_all(arguments: argparse.Namespace) -> int:
-    from trl_packing.tools.compatibility import judge_all, summary, table
+    from trl_packing.tools.compatibility import judge_all, report, summary
     from trl_packing.tools.tiny_models import names, vision_names
 
     known = [*names(), *vision_names()]
@@ -238,32 +180,10 @@ def _verify_all(arguments: argparse.Namespace) -> int:
         print(f"{verdict.name:28} {verdict.outcome:10} {verdict.backend:14} {verdict.reason[:90]}")
     print(f"\n{summary(verdicts)}")
     if arguments.output:
-        text = f"{_HEADER}\n{summary(verdicts)}\n\n{table(verdicts)}\n{_provenance()}"
-        Path(arguments.output).write_text(text)
+        Path(arguments.output).write_text(report(verdicts))
     # The negative control: packed by TRL, leaking models must be reported as different.
     blind = arguments.only is None and not any(v.by_trl.startswith("differs") for v in verdicts)
     return 1 if blind or any(v.is_silent_difference for v in verdicts) else 0
-
-
-_HEADER = """# Compatibility
-
-`trl-packing verify --matrix` trains one packed optimizer step of a tiny random model of every
-causal language model architecture that transformers knows (vision-language models on text
-included), and compares logits, loss and every gradient with the same documents one at a time.
-
-    backend       documents: a kernel that takes boundaries; model: the model's mask from
-                  position_ids; mask: an explicit 4-D mask; padded, equal_lengths: padded rows of
-                  the same documents
-    logits, ...   largest difference from one document at a time, relative to the largest value
-    tolerance     the largest difference that rounding explains on this model
-    by TRL        the same, for TRL's padding-free batch on the untouched model (log-probabilities)
-"""
-
-
-def _provenance() -> str:
-    packages = ("torch", "transformers", "trl", "trl-packing")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return f"Python {platform.python_version()}, {versions}; float32 on CPU.\n"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from helpers.tiny import tiny_tokenizer as text_tokenizer
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.documents.weights import document_weight, weigh_tokens
-from trl_packing.packing.collator import WeightedPaddedCollator
+from trl_packing.packing.batch_weights import WeightedPaddedCollator
 from trl_packing.tools.tiny_models import tiny_model
 from trl_packing.tools.tiny_step import tiny_documents
 

@@ -1,6 +1,6 @@
-"""recipes/accelerate/*.yaml: accelerate reads them, and the recipe trains with them.
+"""accelerate reads recipes/accelerate/*.yaml, and the recipe trains with them.
 
-Not started here: fsdp2.yaml, which accelerate 1.15 turns into DDP on a CPU without a message.
+fsdp2.yaml is not started here, because accelerate 1.15 silently turns it into DDP on a CPU.
 tests/models/test_sharding.py trains with FSDP2.
 """
 
@@ -43,7 +43,7 @@ def test_accelerate_reads_it(name):
 
 
 def test_an_unknown_key_is_refused(tmp_path):
-    """Control: the loader does look."""
+    """Control: the loader checks keys."""
     path = tmp_path / "wrong.yaml"
     path.write_text((CONFIGS / "single.yaml").read_text() + "num_proceses: 2\n")
     with pytest.raises(ValueError, match="num_proceses"):
@@ -77,7 +77,7 @@ def started(name: str, folder: Path, launcher: list[str], arguments: list[str]) 
 
 
 def outputs(*processes: subprocess.Popen, timeout_seconds: int = 240) -> str:
-    """Wait for all and return what the first printed. Processes that hang are killed."""
+    """Wait for all processes, kill those that hang, and return the output of the first."""
     said = []
     try:
         for process in processes:
@@ -97,7 +97,7 @@ def losses(output: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> list[str]:
-    """The losses of one process with twice the accumulation, as they are printed: 4 digits."""
+    """The printed losses (4 digits) of one process with twice the accumulation."""
     folder = tmp_path_factory.mktemp("single")
     process = started("single", folder, [], ["--gradient_accumulation_steps", "2"])
     found = losses(outputs(process))

@@ -1,4 +1,4 @@
-"""recipes/compare_packing.py and padding_free.py: what they compare, and that they run."""
+"""recipes/compare_packing.py and padding_free.py run, and compare what they promise."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def run(script: str, *arguments: str, cwd: Path, processes: int = 1) -> subproce
 
 
 def rows_of(printed: str, names) -> dict[str, list[str]]:
-    """The columns behind each name, of the table that was printed."""
+    """Return the columns of the printed table by the name of the line."""
     lines = printed.splitlines()
     found = {n: next(line for line in lines if line.startswith(n + "  ")) for n in names}
     return {name: line.removeprefix(name).split() for name, line in found.items()}

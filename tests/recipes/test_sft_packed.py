@@ -1,4 +1,4 @@
-"""recipes/sft_packed.py: what it reads, what it refuses, and that its demo learns."""
+"""recipes/sft_packed.py reads every form of data, refuses mistakes, and its demo learns."""
 
 import json
 import os
@@ -253,7 +253,7 @@ def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys):
 
 
 def run(*arguments: str, processes: int = 1, cwd: Path, timeout: int = 900) -> str:
-    """Run the recipe as a user does, from any folder, and return what it printed."""
+    """Run the recipe as a user does, from any folder, and return its output."""
     launcher = (
         ["accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
         if processes == 1

@@ -18,7 +18,6 @@ from helpers.tiny import tiny_model
 from peft import LoraConfig
 
 from trl_packing import PackedSFTTrainer, enable_packing, other_rows
-from trl_packing.recognition import current_row
 
 
 def trained(call, folder, **options):
@@ -72,7 +71,6 @@ def test_under_lora(call, tmp_path):
 
 
 def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(current_row, "complete_call", lambda model, call: call)
     monkeypatch.setattr("trl_packing.recognition.calls.complete_call", lambda model, call: call)
     expected = by_hand(tiny_model("llama"), DOCUMENTS)
     with pytest.raises(AssertionError):

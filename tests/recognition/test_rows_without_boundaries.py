@@ -27,7 +27,7 @@ from transformers import DataCollatorWithFlattening as TheirFlattening
 from trl_packing import PackedCollator, enable_packing, other_rows
 from trl_packing.plain_trainer import enable as plain_trainer
 from trl_packing.recognition import rows_by_content
-from trl_packing.recognition.known_documents import documents_in
+from trl_packing.recognition.known_documents import find_documents
 
 
 def ids_only(model, inputs):
@@ -459,17 +459,17 @@ def test_a_row_is_cut_into_its_documents():
         chosen = generator.permutation(8)[: generator.integers(2, 8)]
         row = np.concatenate([ids[i] for i in chosen])
         lengths = [len(ids[i]) for i in chosen]
-        assert documents_in(row).lengths == lengths
-        padded = documents_in(np.append(row, [0, 0, 0]))
+        assert find_documents(row).lengths == lengths
+        padded = find_documents(np.append(row, [0, 0, 0]))
         assert padded.lengths == [*lengths[:-1], lengths[-1] + 3]
         assert padded.rest == 0
-        assert documents_in(np.append(row, [91, 92])).rest == 2
+        assert find_documents(np.append(row, [91, 92])).rest == 2
 
 
 def test_a_row_that_may_be_cut_in_two_ways_is_refused():
     documents = [{"input_ids": ids} for ids in ([5, 6], [5], [6], [7, 8, 9])]
     dataset = packed(documents)
     with pytest.raises(ValueError, match="in two ways"):
-        documents_in(np.array([5, 6, 7, 8, 9]))
-    assert documents_in(np.array([5, 6])).lengths == [2]  # a document
+        find_documents(np.array([5, 6, 7, 8, 9]))
+    assert find_documents(np.array([5, 6])).lengths == [2]  # a document
     assert len(dataset)

@@ -1,7 +1,6 @@
-"""A dozen architectures of the matrix, and what the matrix would say if the check were off.
+"""A dozen architectures of the compatibility table, with and without the isolation check.
 
-The whole of it is `make matrix` (`trl-packing verify --matrix`), which writes
-docs/compatibility.md.
+`make matrix` (`trl-packing verify --matrix`) runs all of them and writes docs/compatibility.md.
 """
 
 import pytest
@@ -15,7 +14,7 @@ from trl_packing.tools.compatibility import (
     table,
 )
 
-# (architecture, the way it must be exact by, what TRL's packing does to it)
+# (architecture, the backend that must be exact, the result of TRL's packing)
 DOZEN = [
     ("llama", "documents", "exact"),
     ("mistral", "documents", "exact"),
@@ -31,7 +30,7 @@ DOZEN = [
     ("phi3+longrope", "padded", "differs"),
     ("llama+dynamic", "equal_lengths", "differs"),
     ("deepseek_v32", "equal_lengths", "differs"),
-    # Layers that differ: in the size of their heads and whose keys they use, in their number.
+    # Layers that differ in the size of their heads, the source of their keys, or their number.
     ("gemma4_text", "documents", "exact"),
     ("gemma4_text+experts", "documents", "exact"),
     ("dots3_note", "equal_lengths", "differs"),
@@ -39,11 +38,11 @@ DOZEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way", "by_trl"), DOZEN, ids=[name for name, _, _ in DOZEN])
-def test_an_architecture_is_exact_by_its_way(name, way, by_trl):
+@pytest.mark.parametrize(("name", "backend", "by_trl"), DOZEN, ids=[name for name, _, _ in DOZEN])
+def test_an_architecture_is_exact_with_its_backend(name, backend, by_trl):
     verdict = judge_architecture(name)
     assert verdict.outcome == "exact", verdict
-    assert verdict.backend == way
+    assert verdict.backend == backend
     assert verdict.by_trl.startswith(by_trl)
     errors = (verdict.logits_error, verdict.loss_error, verdict.gradient_error)
     assert max(errors) <= verdict.tolerance <= 1e-3
@@ -64,15 +63,15 @@ def test_shared_keys_are_shared_with_gradient_checkpointing_too():
 
 
 @pytest.mark.parametrize("attention", ["model", "documents", "padded"])
-def test_a_named_way_is_refused_where_keys_are_ranked(attention):
-    """The ranking goes wrong for some contents only, which a check on a few may miss."""
+def test_a_named_backend_is_refused_if_keys_are_ranked(attention):
+    """The ranking is wrong for some contents only, so a check on a few documents may miss it."""
     verdict = judge_architecture("dots3_note_text", attention=attention)
     assert verdict.outcome == "refused"
     assert f"attention='{attention}' cannot be exact" in verdict.reason
     assert "index_topk=8 ranks the keys of the whole row" in verdict.reason
 
 
-def test_a_named_way_that_leaks_is_refused():
+def test_a_named_backend_that_leaks_is_refused():
     verdict = judge_architecture("mamba", attention="model")
     assert verdict.outcome == "refused"
     assert "LEAK" in verdict.reason
@@ -104,16 +103,16 @@ def test_the_command_judges_architectures_and_writes_the_table(tmp_path, capsys)
     assert "silent differences: 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "way"), [("llama", "documents"), ("mamba", "padded")])
-def test_the_command_judges_a_model(name, way, tmp_path, capsys):
+@pytest.mark.parametrize(("name", "backend"), [("llama", "documents"), ("mamba", "padded")])
+def test_the_command_judges_a_model(name, backend, tmp_path, capsys):
     from trl_packing.tools.tiny_models import tiny_model
 
     tiny_model(name).save_pretrained(tmp_path)
     assert main(["verify", "--model", str(tmp_path), "--device", "cpu", "--gradients"]) == 0
     printed = capsys.readouterr().out
-    assert f"exact with attention={way!r}" in printed
+    assert f"exact with attention={backend!r}" in printed
     assert "gradients" in printed
-    if way == "padded":
+    if backend == "padded":
         assert "first in backbone.layers.0" in printed
         code = main(["verify", "--model", str(tmp_path), "--device", "cpu", "--attention", "model"])
         assert code == 1

@@ -1,4 +1,4 @@
-"""What the command prints is what the trainer trains."""
+"""The preview commands print exactly the documents and the plan that the trainer uses."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_what_the_command_cannot_do_is_one_sentence(tmp_path, capsys, data, opti
     arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / data)]
     try:
         code = main(["inspect", *arguments, *options])
-    except SystemExit as exit:  # what argparse itself refuses
+    except SystemExit as exit:  # argparse refuses some options itself
         code = exit.code
     assert code == 2
     assert sentence in capsys.readouterr().err
@@ -150,7 +150,7 @@ def trained_documents(trainer) -> list[str]:
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
-    """A model and its tokenizer in a folder; its generation stops at <|other|>, too."""
+    """A model and its tokenizer in a folder; generation also stops at <|other|>."""
     folder = save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
     config = tiny_model("llama").generation_config
     config.eos_token_id = [tiny_tokenizer().convert_tokens_to_ids("<|other|>")]
@@ -167,7 +167,7 @@ def template_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def template_folder(tmp_path_factory):
-    """A tokenizer with a template and a token of its own, to be cloned."""
+    """A tokenizer with another template and an additional token, to be cloned."""
     folder = tmp_path_factory.mktemp("source")
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
@@ -227,7 +227,7 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_
 
 
 def test_the_first_row_decides_as_in_training(tmp_path, chat_model):
-    """Whether messages say themselves what is trained; of which form all rows are."""
+    """The first row decides whether flags of messages count, and the form of all rows."""
     rows = Dataset.from_list([chat_row("So.", train=True), chat_row("Not so.", train=None)])
     found = list(inspect(rows, load_processing_class(str(chat_model)), rows=[0, 1]))
     assert found == trained_documents(trainer_of(tmp_path, chat_model, rows, {}))
@@ -280,7 +280,7 @@ def test_rows_that_trl_prepares_are_not_shown():
 
 @pytest.fixture
 def command(tmp_path, capsys, monkeypatch):
-    """Return what runs the command on rows: exit status, stdout, stderr."""
+    """Return a function that runs the command on rows: exit status, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
 

@@ -1,4 +1,4 @@
-"""A document is shown as it reads, its trained tokens told from the others; rows as they lie."""
+"""A document is shown as its text with trained tokens marked; rows are drawn cell by cell."""
 
 import contextlib
 import io
@@ -78,7 +78,7 @@ def test_nothing_is_added_or_lost_but_the_marks_and_the_escapes(parts):
 
 
 class TextOf:
-    """A tokenizer whose tokens are the characters of one text: it decodes to anything at all."""
+    """A tokenizer whose tokens are the characters of one text, so that it decodes to any text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -145,7 +145,7 @@ def test_escapes_can_be_undone_so_no_two_texts_look_alike(text):
 
 
 def unescaped(text: str) -> str:
-    """Return the text of which `text` shows the escapes: the slow way, a character at a time."""
+    """Undo the escapes in `text`, slowly, one character at a time."""
     found, at = "", 0
     while at < len(text):
         run = re.compile(r"\\+").match(text, at)

@@ -62,7 +62,7 @@ def test_a_row_runs_forward_and_backward_and_every_loss_moves_weights(name):
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_token_moves_the_logits_of_the_tokens_after_it(name):
-    """What the models are for: a leak between documents would be far above rounding."""
+    """The models serve this: a leak between documents is far above rounding."""
     model = tiny_model(name).eval()
     input_ids = torch.arange(40, 80)[None]
     other = input_ids.clone()

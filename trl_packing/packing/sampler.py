@@ -1,16 +1,15 @@
-"""From document lengths to the micro-batches of one data-parallel rank, anew every epoch.
+"""From document lengths to the micro-batches of one data-parallel rank, newly drawn every epoch.
 
     an epoch    [ m0 m1 | m2 m3 ] [ m4 m5 | m6 m7 ] ...     micro-batches, in the order of training
                   └ slot ┘          ranks × accumulation of them make an optimizer step
     rank r takes m_r, m_(r + ranks), ...
 
-Which micro-batches make a step depends on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and
-4 × 1 train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes
-its part: no communication, every document exactly once, equally many micro-batches on every rank.
-The micro-batches of a slot run at the same moment, and cost about the same (balance.py).
+The micro-batches of a step depend on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and 4 × 1
+train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its
+part of it: no communication, every document exactly once, equally many micro-batches on every rank.
+The micro-batches of a slot run at the same moment and cost about the same (balance.py).
 """
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,42 +18,51 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.document_order import document_order
+from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan
 
 
 class PackedBatchSampler(BatchRebalanceSampler):
     """Yield the document indices of each micro-batch of one rank.
 
-    It subclasses transformers' `BatchRebalanceSampler`, because that is how `Trainer` knows a batch
-    sampler that is aware of ranks: it then leaves accelerate's sharding out and calls `set_epoch`.
+    It subclasses transformers' `BatchRebalanceSampler` because `Trainer` recognizes rank-aware
+    batch samplers by that class. `Trainer` then skips accelerate's sharding and calls `set_epoch`.
 
-    lengths: tokens of every document.
-    capacity: tokens a bin may hold. A micro-batch is `bins_per_batch` bins.
-    documents_per_step: instead of packing into bins, take exactly so many documents every optimizer
-        step (the last of an epoch may be smaller) and cut them into micro-batches of equal cost.
-        They are the documents of a padded run with steps of that size (document_order).
-    rows: every document is a bin of its own, kept as it is (rows that were packed before).
-    num_ranks, rank, accumulation: data-parallel ranks, which one this is, micro-batches of a step.
-    strategy, seed: as in `pack`; the seed of an epoch is (seed, epoch). "wrapped" fills bins with
-        documents in data-set order, so that pieces cut where rows end fill them again.
-    shuffle: False keeps the data set's order and the same bins every epoch (evaluation).
-    sampling: with documents_per_step, the `train_sampling_strategy` by which transformers draws
-        documents: "random", "group_by_length", "batch_rebalance" or "sequential".
-    attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
-    balance_window: optimizer steps among which bins are exchanged, where random steps would make
-        ranks wait: so that the micro-batches that run at the same moment cost about the same, and
-        the mean document length of steps varies no more than at random. 1 keeps steps random, and
-        arranges their micro-batches only. benchmarks/results/balance.md measures the default.
-    drop_last: with documents_per_step, leave out of each epoch the documents (others every epoch)
-        that do not fill a padded run's last micro-batch, as `dataloader_drop_last` asks.
-    allow_idle_ranks: let ranks without documents run empty micro-batches (evaluation, the rest of
-        an epoch).
+    If micro-batches do not divide evenly by ranks, bins of the last step are split until they do.
+    If every bin holds one document, the last micro-batches are empty, and `PackedCollator` makes
+    one masked token of each. No document is dropped or repeated, and no bin exceeds its capacity.
 
-    When micro-batches do not divide evenly by ranks, bins of the last step are split until they do;
-    where every bin holds one document, the last micro-batches are empty, and `PackedCollator` makes
-    one masked token of each: nothing is dropped, repeated, or put beyond capacity.
+    Args:
+        lengths: tokens of every document, (documents,) integers.
+        capacity: tokens that a bin may hold.
+        bins_per_batch: bins in a micro-batch.
+        documents_per_step: Instead of packing into bins, take this many documents in every
+            optimizer step (the last step of an epoch may be smaller) and cut them into
+            micro-batches of equal cost. They are the documents of a padded run with steps of that
+            size (document_order.py).
+        rows: Every document is a bin of its own and stays as it is (rows that were packed before).
+        num_ranks: data-parallel ranks.
+        rank: the rank that this sampler is for.
+        accumulation: micro-batches that a rank accumulates in an optimizer step.
+        strategy: as in `pack`.
+        seed: as in `pack`; the seed of an epoch is (seed, epoch).
+        shuffle: False keeps the order of the data set and the same bins every epoch (evaluation).
+        sampling: with documents_per_step, the `train_sampling_strategy` of transformers that draws
+            documents: "random", "group_by_length", "batch_rebalance" or "sequential".
+        attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
+        balance_window: number of optimizer steps that exchange bins if random steps would make
+            ranks wait. Afterwards, micro-batches that run at the same moment cost about the same,
+            and the mean document length of steps varies no more than at random. 1 keeps steps
+            random and only arranges their micro-batches. benchmarks/results/balance.md measures the
+            default.
+        drop_last: with documents_per_step, leave out the documents that do not fill a padded run's
+            last micro-batch (others every epoch), as `dataloader_drop_last` does.
+        allow_idle_ranks: Ranks without documents run empty micro-batches (evaluation, the remainder
+            of an epoch).
 
-    Raises ValueError for fewer documents than ranks, unless `allow_idle_ranks`.
+    Raises:
+        ValueError: an argument is out of range, or there are fewer documents than ranks without
+            `allow_idle_ranks`.
     """
 
     def __init__(
@@ -94,15 +102,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.epoch = 0
         self.documents_multiple_of = 1  # an epoch leaves out the documents beyond a multiple of it
         if drop_last and documents_per_step:
-            self.documents_multiple_of = self._documents_kept_together(documents_per_step)
+            self.documents_multiple_of = self._documents_of_a_padded_batch(documents_per_step)
         self.num_used = len(self.lengths) // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
-        self._epoch_drawn: int | None = None
         self._plan: PackingPlan | None = None
         self._plan_epoch: int | None = None
-        self._steps: PackedSteps | None = None
+        self._steps: PackedSteps | DocumentSteps | None = None
+        self._steps_epoch: int | None = None
         self.resumed_epoch: ResumedEpoch | None = None
-        self.num_bins = None if documents_per_step else len(self._plan_of(0))
+        self.num_bins = None if documents_per_step else len(self._plan_for(0))
 
     def _check(self, allow_idle_ranks: bool) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
@@ -132,8 +140,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 "raise it or lower gradient_accumulation_steps"
             )
 
-    def _documents_kept_together(self, documents_per_step: int) -> int:
-        """Return of how many documents a padded run that drops the last ones trains multiples."""
+    def _documents_of_a_padded_batch(self, documents_per_step: int) -> int:
+        """Return the documents that a padded run's dataloader drops or keeps together."""
         if self.sampling == "batch_rebalance":
             return documents_per_step
         return max(documents_per_step // self.accumulation, 1)
@@ -144,7 +152,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     @property
     def tokens_per_batch(self) -> int | None:
-        """Return the tokens that a micro-batch has room for, None where it is no bins."""
+        """Return the capacity of a micro-batch in tokens, None if micro-batches are not bins."""
         if self.documents_per_step is not None or self.capacity is None:
             return None
         return self.bins_per_batch * self.capacity
@@ -158,50 +166,54 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is None:
             assert self.num_bins is not None
             return -(-self.num_bins // (self.bins_per_batch * self.num_ranks))
-        full, rest = divmod(self.num_used, self.documents_per_step)
-        return full * self.accumulation + self._micro_batches_of(rest)
+        full, left = divmod(self.num_used, self.documents_per_step)
+        in_last = micro_batches_per_rank(left, self.documents_per_step, self.accumulation)
+        return full * self.accumulation + in_last
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.resumed_epoch is not None and self.epoch == self.resumed_epoch.epoch:
             yield from self.resumed_epoch
-            return
-        if self.documents_per_step is not None:
-            yield from self._iterate_steps()
-            return
-        steps = self._packed_steps()
-        for at in range(self.rank, len(steps), self.num_ranks):
-            yield steps[at].tolist()
+        elif self.documents_per_step is not None:
+            for micro_batches in self.steps():
+                yield from micro_batches[self.rank :: self.num_ranks]
+        else:
+            packed = self._packed_steps()
+            for at in range(self.rank, len(packed), self.num_ranks):
+                yield packed[at].tolist()
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
         if self.documents_per_step is not None:
-            return [np.asarray(g) for step in range(self._num_steps) for g in self._groups(step)]
+            return [np.asarray(documents) for step in self.steps() for documents in step]
         return list(self._packed_steps())
+
+    def steps(self) -> Iterator[list[list[int]]]:
+        """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
+        return iter(self._document_steps())
 
     def documents_in_first_steps(self, number: int) -> np.ndarray:
         """Return the documents of this epoch's first `number` optimizer steps, in any order."""
         if self.documents_per_step is not None:
-            return self._drawn_order()[: number * self.documents_per_step]
+            return self._document_steps().documents_in_first(number)
         return self._packed_steps().documents_in_first(number * self._slots)
 
     def most_documents(self) -> int:
-        """Return the documents of the micro-batch that has most of them, in this epoch."""
+        """Return the largest number of documents in a micro-batch of this epoch."""
         if self.documents_per_step is not None:
             return max(map(len, self.micro_batches()))
         return self._packed_steps().most_documents()
 
-    # --- packed: a micro-batch is bins --------------------------------------------------------
+    # --- drawing an epoch ---------------------------------------------------------------------
 
-    def _plan_of(self, epoch: int) -> PackingPlan:
-        """Return the bins of an epoch, and keep them: the constructor has asked for the first."""
-        is_fixed = self.rows or find_strategy(self.strategy).order_dependent
-        same_bins = is_fixed or not self.shuffle
-        epoch = 0 if same_bins else epoch
+    def _plan_for(self, epoch: int) -> PackingPlan:
+        """Return the bins of an epoch, cached because the constructor already needs the first."""
+        is_fixed = self.rows or find_strategy(self.strategy).order_dependent or not self.shuffle
+        epoch = 0 if is_fixed else epoch
         if self._plan is None or self._plan_epoch != epoch:
-            self._plan, self._plan_epoch = self._planned(epoch), epoch
+            self._plan, self._plan_epoch = self._draw_plan(epoch), epoch
         return self._plan
 
-    def _planned(self, epoch: int) -> PackingPlan:
+    def _draw_plan(self, epoch: int) -> PackingPlan:
         if self.rows or self.capacity is None:
             number = len(self.lengths)
             longest = int(self.lengths.max(initial=0))
@@ -211,73 +223,53 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return pack(self.lengths, self.capacity, self.strategy, seed)
 
     def _packed_steps(self) -> PackedSteps:
-        if self._steps is None or self._epoch_drawn != self.epoch:
+        if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
             self._steps = steps_from_plan(
-                self._plan_of(self.epoch),
+                self._plan_for(self.epoch),
                 self.lengths,
                 num_ranks=self.num_ranks,
                 accumulation=self.accumulation,
                 bins_per_batch=self.bins_per_batch,
-                # How long the documents inside a row are is not known here.
+                # The lengths of documents inside rows are not known here.
                 attention_cost=0.0 if self.rows else self.attention_cost,
                 balance_window=self.balance_window,
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
             )
-            self._epoch_drawn = self.epoch
+            self._steps_epoch = self.epoch
         return self._steps
 
-    # --- by documents: a step is `documents_per_step` documents -------------------------------
-
-    @property
-    def _num_steps(self) -> int:
+    def _document_steps(self) -> DocumentSteps:
         assert self.documents_per_step is not None
-        return -(-self.num_used // self.documents_per_step)
-
-    def _micro_batches_of(self, num_documents: int) -> int:
-        """Return the micro-batches per rank of a step with so many documents."""
-        assert self.documents_per_step is not None
-        return -(-num_documents * self.accumulation // self.documents_per_step)
-
-    def steps(self) -> Iterator[list[list[int]]]:
-        """Yield the micro-batches of all ranks, step by step."""
-        return map(self._groups, range(self._num_steps))
-
-    def _iterate_steps(self) -> Iterator[list[int]]:
-        for groups in self.steps():
-            yield from groups[self.rank :: self.num_ranks]
-
-    def _groups(self, step: int) -> list[list[int]]:
-        assert self.documents_per_step is not None
-        start = step * self.documents_per_step
-        chosen = self._drawn_order()[start : start + self.documents_per_step]
-        num_groups = self._micro_batches_of(len(chosen)) * self.num_ranks
-        lengths = self.lengths[chosen].astype(float)
-        return _equal_cost(chosen, lengths + self.attention_cost * lengths**2, num_groups)
-
-    def _drawn_order(self) -> np.ndarray:
-        """Return the documents of this epoch in the order of training."""
-        assert self.documents_per_step is not None
-        if self._epoch_drawn != self.epoch:
-            self._order = document_order(
+        if not isinstance(self._steps, DocumentSteps) or self._steps_epoch != self.epoch:
+            order = document_order(
                 self.sampling,
                 self.lengths,
                 seed=self.seed,
                 epoch=self.epoch,
                 documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
             )
-            self._epoch_drawn = self.epoch
-        return self._order[: self.num_used]
+            self._steps = DocumentSteps(
+                order[: self.num_used],
+                self.lengths,
+                self.documents_per_step,
+                self.num_ranks,
+                self.accumulation,
+                self.attention_cost,
+            )
+            self._steps_epoch = self.epoch
+        return self._steps
 
 
 @dataclass(frozen=True, eq=False)
 class ResumedEpoch:
-    """The micro-batches of an epoch that began under other settings (resuming.py).
+    """The micro-batches of an epoch that began under other settings (training/resuming.py).
 
-    epoch: the one that is continued; all later ones are whole.
-    documents: those that it has left to train, (left,) int64.
-    sampler: of `documents`, by their place among them.
-    num_skipped: micro-batches of a rank that stand for the documents trained before. They are
-        empty and come first: `Trainer` skips as many, and counts the epoch from there.
+    Attributes:
+        epoch: the epoch that is continued; all later ones are whole.
+        documents: documents that are not trained yet, (documents,) int64.
+        sampler: draws micro-batches of `documents`, by position.
+        num_skipped: a rank's micro-batches in place of the documents trained before. They are empty
+            and come first: `Trainer` skips this many and counts the epoch's progress from there.
     """
 
     epoch: int
@@ -290,24 +282,10 @@ class ResumedEpoch:
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([] for _ in range(self.num_skipped))
-        for places in self.sampler:
-            yield self.documents[places].tolist()
-
-
-def _equal_cost(documents: np.ndarray, costs: np.ndarray, num_groups: int) -> list[list[int]]:
-    """Return `num_groups` groups of about equal cost: the costliest first, into the cheapest group.
-
-    Longest processing time first (Graham 1969): within 4/3 of the best possible maximum.
-    """
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    cheapest = [(0.0, group) for group in range(num_groups)]
-    for i in np.argsort(-costs, kind="stable").tolist():
-        cost, group = heapq.heappop(cheapest)
-        groups[group].append(int(documents[i]))
-        heapq.heappush(cheapest, (cost + costs[i], group))
-    return groups
+        for positions in self.sampler:
+            yield self.documents[positions].tolist()
 
 
 def attention_cost(hidden_size: int | None) -> float:
-    """Return c in the cost of documents, tokens + c · Σ len², for a model of a Llama's shape."""
+    """Return c in the cost of documents, tokens + c · Σ len², for a model shaped like a Llama."""
     return 1 / (12 * hidden_size) if hidden_size else 0.0

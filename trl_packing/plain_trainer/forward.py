@@ -21,7 +21,8 @@ from trl_packing.models.forward import unbind_forward
 from trl_packing.models.introspection import length_constants, unwrap_peft
 from trl_packing.models.neftune import announce_documents, scale_noise_by_document
 from trl_packing.models.sharding import is_sharded
-from trl_packing.recognition.current_row import complete_call, other_rows
+from trl_packing.recognition.calls import complete_call
+from trl_packing.recognition.current_row import other_rows
 from trl_packing.recognition.packed_batch import packed_batch
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
-"""Recognition: find the packed row that a model call is about when the call does not say it.
+"""Recognition: the packed row of a model call that does not name its boundaries.
 
-Belongs here: the row of the current micro-batch, and rows found again by their tokens. Does not:
-the kernels that the boundaries are for (attention), or the data sets that rows come from.
+Belongs here: the row of the current micro-batch, and rows recognized by their tokens. Does not: the
+kernels that use the boundaries (attention), or the data sets that rows come from.
 
 Read `current_row.py` first.
 """

@@ -1,31 +1,59 @@
-"""recognition.calls"""
+"""Completes model calls on tokens of a packed row with the row's boundaries.
+
+A call belongs to a row if its tokens share the row's memory, as the whole row or as a part that
+starts with a document, or if it is as long as the current row (with changed or embedded tokens).
+While a row is current, any other call raises ValueError, because its tokens may or may not be the
+row's. `other_rows` allows such calls, and a cache with tokens (`generate`) is allowed too.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from trl_packing.recognition.current_row import complete_call
+from trl_packing.documents.boundaries import boundaries_of_row, document_ids_from_lengths
+from trl_packing.documents.host_row import (
+    BOUNDARIES,
+    cached_values,
+    host_boundaries,
+    longest_document,
+    rows_alive,
+)
+from trl_packing.recognition.current_row import allows_other_rows, current_row
+from trl_packing.recognition.rows_by_content import (
+    in_step_message,
+    is_of_row_in_flight,
+    lengths_by_content,
+)
 
 
 def complete_arguments(
     module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of `module`; those of a packed row say so (current_row).
+    """Return positional and keyword arguments of a call, with the boundaries if it is on a row.
 
-    `names` are those of its parameters, for arguments given by position.
+    Args:
+        module: the module that is called.
+        names: names of its parameters, for positional arguments.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+
+    Raises:
+        ValueError: as `complete_call`.
     """
-    if _in_a_packed_call or (torch.compiler.is_compiling() and _says_all(kwargs)):
+    if _in_packed_call or (torch.compiler.is_compiling() and _is_complete(kwargs)):
         return args, kwargs
     named = dict(zip(names, args, strict=False)) | kwargs
     call = complete_call(module, named)
     return (args, kwargs) if call is named else ((), call)
 
 
-def _says_all(kwargs: dict[str, Any]) -> bool:
-    """Whether a call names its boundaries as kernels take them, with no mask and no cache."""
+def _is_complete(kwargs: dict[str, Any]) -> bool:
+    """Whether a call has all boundaries that kernels need, no mask and no cache."""
     return (
         kwargs.get("cu_seq_lens_q") is not None
         and kwargs.get("attention_mask") is None
@@ -34,15 +62,182 @@ def _says_all(kwargs: dict[str, Any]) -> bool:
     )
 
 
-# Whether a module is called by one that has been told of the row, on whatever it has made of it.
-_in_a_packed_call = False
+# Whether a packed call is running, whose inner calls must not be completed.
+_in_packed_call = False
 
 
 @contextmanager
 def leave_inner_calls_alone() -> Iterator[None]:
-    global _in_a_packed_call
-    before, _in_a_packed_call = _in_a_packed_call, True
+    """Leave calls inside the block unchanged, because an outer call has the boundaries already."""
+    global _in_packed_call
+    before, _in_packed_call = _in_packed_call, True
     try:
         yield
     finally:
-        _in_a_packed_call = before
+        _in_packed_call = before
+
+
+@torch.compiler.disable
+def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the call with boundaries if its tokens are a packed row's, else unchanged.
+
+    Args:
+        model: the model that is called.
+        call: arguments of its forward by name.
+
+    Raises:
+        ValueError: the call has only some tokens of a packed row, or other tokens too, or a mask
+            under which documents see each other.
+    """
+    if call.get("cu_seq_lens_q") is None:
+        if allows_other_rows():
+            return call
+        boundaries = _find_boundaries(model, call)
+        if boundaries is None:
+            return call
+        positions = _valid_positions(model, call.get("position_ids"), boundaries)
+        call = call | boundaries | {"position_ids": positions}
+    return _as_packed(model, call)
+
+
+# --- the row of a call ----------------------------------------------------------------------------
+
+
+def _find_boundaries(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the boundaries of the row whose tokens the call has, None if it has no row's."""
+    tokens = call.get("input_ids")
+    tokens = call.get("inputs_embeds") if tokens is None else tokens
+    if not torch.is_tensor(tokens) or tokens.dim() < 2:
+        return None
+    ids, row = _row_in_memory(tokens)
+    current = current_row()
+    if ids is None and current is not None and tokens.shape[:2] == current["input_ids"].shape:
+        ids, row = tokens, {k: current[k] for k in BOUNDARIES if k in current}
+    if ids is None:
+        mask, is_embedded = call.get("attention_mask"), tokens.dtype.is_floating_point
+        if call.get("past_key_values") is not None:
+            if not is_embedded and current is None and is_of_row_in_flight(model, tokens, mask):
+                raise ValueError(in_step_message(model, tokens, _CACHE))
+            return None
+        if current is None:
+            lengths = lengths_by_content(model, tokens, mask)
+            return None if lengths is None else _boundaries_on(tokens.device, lengths)
+        raise ValueError(
+            in_step_message(model, tokens, f"whose row has shape {_shape(current['input_ids'])}")
+        )
+    if call.get("past_key_values") is not None:
+        raise ValueError(in_step_message(model, tokens, _CACHE))
+    if tokens.shape[:2] == ids.shape[:2]:
+        return row
+    return _boundaries_of_part(model, tokens, ids, row)
+
+
+def _row_in_memory(tokens: Tensor) -> tuple[Any, dict[str, Any]]:
+    """Return `input_ids` and boundaries of the row that shares the memory of `tokens`."""
+    if tokens.dtype.is_floating_point:
+        return None, {}
+    memory = tokens.untyped_storage().data_ptr()
+    for ids, row in rows_alive():
+        if ids is tokens or (ids.untyped_storage().data_ptr() == memory and memory):
+            return ids, row
+    return None, {}
+
+
+def _boundaries_of_part(
+    model: Any, tokens: Tensor, ids: Tensor, row: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the boundaries of a part `tokens` of the row `ids` that starts with a document."""
+    start = int(tokens.storage_offset() - ids.storage_offset())
+    end = start + int(tokens.shape[1])
+    whole = host_boundaries(row["cu_seq_lens_q"])
+    is_slice = len(tokens) == 1 and tokens.dim() == 2 and tokens.stride(1) == 1
+    if not is_slice or start not in whole or end > whole[-1] or end == start:
+        raise ValueError(
+            in_step_message(model, tokens, f"which are part of a row of shape {_shape(ids)}")
+        )
+    return _boundaries_on(tokens.device, np.diff(np.unique(np.array(whole).clip(start, end))))
+
+
+def _boundaries_on(device: torch.device, lengths: np.ndarray) -> dict[str, Any]:
+    made = boundaries_of_row(torch.from_numpy(lengths))
+    return {n: value.to(device) if torch.is_tensor(value) else value for n, value in made.items()}
+
+
+def _valid_positions(model: Any, given: Any, boundaries: dict[str, Any]) -> Any:
+    """Return the given `position_ids` if they restart in every document, else the row's."""
+    restarting = boundaries["position_ids"]
+    if not torch.is_tensor(given) or given is restarting or given.dim() != 2:
+        return restarting if given is None else given
+    if given.shape != restarting.shape:
+        raise ValueError(
+            in_step_message(model, given, f"with position_ids of {_shape(restarting)} tokens")
+        )
+    counted = torch.arange(given.shape[1], device=given.device, dtype=given.dtype)
+    if torch.equal(given[0], counted):  # counted as for one document
+        return restarting
+    if bool((given[restarting.to(given.device) == 0] == 0).all()):
+        return given
+    raise ValueError(in_step_message(model, given, "with position_ids that do not restart in each"))
+
+
+_CACHE = "with a cache, which is for one document"
+
+
+def _shape(tokens: Tensor) -> str:
+    return str(tuple(tokens.shape[:2]))
+
+
+# --- a packed call --------------------------------------------------------------------------------
+
+
+def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with boundaries as packed kernels need it: without mask and cache.
+
+    Targets that another document would predict are masked.
+    """
+    boundaries = call["cu_seq_lens_q"]
+    mask = call.get("attention_mask")
+    if mask is not None:
+        if not _keeps_apart(mask, boundaries):
+            raise ValueError(
+                f"{type(model).__name__} was called on packed documents with an attention_mask "
+                "that hides tokens, or under which documents would see each other; leave it out: "
+                "documents are kept apart without one"
+            )
+        if not _is_4d(mask):
+            call = call | {"attention_mask": None}
+    if call.get("past_key_values") is None:
+        call = call | {"use_cache": False}
+    if not isinstance(call.get("max_length_q"), int):
+        longest = longest_document(boundaries)
+        call = call | {"max_length_q": longest, "max_length_k": longest}
+    for name, places in (("labels", boundaries[:-1]), ("shift_labels", boundaries[1:] - 1)):
+        labels = call.get(name)
+        if torch.is_tensor(labels) and labels.dim() == 2 and cached_values(labels) is None:
+            call = call | {name: _mask_targets_at(labels, places)}
+    return call
+
+
+def _mask_targets_at(labels: Tensor, places: Tensor) -> Tensor:
+    """Return `labels` ``(1, T)``, with -100 where one document would predict the next one."""
+    # One more column for the boundaries of empty documents, which are T.
+    wide = pad(labels, (0, 1)).index_fill(1, places.to(labels.device).long().clamp(min=0), -100)
+    return wide[:, :-1]
+
+
+def _is_4d(mask: Any) -> bool:
+    return torch.is_tensor(mask) and mask.dim() == 4
+
+
+def _keeps_apart(mask: Any, boundaries: Tensor) -> bool:
+    """Whether `mask` hides no tokens and, if it is 4-D, keeps documents apart."""
+    if not torch.is_tensor(mask):
+        return False
+    lengths = torch.from_numpy(np.diff(host_boundaries(boundaries)))
+    if mask.dim() == 2:
+        return bool(mask[:, : int(lengths[lengths > 0][:-1].sum()) + 1].all())
+    if mask.dim() != 4:
+        return False
+    ids = document_ids_from_lengths(lengths[lengths > 0]).to(mask.device)
+    is_open = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return not bool((is_open & (ids[:, None] != ids[None])).any())

@@ -1,12 +1,12 @@
-"""Documents of the packed data sets in this process, found again in a call's tokens.
+"""Finds the documents of this process's packed data sets in the tokens of a call.
 
     a data set    [5 6 7] [8 9] [4 4 4 4]
     a call        4 4 4 4 8 9         documents of 4 and 2 tokens
                   4 4 4 4 8           the same row, cut at the end
                   4 4 4 4             one document: not packed
 
-A plain trainer does not say which row it trains, and a worker may have made it: its tokens are all
-that the model is given. A document is found by its hash, from every end of the one before it.
+A plain trainer does not announce its row, and a worker may have collated it, so the model sees only
+its tokens. Documents are looked up by their hash, starting at every end of an earlier document.
 """
 
 import weakref
@@ -20,15 +20,18 @@ _indexes: "weakref.WeakKeyDictionary[Any, _Index]" = weakref.WeakKeyDictionary()
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
-_HEAD = 8  # first tokens by which a cut document is looked up
-_FEW = 64
+_HEAD = 8  # first tokens, by which a cut document is looked up
+_MOST_COMPARED = 64  # documents of one length that are compared without an index
 
 
 @dataclass(frozen=True)
 class Found:
-    """A row's documents ``lengths``, as far as they are known; `rest` tokens behind them are not.
+    """Documents found at the start of a row.
 
-    The last document may be cut, and counts padding behind it (one token again and again).
+    Attributes:
+        lengths: tokens of each document. The last one may be cut, and includes padding after it
+            (a repeated token).
+        rest: number of tokens after them that belong to no known document.
     """
 
     lengths: list[int]
@@ -36,41 +39,45 @@ class Found:
 
 
 def remember_documents(dataset: Any) -> None:
-    """Find the documents of `dataset` in calls, as long as it lives.
+    """Recognize the documents of `dataset` in calls for as long as it exists.
 
-    dataset: a `PackedDataset`: `lengths`, `token_ids` of documents, `filler_ids` or none.
+    Args:
+        dataset: a `PackedDataset`, with `lengths`, `token_ids` and `filler_ids`.
     """
     _datasets.add(dataset)
 
 
-def remembers_documents() -> bool:
-    """Whether a packed data set lives in this process."""
+def has_known_documents() -> bool:
+    """Whether a packed data set exists in this process."""
     return len(_datasets) > 0
 
 
-def documents_in(ids: np.ndarray) -> Found:
-    """Return the documents that the row `ids` ``(T,)`` is made of.
+def find_documents(ids: np.ndarray) -> Found:
+    """Return the known documents at the start of the row `ids` ``(T,)``.
 
-    No lengths if it begins with none. Raises ValueError if it can be cut in two ways.
+    Raises:
+        ValueError: the row can be divided into documents in two ways.
     """
     datasets = list(_datasets)
     if any(_is_document(dataset, ids) for dataset in datasets):
         return Found([len(ids)])
-    found = [_found(_index(dataset), ids) for dataset in datasets]
+    found = [_find(_index(dataset), ids) for dataset in datasets]
     return max(found, key=lambda f: (-f.rest, -len(f.lengths)), default=Found([], len(ids)))
 
 
 def _is_document(dataset: Any, ids: np.ndarray) -> bool:
-    """Whether `ids` is a document, if few have its length: without an index of all of them."""
+    """Whether `ids` is a document; False, without comparing, if many documents have its length."""
     same = np.flatnonzero(dataset.lengths == len(ids))
-    return len(same) <= _FEW and any(np.array_equal(dataset.token_ids(int(i)), ids) for i in same)
+    return len(same) <= _MOST_COMPARED and any(
+        np.array_equal(dataset.token_ids(int(i)), ids) for i in same
+    )
 
 
 # --- the index of a data set ----------------------------------------------------------------------
 
 
 class _Index:
-    """Hashes of all documents of a data set, sorted, and the first tokens of each."""
+    """Sorted hashes of all documents of a data set, and the first tokens of each document."""
 
     def __init__(self, dataset: Any):
         self.dataset = weakref.ref(dataset)
@@ -85,18 +92,23 @@ class _Index:
         self.hashes.sort()
 
     def ends(self, prefixes: np.ndarray, start: int) -> list[int]:
-        """Return where documents end that begin at `start` of a row with these `prefixes`."""
+        """Return the ends of documents that start at `start`.
+
+        Args:
+            prefixes: prefix hashes of the row, ``(T + 1,)`` uint64.
+            start: position in the row.
+        """
         back = _powers(_INVERSE, start + 1)[-1]
         hashes = (prefixes[start + 1 :] - prefixes[start]) * back
         at = np.searchsorted(self.hashes, hashes).clip(max=len(self.hashes) - 1)
         return (np.flatnonzero(self.hashes[at] == hashes) + start + 1).tolist()
 
     def is_cut(self, ids: np.ndarray) -> bool:
-        """Whether a document begins with `ids`."""
+        """Whether any document starts with `ids`."""
         head = ids[:_HEAD]
         dataset: Any = self.dataset()
-        alike = np.flatnonzero((self.heads[:, : len(head)] == head).all(1))
-        return any(np.array_equal(dataset.token_ids(int(i))[: len(ids)], ids) for i in alike)
+        candidates = np.flatnonzero((self.heads[:, : len(head)] == head).all(1))
+        return any(np.array_equal(dataset.token_ids(int(i))[: len(ids)], ids) for i in candidates)
 
 
 def _index(dataset: Any) -> _Index:
@@ -123,9 +135,10 @@ def _prefix_hashes(ids: np.ndarray) -> np.ndarray:
 # --- the documents of a row -----------------------------------------------------------------------
 
 
-def _found(index: _Index, ids: np.ndarray) -> Found:
+def _find(index: _Index, ids: np.ndarray) -> Found:
     prefixes, total = _prefix_hashes(ids), len(ids)
-    ways, before = {0: 1}, {0: 0}  # ways to cut the row up to here; where the last cut was
+    # By end of a document: number of ways to divide the row up to it, and start of the document.
+    ways, before = {0: 1}, {0: 0}
     for start in range(total):
         if start not in ways:
             continue
@@ -151,8 +164,8 @@ def _found(index: _Index, ids: np.ndarray) -> Found:
 
 
 _TWO_WAYS = (
-    "the tokens of a call can be cut into documents of the PackedDataset in two ways; call the "
-    "model with the attention_mask of the batch, which numbers them"
+    "the tokens of a call can be divided into documents of the PackedDataset in two ways; call the "
+    "model with the attention_mask of the batch, which numbers the documents"
 )
 
 

@@ -1,13 +1,13 @@
-"""The packed row that a step of a `transformers.Trainer` is on, read from its loop's variables.
+"""The packed row of the current step of a `transformers.Trainer`, read from its loop's variables.
 
-    Trainer._run_epoch                for i, inputs in enumerate(batch_samples):
-      training_step (anybody's)           self.training_step(model, inputs, ...)
-        compute_loss (anybody's)              model(inputs_embeds=embed(inputs["input_ids"]))
-          the model                               row_in_flight(model)
+    Trainer._run_epoch              for i, inputs in enumerate(batch_samples):
+      training_step (any)               self.training_step(model, inputs, ...)
+        compute_loss (any)                  model(inputs_embeds=embed(inputs["input_ids"]))
+          the model                             row_in_flight(model)
 
-transformers has no seam between the data loader and methods that a subclass may override, and
-rows may be made in other processes; so the model looks for the loop among its callers. Between two
-steps (callbacks, `compute_metrics`) and in loops of your own no row is in flight.
+transformers has no hook between the data loader and the methods that a subclass may override, and
+rows may be collated in other processes. The model therefore searches its callers for the loop. No
+row is in flight between two steps (callbacks, `compute_metrics`), nor in a user's loop.
 """
 
 import inspect
@@ -28,14 +28,14 @@ _STEPS = ("training_step", "prediction_step")
 
 
 class RowInFlight(NamedTuple):
-    """A row of several documents: its `ids` ``(T,)``, and the `boundaries` ``(N + 1,)`` of them."""
+    """A row of several documents: its tokens `ids` ``(T,)`` and their `boundaries` ``(N + 1,)``."""
 
     ids: np.ndarray
     boundaries: np.ndarray
 
 
 def row_in_flight(model: nn.Module) -> RowInFlight | None:
-    """Return the row that the caller's step is on, None if there is none of several documents."""
+    """Return the row of the caller's step, None if it does not have several documents."""
     batch = _batch_in_flight()
     ids = None if batch is None else batch.get("input_ids")
     if batch is None or not torch.is_tensor(ids) or ids.dim() != 2 or len(ids) != 1:
@@ -53,7 +53,7 @@ def row_in_flight(model: nn.Module) -> RowInFlight | None:
 
 
 def _batch_in_flight() -> Mapping[str, Any] | None:
-    """Return `inputs` of the innermost loop of a Trainer that is in a step."""
+    """Return `inputs` of the innermost Trainer loop that is inside a step, None without one."""
     frame, in_step = inspect.currentframe(), False
     while frame is not None and frame.f_code is not CallbackHandler.call_event.__code__:
         if frame.f_code.co_name in _STEPS:
@@ -66,6 +66,6 @@ def _batch_in_flight() -> Mapping[str, Any] | None:
 
 
 def _is_loop(frame: FrameType) -> bool:
-    # The names first: before Python 3.13, to read the variables of a frame copies them.
+    # Names are checked first: before Python 3.13, reading the variables of a frame copies them.
     names = {*frame.f_code.co_varnames, *frame.f_code.co_cellvars}
     return {"self", "inputs"} <= names and isinstance(frame.f_locals.get("self"), Trainer)

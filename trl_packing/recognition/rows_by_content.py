@@ -1,12 +1,12 @@
-"""Packed rows in calls that say nothing of them, in a step of a trainer that is not ours.
+"""Recognizes packed rows in calls without boundaries, in steps of trainers without this package.
 
-the row in flight              whole (embedded, or half of its tokens as they were), cut at the end,
-                               a document of it; refused: another part, other lengths embedded, in
-                               training as many tokens that are all others
-a row of `PackedCollator`      its tokens, or a copy, whole or cut at the end
-a row of `PackedDataset`       made of its documents (known_documents)
-in training, without a mask,   refused while there are packed rows: its tokens may be those of
-and none of these              a row, changed or embedded
+the row in flight              whole (embedded, or with at least half of its tokens unchanged), cut
+                               at the end, or one document of it; refused: other parts, embeddings
+                               of another length, and in training as many tokens, all different
+a row of `PackedCollator`      its tokens or a copy of them, whole or cut at the end
+a row of `PackedDataset`       documents of the data set (`known_documents.py`)
+any other, in training and     refused while packed rows exist: its tokens may be those of a row,
+without a mask                 changed or embedded
 """
 
 from typing import Any
@@ -16,63 +16,69 @@ import torch
 from torch import Tensor
 
 from trl_packing.documents.host_row import host_boundaries, rows_alive
-from trl_packing.recognition.known_documents import documents_in, remembers_documents
+from trl_packing.recognition.known_documents import find_documents, has_known_documents
 from trl_packing.recognition.row_in_flight import RowInFlight, row_in_flight
 
 
 def lengths_by_content(model: Any, tokens: Tensor, mask: Any) -> np.ndarray | None:
-    """Return the lengths ``(N,)`` of several documents in the row, None if it is no packed one.
+    """Return the lengths ``(N,)`` of the documents in the row, None if it is not packed.
 
-    tokens: `input_ids` ``(rows, T)`` or `inputs_embeds` ``(rows, T, H)``; mask: None or of 0 and 1.
+    Args:
+        model: the model that is called.
+        tokens: `input_ids` ``(B, T)`` or `inputs_embeds` ``(B, T, H)``.
+        mask: `attention_mask` ``(B, T)`` of 0 and 1, or None.
 
-    Raises ValueError if documents could see each other and nobody can tell where they are.
+    Raises:
+        ValueError: documents could see each other, and their boundaries are unknown.
     """
     shape = tokens.shape[:2]
     if shape[1] < 2:
         return None
     in_flight = row_in_flight(model)
-    lengths = None if in_flight is None else _of_row_in_flight(model, tokens, mask, in_flight)
+    lengths = None if in_flight is None else _lengths_in_flight(model, tokens, mask, in_flight)
     if lengths is None and not tokens.dtype.is_floating_point:
-        lengths = _of_collated_row(tokens)
-        if lengths is None and remembers_documents():
-            lengths = _of_known_documents(model, tokens, mask)
+        lengths = _lengths_of_collated_row(tokens)
+        if lengths is None and has_known_documents():
+            lengths = _lengths_of_known_documents(model, tokens, mask)
     if lengths is not None:
         return lengths if len(lengths) > 1 else None
     if not (model.training and torch.is_grad_enabled()) or shape[0] > 1:
         return None
     if in_flight is not None and shape[1] == len(in_flight.ids):
-        raise ValueError(in_step_message(model, tokens, "as many as the row has"))
-    is_near = in_flight is not None or remembers_documents()
-    is_near = is_near or any(ids.shape == shape for ids, _ in rows_alive())
-    if is_near and mask is None:
+        raise ValueError(in_step_message(model, tokens, "whose row has as many tokens"))
+    has_packed_rows = in_flight is not None or has_known_documents()
+    has_packed_rows = has_packed_rows or any(ids.shape == shape for ids, _ in rows_alive())
+    if has_packed_rows and mask is None:
         raise ValueError(_message(model, tokens, "without an attention_mask"))
     return None
 
 
 # --- the row in flight ----------------------------------------------------------------------------
 
-_UNKNOWN = np.zeros(0, np.int64)  # lengths of documents of the row that nobody can tell
+_UNKNOWN = np.zeros(0, np.int64)  # documents of the row, of unknown lengths
 
 
 def is_of_row_in_flight(model: Any, ids: Tensor, mask: Any) -> bool:
-    """Whether `ids` ``(rows, T)`` hold several documents of the row in flight, or may."""
+    """Whether `ids` ``(B, T)`` contain, or may contain, several documents of the row in flight."""
     row = row_in_flight(model) if ids.shape[1] > 1 else None
-    found = [] if row is None else [_in_row(part, row) for _, part in _seen(ids, mask)]
+    found = [] if row is None else [_lengths_in_row(part, row) for _, part in _unmasked(ids, mask)]
     return any(lengths is not None and len(lengths) != 1 for lengths in found)
 
 
-def _of_row_in_flight(model: Any, tokens: Tensor, mask: Any, row: RowInFlight) -> np.ndarray | None:
+def _lengths_in_flight(
+    model: Any, tokens: Tensor, mask: Any, row: RowInFlight
+) -> np.ndarray | None:
     """Return the lengths of the documents of `row` in the call, None if it has none of them."""
     (num_rows, width), total = tokens.shape[:2], len(row.ids)
-    why = f"whose row is (1, {total})"
+    why = f"whose row has shape (1, {total})"
     if tokens.dtype.is_floating_point:
         if num_rows == 1 and width == total:
             return np.diff(row.boundaries)
         if num_rows == 1 or width == total:
             raise ValueError(in_step_message(model, tokens, why))
         return None
-    parts = _seen(tokens, mask)
-    found = [_in_row(ids, row) for _, ids in parts]
+    parts = _unmasked(tokens, mask)
+    found = [_lengths_in_row(ids, row) for _, ids in parts]
     if all(lengths is None or len(lengths) == 1 for lengths in found):
         return found[0] if num_rows == 1 else None
     lengths = found[0]
@@ -82,8 +88,8 @@ def _of_row_in_flight(model: Any, tokens: Tensor, mask: Any, row: RowInFlight) -
     return lengths
 
 
-def _seen(ids: Tensor, mask: Any) -> list[tuple[int, np.ndarray]]:
-    """Return where each row begins and its tokens up to the last one, as far as `mask` is not 0."""
+def _unmasked(ids: Tensor, mask: Any) -> list[tuple[int, np.ndarray]]:
+    """Return the first unmasked position of each row, and the tokens up to its last one."""
     rows = ids.cpu().numpy().astype(np.int64)
     is_seen = np.ones(rows.shape, dtype=bool)
     if torch.is_tensor(mask) and mask.shape == ids.shape:
@@ -92,28 +98,28 @@ def _seen(ids: Tensor, mask: Any) -> list[tuple[int, np.ndarray]]:
     return [(int(a), row[a : b + 1]) for row, (a, b) in zip(rows, ends, strict=True)]
 
 
-def _in_row(ids: np.ndarray, row: RowInFlight) -> np.ndarray | None:
-    """Return the lengths of the documents in `ids`; `_UNKNOWN`; None if they are not of the row."""
+def _lengths_in_row(ids: np.ndarray, row: RowInFlight) -> np.ndarray | None:
+    """Return the lengths of the row's documents in `ids`, `_UNKNOWN`, or None without any."""
     width, total = len(ids), len(row.ids)
     if width > total and (ids[:total] == row.ids).all() and (ids[total:] == ids[-1]).all():
         lengths = np.diff(row.boundaries)
         lengths[-1] += width - total
         return lengths
-    places = _places(ids, row.ids)
+    places = _occurrences(ids, row.ids)
     cuts = {tuple(np.diff(np.unique(row.boundaries.clip(at, at + width)))) for at in places}
     if len(cuts) == 1:
         (cut,) = cuts
         is_known = len(cut) == 1 or set(places) <= set(row.boundaries.tolist())
         return np.array(cut) if is_known else _UNKNOWN
-    if cuts or _places(row.ids, ids):
+    if cuts or _occurrences(row.ids, ids):
         return _UNKNOWN
-    if width == total and _is_alike(ids, row, 0):
+    if width == total and _is_similar(ids, row, 0):
         return np.diff(row.boundaries)
-    return _UNKNOWN if any(_is_alike(ids, row, shift) for shift in (-1, 0, 1)) else None
+    return _UNKNOWN if any(_is_similar(ids, row, shift) for shift in (-1, 0, 1)) else None
 
 
-def _places(part: np.ndarray, whole: np.ndarray) -> list[int]:
-    """Return where `part` begins in `whole`, both int64."""
+def _occurrences(part: np.ndarray, whole: np.ndarray) -> list[int]:
+    """Return the positions in `whole` at which `part` starts, both int64."""
     found, sought, text = [], part.tobytes(), whole.tobytes()
     at = text.find(sought) if sought else -1
     while at >= 0:
@@ -123,10 +129,11 @@ def _places(part: np.ndarray, whole: np.ndarray) -> list[int]:
     return found
 
 
-def _is_alike(ids: np.ndarray, row: RowInFlight, shift: int) -> bool:
-    """Whether `ids`, from token `shift` of the row on, are half as there, in a second document too.
+def _is_similar(ids: np.ndarray, row: RowInFlight, shift: int) -> bool:
+    """Whether half of `ids`, also after the first document, equals the row from `shift` on.
 
-    Rows of noise and masked tokens are; one document behind the same prompt, or padded, is not.
+    This holds for rows with noise or masked tokens, but not for one document after the same prompt,
+    or with padding.
     """
     ids, there = ids[max(0, -shift) :], row.ids[max(0, shift) :]
     size, first = min(len(ids), len(there)), int(row.boundaries[1]) - max(0, shift)
@@ -137,7 +144,8 @@ def _is_alike(ids: np.ndarray, row: RowInFlight, shift: int) -> bool:
 # --- rows by their documents ----------------------------------------------------------------------
 
 
-def _of_collated_row(tokens: Tensor) -> np.ndarray | None:
+def _lengths_of_collated_row(tokens: Tensor) -> np.ndarray | None:
+    """Return the lengths of documents if `tokens` equal a collated row or its start, else None."""
     for ids, row in rows_alive():
         if len(tokens) != 1 or ids.device != tokens.device or ids.shape[1] < tokens.shape[1]:
             continue
@@ -147,13 +155,13 @@ def _of_collated_row(tokens: Tensor) -> np.ndarray | None:
     return None
 
 
-def _of_known_documents(model: Any, tokens: Tensor, mask: Any) -> np.ndarray | None:
-    """Return the lengths of the row's documents, padding behind them in the last; None: unknown."""
+def _lengths_of_known_documents(model: Any, tokens: Tensor, mask: Any) -> np.ndarray | None:
+    """Return the lengths of known documents, the last with padding, or None if they are unknown."""
     is_real = np.ones(tokens.shape, dtype=bool)
     if torch.is_tensor(mask) and mask.shape == tokens.shape:
         is_real = mask.cpu().numpy() != 0
     rows = zip(tokens.cpu().numpy(), is_real, strict=True)
-    found = [documents_in(ids[real]) for ids, real in rows if real.any()]
+    found = [find_documents(ids[real]) for ids, real in rows if real.any()]
     if all(len(f.lengths) < 2 for f in found):
         return np.array(found[0].lengths) if len(found) == 1 and not found[0].rest else None
     if len(tokens) > 1 or found[0].rest or not is_real[0, : sum(found[0].lengths)].all():
@@ -164,20 +172,20 @@ def _of_known_documents(model: Any, tokens: Tensor, mask: Any) -> np.ndarray | N
 
 
 def in_step_message(model: Any, tokens: Tensor, why: str) -> str:
-    """Return what is wrong with a call on `tokens` in a step on packed documents, and ways out."""
+    """Return the message about a call on `tokens` in a step on packed documents."""
     return (
         f"{type(model).__name__} was called on tokens of shape {tuple(tokens.shape[:2])} in a step "
-        f"on packed documents, {why}, so documents could see each other: call model(**inputs), or "
-        "with inputs['input_ids'] whole, cut at the end, or a document of it; rows that are not "
-        "the batch's go inside `with trl_packing.other_rows():`"
+        f"on packed documents, {why}, so documents could see each other; call model(**inputs), or "
+        "pass inputs['input_ids'] whole, cut at the end, or one document of it; call rows that are "
+        "not in the batch inside `with trl_packing.other_rows():`"
     )
 
 
 def _message(model: Any, tokens: Tensor, how: str) -> str:
     return (
         f"{type(model).__name__} was called on tokens of shape {tuple(tokens.shape[:2])} {how}, "
-        "while there are packed rows: they may be a row whose tokens were changed, moved or "
-        "embedded, so documents could see each other; call model(**inputs), or with "
-        "inputs['input_ids'] whole or cut at the end; rows that are not packed have an "
-        "attention_mask, or go inside `with trl_packing.other_rows():`"
+        "while packed rows exist. They may be a row whose tokens were changed, moved or embedded, "
+        "so documents could see each other; call model(**inputs), or pass inputs['input_ids'] "
+        "whole or cut at the end; for rows that are not packed, pass an attention_mask, or call "
+        "the model inside `with trl_packing.other_rows():`"
     )

@@ -7,8 +7,10 @@ those. Differences that rounding explains are allowed (`rounding_tolerance`).
 
 import contextlib
 import copy
+import importlib.metadata
 import io
 import multiprocessing
+import platform
 import signal
 import tempfile
 import time
@@ -153,7 +155,26 @@ def _since(began: float) -> float:
     return time.perf_counter() - began
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
+
+_HEADER = """# Compatibility
+
+`trl-packing verify --matrix` trains one packed optimizer step of a tiny random model of every
+causal language model architecture that transformers knows (vision-language models on text
+included), and compares logits, loss and every gradient with the same documents one at a time.
+
+    backend       documents: a kernel that takes boundaries; model: the model's mask from
+                  position_ids; mask: an explicit 4-D mask; padded, equal_lengths: padded rows of
+                  the same documents
+    logits, ...   largest difference from one document at a time, relative to the largest value
+    tolerance     the largest difference that rounding explains on this model
+    by TRL        the same, for TRL's padding-free batch on the untouched model (log-probabilities)
+"""
+
+
+def report(verdicts: Sequence[Verdict]) -> str:
+    """Return the page docs/compatibility.md."""
+    return f"{_HEADER}\n{summary(verdicts)}\n\n{table(verdicts)}\n{_provenance()}"
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -187,6 +208,12 @@ def table(verdicts: Sequence[Verdict]) -> str:
         cells = [v.name, v.outcome, v.backend, *numbers, v.by_trl, seconds, _cell(reason)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _provenance() -> str:
+    packages = ("torch", "transformers", "trl", "trl-packing")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return f"Python {platform.python_version()}, {versions}; float32 on CPU.\n"
 
 
 def _count(verdicts: Sequence[Verdict], outcome: str) -> int:

@@ -39,8 +39,9 @@ from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import Sources
 from trl_packing.loss.step_loss import check_weights_can_be_used
 from trl_packing.models.introspection import layer_values, text_config
+from trl_packing.packing.batch_weights import WeightedPaddedCollator
 from trl_packing.packing.bins import find_strategy
-from trl_packing.packing.collator import PackedCollator, WeightedPaddedCollator
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.recognition.current_row import (

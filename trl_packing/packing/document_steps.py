@@ -1,0 +1,74 @@
+"""Optimizer steps of a fixed number of documents, without bins.
+
+    order     7 2 5 0 | 3 6 1 4 | ...                documents of a padded run, a slice a step
+    step 0    [7] [2 0] [5] ...                      micro-batches of about equal cost, all ranks
+
+The last step of an epoch may have fewer documents, and then fewer micro-batches.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentSteps:
+    """The steps of an epoch, each a list of micro-batches of all ranks.
+
+    Attributes:
+        order: documents in the order of training, (documents,) integers.
+        lengths: tokens of every document of the data set, (documents,) integers.
+        documents_per_step: documents in a full step.
+        num_ranks: data-parallel ranks.
+        accumulation: micro-batches that a rank accumulates in a full step.
+        attention_cost: c in the cost of a document, len + c · len².
+    """
+
+    order: np.ndarray
+    lengths: np.ndarray
+    documents_per_step: int
+    num_ranks: int
+    accumulation: int
+    attention_cost: float
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.documents_per_step)
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        return (self[step] for step in range(len(self)))
+
+    def __getitem__(self, step: int) -> list[list[int]]:
+        """Return the micro-batches of a step; `num_ranks` of them run at the same moment."""
+        start = step * self.documents_per_step
+        documents = self.order[start : start + self.documents_per_step]
+        lengths = self.lengths[documents].astype(float)
+        costs = lengths + self.attention_cost * lengths**2
+        per_rank = micro_batches_per_rank(
+            len(documents), self.documents_per_step, self.accumulation
+        )
+        return _equal_cost(documents, costs, per_rank * self.num_ranks)
+
+    def documents_in_first(self, number: int) -> np.ndarray:
+        """Return the documents of the first `number` steps."""
+        return self.order[: number * self.documents_per_step]
+
+
+def micro_batches_per_rank(num_documents: int, documents_per_step: int, accumulation: int) -> int:
+    """Return how many micro-batches each rank runs for a step of `num_documents`."""
+    return -(-num_documents * accumulation // documents_per_step)
+
+
+def _equal_cost(documents: np.ndarray, costs: np.ndarray, num_groups: int) -> list[list[int]]:
+    """Return `num_groups` groups of about equal cost: the costliest first, to the cheapest group.
+
+    Longest processing time first (Graham 1969): within 4/3 of the best possible maximum.
+    """
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    cheapest = [(0.0, group) for group in range(num_groups)]
+    for i in np.argsort(-costs, kind="stable").tolist():
+        cost, group = heapq.heappop(cheapest)
+        groups[group].append(int(documents[i]))
+        heapq.heappush(cheapest, (cost + costs[i], group))
+    return groups
