@@ -1,7 +1,7 @@
 """Isolation: measures on the user's model whether documents of a row affect each other.
 
-This folder holds the probes, the comparison, its verdict, the fallback to slower backends, and the
-guard that runs all of it before training. The backends are in `attention`.
+Belongs here: probes, the comparison, its verdict, the fallback to slower backends, and the guard
+that runs all of it before training. Does not: the backends themselves (attention).
 
 Read `check.py` first.
 """

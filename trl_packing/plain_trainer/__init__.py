@@ -1,7 +1,7 @@
-"""Packing for `transformers.Trainer`, or a training loop of yours, without TRL's trainer.
+"""Plain trainer: packing for `transformers.Trainer` or your training loop, without TRL's.
 
-This folder holds `enable_packing` and the data sets that go with it. Nothing here imports
-`training`, which serves `PackedSFTTrainer` only.
+Belongs here: `enable_packing` and the data sets that go with it. Does not: anything of `training`,
+which serves `PackedSFTTrainer` only.
 
 Read `enable.py` first.
 """
