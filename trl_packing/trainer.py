@@ -33,12 +33,15 @@ from trl_packing.attention.implementation import restore_implementation
 from trl_packing.attention.install import use_attention
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.preparation import Preparation
+from trl_packing.data.eos import EosRule
+from trl_packing.data.preparation import prepare
+from trl_packing.data.rules import Preparation
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.formatting.row_format import RowFormat
 from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.lm_head import add_trained_positions_head
@@ -334,19 +337,24 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             return super()._prepare_dataset(
                 dataset, processing_class, args, packing, formatting_func, dataset_name
             )
-        preparation = Preparation(
+        rules = Preparation(
             args,
             processing_class,
-            self._tokenizer,
             packing=self._packing,
-            chat_template=self.chat_template,
-            completion_only=self.completion_only_loss,
-            generation_config=self._generation_config,
+            row_format=RowFormat.from_args(
+                args,
+                self._tokenizer,
+                chat_template=self.chat_template,
+                completion_only=self.completion_only_loss,
+            ),
+            eos=EosRule.from_args(args, self._tokenizer, processing_class, self._generation_config),
             by_trl=partial(self._tokenized_by_trl, processing_class, args),
             labeler=self._completion_only and self._completion_only.labeler,
         )
         with global_then_local_main_first():  # one rank writes the cache, the others read it
-            documents, counts = preparation.documents(dataset, formatting_func, dataset_name)
+            documents, counts = prepare(
+                dataset, rules, formatting_func=formatting_func, name=dataset_name
+            )
         if counts is not None:
             self._preparation[dataset_name] = counts
         return documents

@@ -1,5 +1,6 @@
 """Documents end in a trained stop token, or are counted, or get one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,14 +15,17 @@ from transformers import GenerationConfig
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.data.counts import fit_and_count
 from trl_packing.data.eos import (
-    append_eos,
+    EosRule,
+    append_eos_to_batch,
     append_eos_to_table,
     documents_without_eos,
-    eos_appender,
+    end_in_eos,
     stop_token_ids,
 )
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import TOKEN_COLUMNS
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -83,7 +87,12 @@ def test_a_tokenizer_without_any_stop_token_has_none():
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     assert stop_token_ids(tokenizer) == frozenset()
-    assert documents_without_eos(documents(([A, A], "xx")), tokenizer, frozenset()) is None
+    assert missing(documents(([A, A], "xx")), tokenizer, frozenset()) is None
+
+
+def missing(dataset: Dataset, tokenizer=TOKENIZER, stop_ids=STOPS):
+    rule = EosRule(tokenizer, frozenset(stop_ids))
+    return documents_without_eos(ArrowDocuments(dataset, TOKEN_COLUMNS), rule)
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -109,19 +118,17 @@ LEFT_OUT = [([A, EOS], ".."), ([], "")]
 
 @pytest.mark.parametrize("good", ENDED)
 def test_white_space_and_untrained_tokens_may_follow_the_stop_token(good):
-    assert documents_without_eos(documents(good), TOKENIZER, STOPS) is None
+    assert missing(documents(good)) is None
 
 
 @pytest.mark.parametrize("bad", UNENDED)
 def test_these_do_not_end_in_a_trained_stop_token(bad):
-    found = documents_without_eos(documents(*ENDED, bad), TOKENIZER, STOPS)
+    found = missing(documents(*ENDED, bad))
     assert (found.documents, found.of, found.row) == (1, len(ENDED) + 1, len(ENDED))
 
 
 def test_documents_without_a_trained_token_are_left_out():
-    found = documents_without_eos(
-        documents(*LEFT_OUT, *ENDED, *LEFT_OUT, *UNENDED), TOKENIZER, STOPS
-    )
+    found = missing(documents(*LEFT_OUT, *ENDED, *LEFT_OUT, *UNENDED))
     assert (found.documents, found.of) == (len(UNENDED), len(UNENDED) + len(ENDED))
 
 
@@ -129,7 +136,7 @@ def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
     rows = [document(ids, marks) for ids, marks in [([A, EOS], ".x")] * 963]
     text = TOKENIZER.encode("What is better than ugly? Beautiful, they say, but is it so?")
     rows[12:12] = [document(text, "." + "x" * (len(text) - 1))] * 37
-    found = documents_without_eos(Dataset.from_list(rows), TOKENIZER, STOPS)
+    found = missing(Dataset.from_list(rows))
     counted = (
         "37 of 1,000 documents (3.7%) do not end in a trained stop token (one of '<eos>', "
         "'<|im_end|>'); "
@@ -150,10 +157,8 @@ def test_rows_are_counted_through_a_mapping_and_over_chunks():
     joined = concatenate_datasets(parts)
     assert joined.data.column("labels").num_chunks == 3
     mixed = joined.shuffle(seed=2).select(range(15))
-    alone = [
-        documents_without_eos(mixed.select([i]), TOKENIZER, STOPS) is not None for i in range(15)
-    ]
-    found = documents_without_eos(mixed, TOKENIZER, STOPS)
+    alone = [missing(mixed.select([i])) is not None for i in range(15)]
+    found = missing(mixed)
     assert found.documents == sum(alone) > 0
     assert found.row == alone.index(True)
 
@@ -162,9 +167,7 @@ def test_only_tokens_met_at_ends_are_decoded(monkeypatch):
     tokenizer = tiny_tokenizer()
     decoded, decode = [], tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or decode(ids))
-    assert (
-        documents_without_eos(documents(*ENDED, ([7, 8, 9, EOS], "xxxx")), tokenizer, STOPS) is None
-    )
+    assert missing(documents(*ENDED, ([7, 8, 9, EOS], "xxxx")), tokenizer) is None
     assert sorted(decoded) == sorted([[NEWLINE], [SPACE]])
 
 
@@ -192,7 +195,12 @@ LEFT_ALONE = [
 
 def appended(rows, **settings) -> Dataset:
     dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
-    return append_eos(dataset, TOKENIZER, STOPS, **settings)
+    return appended_by(EosRule(TOKENIZER, STOPS), dataset, **settings)
+
+
+def appended_by(rule: EosRule, dataset: Dataset, **settings) -> Dataset:
+    rows = ArrowDocuments(dataset, TOKEN_COLUMNS)
+    return end_in_eos(rows, replace(rule, appends=True), **settings)[0].dataset
 
 
 ALL_IN = [document(*pair) for pair in (*(before for before, _ in APPENDED), *LEFT_ALONE)]
@@ -221,7 +229,7 @@ def test_what_needs_nothing_is_not_copied():
 
 
 def test_what_is_still_counted_afterwards():
-    found = documents_without_eos(appended(ALL_IN), TOKENIZER, STOPS)
+    found = missing(appended(ALL_IN))
     assert found.documents == 2  # the two untrained tails
 
 
@@ -294,10 +302,10 @@ def test_lists_of_fixed_size_grow():
 
 def test_a_second_run_reads_the_cache(tmp_path):
     Dataset.from_list(ALL_IN).save_to_disk(tmp_path)
-    first = append_eos(Dataset.load_from_disk(tmp_path), tiny_tokenizer(), STOPS)
+    first = appended_by(EosRule(tiny_tokenizer(), STOPS), Dataset.load_from_disk(tmp_path))
     used = tiny_tokenizer()
     used(["a", "b c"], padding=True, truncation=True, max_length=2)  # changes the hash of it
-    again = append_eos(Dataset.load_from_disk(tmp_path), used, STOPS)
+    again = appended_by(EosRule(used, STOPS), Dataset.load_from_disk(tmp_path))
     assert again.cache_files == first.cache_files != []
 
 
@@ -311,16 +319,18 @@ def test_an_eos_token_is_needed():
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="append_eos=True, but the tokenizer has no eos_token"):
-        append_eos(documents(([A, A], "xx")), tokenizer, {END})
+        appended_by(EosRule(tokenizer, frozenset({END})), documents(([A, A], "xx")))
     with pytest.raises(ValueError, match="append_eos=True, but the tokenizer has no eos_token"):
-        eos_appender(tokenizer, {END})
+        append_eos_to_batch(
+            documents(([A, A], "xx")).data.table, EosRule(tokenizer, frozenset({END}))
+        )
 
 
 def test_a_stream_gets_what_the_data_set_gets():
     stream = Dataset.from_list(ALL_IN).to_iterable_dataset()
     overflow = Overflow("truncate", 4)
     fitted, _ = fit_and_count(appended(ALL_IN), overflow)
-    streamed = fit_stream(stream, overflow, before=eos_appender(TOKENIZER, STOPS))
+    streamed = fit_stream(stream, overflow, EosRule(TOKENIZER, STOPS, appends=True))
     assert list(streamed) == list(fitted)
     assert list(fit_stream(stream, overflow)) != list(fitted), "the control"
 

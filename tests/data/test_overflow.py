@@ -7,10 +7,12 @@ import datasets
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts, fit_and_count
+from trl_packing.data.eos import EosRule
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream, take_counts
 
@@ -419,9 +421,9 @@ def stream(rows) -> datasets.IterableDataset:
 def test_a_stream_gives_and_counts_the_documents_of_the_data_set(policy, rows, capacity):
     overflow = Overflow(policy, capacity)
     fitted, counts = fit_and_count(Dataset.from_list(rows), overflow, stop_ids=[11, 12])
-    streamed = fit_stream(stream(rows), overflow, stop_ids=[11, 12])
+    streamed = fit_stream(stream(rows), overflow, EosRule(tiny_tokenizer(), frozenset([11, 12])))
     assert words(streamed) == words(fitted)
-    assert take_counts(streamed) == counts
+    assert replace(take_counts(streamed), notes=()) == counts
 
 
 def test_a_stream_is_counted_from_time_to_time():

@@ -198,3 +198,18 @@ def test_raw_fields_train_and_evaluate(tmp_path):
     assert trained_texts(trainer) == [f"{n + 1}<eos>" for n in range(8)]
     trainer.train()
     assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] > 0
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_text_with_a_column_of_packed_rows_is_refused_where_that_column_would_stay(
+    tmp_path, packing
+):
+    rows = Dataset.from_list([{"text": "Because.", "seq_lengths": [1]}] * 8)
+    if packing:
+        assert "seq_lengths" not in trainer_for(tmp_path, rows).train_dataset.column_names
+        return
+    with pytest.raises(ValueError, match=r"'seq_lengths', .* drop the column: .*remove_columns"):
+        trainer_for(tmp_path, rows, packing=False)

@@ -4,7 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from trl_packing.documents.arrow import list_column, token_columns_of, token_lists
+from trl_packing.documents.labels import token_columns
+from trl_packing.documents.list_columns import list_column, token_lists
 
 IDS = [[5, 6], [], [7, 8, 9]]
 KINDS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())]
@@ -16,8 +17,8 @@ def table_of(ids, kind=None) -> pa.Table:
 
 
 def test_weights_are_a_token_column_where_they_are():
-    assert token_columns_of(["a", "labels", "input_ids"]) == ["input_ids", "labels"]
-    assert token_columns_of(["loss_weights", "input_ids"]) == [
+    assert token_columns(["a", "labels", "input_ids"]) == ["input_ids", "labels"]
+    assert token_columns(["loss_weights", "input_ids"]) == [
         "input_ids",
         "labels",
         "loss_weights",

@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset, concatenate_datasets
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import document_columns_of
+from trl_packing.documents.labels import document_columns
 from trl_packing.documents.weight_columns import document_weights_from_rows
 
 
@@ -50,5 +50,5 @@ def test_documents_carry_their_values():
 
 def test_columns_of_documents_are_the_weight_and_the_source():
     columns = ["text", "source", "loss_weight"]
-    assert document_columns_of(columns) == ["loss_weight"]
-    assert document_columns_of(columns, "source") == ["source", "loss_weight"]
+    assert document_columns(columns) == ["loss_weight"]
+    assert document_columns(columns, "source") == ["source", "loss_weight"]

@@ -12,7 +12,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 from trl import SFTConfig
 
 from trl_packing import DataCollatorForCompletionOnlyLM, PackedCollator, PackedSFTTrainer
-from trl_packing.formatting.row_format import format_per_example
+from trl_packing.formatting.formatting_func import format_per_example
 
 ANSWER = " ### Answer:"
 # One token an entry: the test tokenizer gives ids 10 to 13 to characters of their own.

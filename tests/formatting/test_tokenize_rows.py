@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig
+from trl_packing.formatting.label_tokenized import label_tokenized
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import (
     can_prepare,
     documents_from_rows,
-    label_tokenized,
     logger,
 )
 
@@ -186,11 +187,10 @@ def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> l
     row_format = RowFormat.from_args(
         args,
         tokenizer,
-        first,
         chat_template=template,
         completion_only="completion" in first if completion_only is None else completion_only,
-        formatting_func=formatting_func,
     )
+    row_format = replace(row_format, formatting_func=formatting_func)
     prepared = documents_from_rows(dataset, row_format, keeps_columns=keeps_columns)
     return documents(prepared)
 
@@ -198,7 +198,7 @@ def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> l
 def row_format_for(rows: Dataset, tokenizer: Any, **settings: Any) -> RowFormat:
     """What our config says of rows without completions."""
     args = config(PackedSFTConfig, "o", packing=False, **settings)
-    return RowFormat.from_args(args, tokenizer, rows[0], chat_template=None, completion_only=False)
+    return RowFormat.from_args(args, tokenizer, chat_template=None, completion_only=False)
 
 
 def documents(dataset: Any) -> list[tuple[list, list]]:
@@ -368,7 +368,7 @@ def test_plain_sft_config_leaves_the_flags_of_messages_to_trl(tmp_path):
     chat = tokenizer("qwen2_5")
     rows = Dataset.from_list([{"messages": [user("Hi"), assistant("Ho") | {"train": False}]}])
     args = config(SFTConfig, tmp_path)
-    row_format = RowFormat.from_args(args, chat, rows[0], chat_template=None, completion_only=False)
+    row_format = RowFormat.from_args(args, chat, chat_template=None, completion_only=False)
     assert documents(documents_from_rows(rows, row_format)) == by_trl(rows, chat, tmp_path)
 
 

@@ -12,8 +12,8 @@ import datasets
 import numpy as np
 
 from trl_packing.data.overflow import Overflow, Pieces, fit_documents, pieces_of, prompt_lengths
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS
 
 # Above this share of lost trained tokens, or of documents that lost a stop token, it warns.
 WARN_LOST_SHARE = 0.01
@@ -174,13 +174,10 @@ def fit_and_count(
     num_proc: int | None = None,
     name: str = "train",
 ) -> tuple[datasets.Dataset, PreparationCounts]:
-    """Return the documents of `dataset` that fit (`fit_documents`), and what was lost on the way.
-
-    Trained tokens in `stop_ids` are counted apart.
-    """
-    fitted = fit_documents(dataset, overflow, num_proc=num_proc, name=name)
-    before, after = (ArrowDocuments(rows, TOKEN_COLUMNS) for rows in (dataset, fitted))
-    return fitted, count_losses(before, after, overflow, stop_ids)
+    """Return the documents of `dataset` that fit, and the losses; see the two functions called."""
+    documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
+    fitted = fit_documents(documents, overflow, num_proc=num_proc, name=name)
+    return fitted.dataset, count_losses(documents, fitted, overflow, stop_ids)
 
 
 def count_losses(
@@ -189,9 +186,15 @@ def count_losses(
     overflow: Overflow,
     stop_ids: Iterable[int] = (),
 ) -> PreparationCounts:
-    """Count what went in, what came out, and what each stage between them lost.
+    """Return what came in, what came out, and the losses of each stage between.
 
-    The stages are counted from the pieces and not while `map` cuts, which a cache may answer for.
+    Stages are counted from the pieces, not while `map` cuts: its result may come from a cache.
+
+    Args:
+        documents: before the overflow policy.
+        fitted: after it, as `fit_documents` or `fit_table` returns them.
+        overflow: the policy that was applied.
+        stop_ids: trained tokens with these ids are counted as stop tokens.
     """
     stops = np.array(sorted(stop_ids), np.int64)
     whole = _whole(documents)
@@ -206,9 +209,10 @@ def count_losses(
         _overflow_stage(overflow, before, cut, pieces),
         *_drop_stages(overflow, before, cut, pieces),
     ]
+    after = before if fitted is documents else _count(fitted, _whole(fitted), stops)
     counts = PreparationCounts(
         before=before.sums(),
-        after=_count(fitted, _whole(fitted), stops).sums(),
+        after=after.sums(),
         stages=tuple(stage for stage in stages if stage.affected),
     )
     assert counts.adds_up(), f"the stages do not explain what came out: {counts!r}"
@@ -221,9 +225,8 @@ def _whole(documents: ArrowDocuments) -> Pieces:
 
 
 def _prompts(documents: ArrowDocuments) -> np.ndarray:
-    chunks = [prompt_lengths(*chunk) for chunk in documents.readers["labels"].chunks]
-    stored = documents.stored_rows(np.arange(len(documents)))
-    return np.concatenate([*chunks, np.zeros(0, np.int64)])[stored]
+    chunks = documents.readers["labels"].chunks
+    return documents.in_order([prompt_lengths(*chunk) for chunk in chunks])
 
 
 def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _PieceCounts:

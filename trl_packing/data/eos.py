@@ -1,29 +1,67 @@
-"""Does a document end in a trained stop token? If not, a model never learns to stop there.
+"""Documents should end in a trained stop token; otherwise a model never learns to stop there.
 
-    tokens     Why  ?  Because  .  <|im_end|>  \n        the end of a turn, then white space
-    labels      .   .  Because  .  <|im_end|>  \n        ends in a trained stop token
-    labels      .   .  Because  .      .       .         the stop token is there: train it
-    tokens     Why  ?  Because  .                        trained to the end: append one
-    labels      .   .  Because  .      .       .  Hm ?   ends untrained: nothing to append to
+    tokens     Why  ?  Because  .  <|im_end|>  \\n        the end of a turn, then white space
+    labels      .   .  Because  .  <|im_end|>  \\n        ends in a trained stop token
+    labels      .   .  Because  .      .       .         untrained stop token: train it
+    tokens     Why  ?  Because  .                        trained to the end: append EOS
+    labels      .   .  Because  .      .       .  Hm ?   ends untrained: nothing is appended
 
-White space after the stop token is passed over: ChatML ends "<|im_end|>\\n", and TRL trains both.
+White space after the stop token is skipped: ChatML ends "<|im_end|>\\n", and TRL trains both.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
+from trl import SFTConfig
 
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, list_column, token_lists
+from trl_packing.config import PackingOptions
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
+from trl_packing.documents.list_columns import list_column, token_lists
 from trl_packing.formatting.printable import quote
 
 # A text that no chat template contains.
 _ANSWER = "Xyzzy-3141"
+
+
+@dataclass(frozen=True)
+class EosRule:
+    """The tokens that end a document, and whether EOS is appended where they are missing."""
+
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    appends: bool = False
+
+    @classmethod
+    def from_args(
+        cls, args: SFTConfig, tokenizer: Any, processing_class: Any, generation_config: Any
+    ) -> "EosRule":
+        """Return the rule of a run.
+
+        Args:
+            args: its settings.
+            tokenizer: its tokenizer, or the one inside its processor.
+            processing_class: the tokenizer or the processor, which has its own chat template.
+            generation_config: of the model, or None.
+        """
+        template = None
+        if processing_class is not tokenizer:
+            template = getattr(processing_class, "chat_template", None)
+        stop_ids = stop_token_ids(tokenizer, generation_config, template)
+        return cls(tokenizer, stop_ids, PackingOptions.of(args).append_eos)
+
+    @property
+    def eos_id(self) -> int:
+        """The id to append. Raises ValueError if the tokenizer has no EOS token."""
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                "append_eos=True, but the tokenizer has no eos_token; set eos_token='...' in the "
+                "config, or tokenizer.eos_token"
+            )
+        return self.tokenizer.eos_token_id
 
 
 def stop_token_ids(
@@ -31,8 +69,8 @@ def stop_token_ids(
 ) -> frozenset[int]:
     """Return the ids at which generation stops, or an assistant's turn ends.
 
-    They are the tokenizer's EOS token, those of `generation_config`, and the special token that
-    follows an answer in `chat_template` (default: the tokenizer's own).
+    These are the tokenizer's EOS token, those of `generation_config`, and the special token that
+    follows an answer in `chat_template` (default: the tokenizer's).
     """
     ids = [tokenizer.eos_token_id, _end_of_turn(tokenizer, chat_template)]
     configured = getattr(generation_config, "eos_token_id", None)
@@ -46,7 +84,7 @@ def _end_of_turn(tokenizer: Any, chat_template: str | None) -> int | None:
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         text = tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
-    except Exception:  # a template raises what its author likes
+    except Exception:  # a template may raise anything
         return None
     rest = text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
@@ -93,35 +131,31 @@ class MissingEos:
         )
 
 
-def documents_without_eos(
-    dataset: datasets.Dataset, tokenizer: Any, stop_ids: Iterable[int]
-) -> MissingEos | None:
-    """Return which documents of `dataset` do not end in a trained stop token; None if all do.
+def documents_without_eos(documents: ArrowDocuments, eos: EosRule) -> MissingEos | None:
+    """Return how many `documents` do not end in a trained stop token; None if all do.
 
-    Documents without a trained token are left out, and nothing is asked where there is no stop
-    token.
+    Documents without a trained token are left out. None, too, if there is no stop token.
     """
-    stops = sorted(stop_ids)
+    stops = sorted(eos.stop_ids)
     if not stops:
         return None
-    documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
-    whitespace = _WhitespaceTokens(tokenizer, stops)
-    trained, ended = [np.zeros(0, bool)], [np.zeros(0, bool)]
+    whitespace = _WhitespaceTokens(eos.tokenizer, stops)
+    trained, ended = [], []
     for labels, offsets in documents.readers["labels"].chunks:
         trained.append(_last(labels, offsets, [IGNORE_INDEX]) >= 0)
         ended.append(_holds(labels, whitespace.last(labels, offsets, IGNORE_INDEX), stops))
-    rows = documents.stored_rows(np.arange(len(documents)))
-    trained_rows = np.concatenate(trained)[rows]
-    wrong = np.flatnonzero(trained_rows & ~np.concatenate(ended)[rows])
+    trained_rows, ended_rows = documents.in_order(trained), documents.in_order(ended)
+    wrong = np.flatnonzero(trained_rows & ~ended_rows)
     if not len(wrong):
         return None
     row = int(wrong[0])
+    names = (eos.tokenizer.convert_ids_to_tokens(stop) or str(stop) for stop in stops)
     return MissingEos(
         documents=len(wrong),
         of=int(trained_rows.sum()),
         row=row,
-        ending=tokenizer.decode(documents[row]["input_ids"][-20:].tolist())[-40:],
-        stop_tokens=tuple(tokenizer.convert_ids_to_tokens(stop) or str(stop) for stop in stops),
+        ending=eos.tokenizer.decode(documents[row]["input_ids"][-20:].tolist())[-40:],
+        stop_tokens=tuple(names),
     )
 
 
@@ -164,66 +198,55 @@ def _holds(values: np.ndarray, places: np.ndarray, wanted: Iterable[int]) -> np.
 # --- appending ------------------------------------------------------------------------------------
 
 
-def append_eos(
-    dataset: datasets.Dataset,
-    tokenizer: Any,
-    stop_ids: Iterable[int],
+def end_in_eos(
+    documents: ArrowDocuments,
+    eos: EosRule,
     *,
     num_proc: int | None = None,
     name: str = "train",
-) -> datasets.Dataset:
-    """Return `dataset` with the tokenizer's EOS token after documents that are trained to the end.
+) -> tuple[ArrowDocuments, MissingEos | None]:
+    """Return `documents`, ended in EOS if the rule appends it, and those still without stop token.
 
-    Where an untrained stop token follows the last trained one, that is trained instead. Documents
-    that end in a trained stop token, in other untrained tokens, or without any, stay as they are.
-    Raises ValueError if the tokenizer has no EOS token.
+    EOS is appended, trained, to documents that are trained to their end. If an untrained stop token
+    follows the last trained token, it is trained instead. Documents that end in a trained stop
+    token, in other untrained tokens, or have none, do not change.
+
+    Raises:
+        ValueError: if EOS is to be appended and the tokenizer has none.
     """
-    stops = sorted(stop_ids)
-    eos_id = _eos_id(tokenizer)
-    if documents_without_eos(dataset, tokenizer, stops) is None:
-        return dataset
-    whitespace = _WhitespaceTokens(tokenizer, stops)
-    readers = ArrowDocuments(dataset, TOKEN_COLUMNS).readers
+    missing = documents_without_eos(documents, eos)
+    if missing is None or not eos.appends:
+        return documents, missing
+    documents = _append_eos(documents, eos, num_proc, name)
+    return documents, documents_without_eos(documents, eos)
+
+
+def _append_eos(
+    documents: ArrowDocuments, eos: EosRule, num_proc: int | None, name: str
+) -> ArrowDocuments:
+    whitespace = _WhitespaceTokens(eos.tokenizer, eos.stop_ids)
     for column, ignored in (("input_ids", ()), ("labels", (IGNORE_INDEX,))):
-        for chunk in readers[column].chunks:
+        for chunk in documents.readers[column].chunks:
             whitespace.last(*chunk, *ignored)
     # Ids and not the tokenizer: its hash, by which `map` caches, changes when it is used.
-    arguments = {"eos_id": eos_id, "stop_ids": stops, "whitespace_ids": whitespace.ids}
-    return (
-        dataset.with_format("arrow")
-        .map(
-            append_eos_to_table,
-            fn_kwargs=arguments,
-            batched=True,
-            num_proc=num_proc,
-            desc=f"Appending EOS to {name} dataset",
-        )
-        .with_format(None)
+    ids = {"stop_ids": sorted(eos.stop_ids), "whitespace_ids": whitespace.ids}
+    appended = documents.dataset.with_format("arrow").map(
+        append_eos_to_table,
+        fn_kwargs={"eos_id": eos.eos_id, **ids},
+        batched=True,
+        num_proc=num_proc,
+        desc=f"Appending EOS to {name} dataset",
     )
+    return documents.with_dataset(appended.with_format(None))
 
 
-def eos_appender(tokenizer: Any, stop_ids: Iterable[int]) -> Callable[[pa.Table], pa.Table]:
-    """Return what `append_eos` does, for the batches of a stream."""
-    return partial(_append_eos_to_batch, tokenizer, sorted(stop_ids), _eos_id(tokenizer))
-
-
-def _append_eos_to_batch(
-    tokenizer: Any, stop_ids: list[int], eos_id: int, table: pa.Table
-) -> pa.Table:
+def append_eos_to_batch(table: pa.Table, eos: EosRule) -> pa.Table:
+    """Return a batch of a stream, changed as `end_in_eos` changes documents."""
     lists = token_lists(table)
-    whitespace = _WhitespaceTokens(tokenizer, stop_ids)
+    whitespace = _WhitespaceTokens(eos.tokenizer, eos.stop_ids)
     whitespace.last(*lists["input_ids"])
     whitespace.last(*lists["labels"], IGNORE_INDEX)
-    return append_eos_to_table(table, eos_id, stop_ids, whitespace.ids)
-
-
-def _eos_id(tokenizer: Any) -> int:
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "append_eos=True, but the tokenizer has no eos_token; set eos_token='...' in the "
-            "config, or tokenizer.eos_token"
-        )
-    return tokenizer.eos_token_id
+    return append_eos_to_table(table, eos.eos_id, sorted(eos.stop_ids), whitespace.ids)
 
 
 def append_eos_to_table(

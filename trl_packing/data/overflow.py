@@ -23,21 +23,19 @@ Everything is decided from lengths, for all documents at once.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import datasets
 import numpy as np
 import pyarrow as pa
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
-from trl_packing.documents.arrow import (
-    TOKEN_COLUMNS,
-    ArrowDocuments,
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.documents.list_columns import (
     FlatLists,
     count_after_first,
     list_column,
     token_lists,
 )
-from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.packing.bins import find_strategy
 
 
@@ -170,20 +168,25 @@ def too_long_error(which: str, length: int, capacity: int | None) -> ValueError:
 
 
 def fit_documents(
-    dataset: datasets.Dataset,
+    documents: ArrowDocuments,
     overflow: Overflow,
     *,
     num_proc: int | None = None,
     name: str = "train",
-) -> datasets.Dataset:
-    """Return `dataset` with every document within capacity and something to train in each.
+) -> ArrowDocuments:
+    """Return documents within capacity, each with something to train.
 
-    `dataset` has `input_ids` and `labels`; other columns are kept (and repeated for pieces), and
-    `loss_weights` are cut as the tokens are.
-    Raises ValueError if a document is too long under ``"error"``, or if nothing is left.
+    Args:
+        documents: `input_ids` and `labels`. Other columns of the data set are kept (and repeated
+            for pieces), and its `loss_weights` are cut with the tokens.
+        overflow: policy for documents that are too long.
+        num_proc: processes that cut.
+        name: of the data set, for messages.
+
+    Raises:
+        ValueError: if a document is too long under ``"error"``, or if nothing is left.
     """
-    documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
-    lengths = documents.lengths()
+    dataset, lengths = documents.dataset, documents.lengths()
     too_long = np.zeros(len(lengths), bool)
     if overflow.capacity is not None:
         too_long = lengths > overflow.capacity
@@ -194,7 +197,7 @@ def fit_documents(
         )
     if overflow.policy == "wrapped" or (overflow.policy != "drop" and too_long.any()):
         # `map` caches by the function and its arguments, so a second run reads the result.
-        fitted = dataset.with_format("arrow").map(
+        cut = dataset.with_format("arrow").map(
             fit_table,
             fn_kwargs={"overflow": overflow},
             batched=True,
@@ -202,14 +205,14 @@ def fit_documents(
             num_proc=None if overflow.policy == "wrapped" else num_proc,
             desc=f"Fitting {name} dataset to max_length",
         )
-        fitted = fitted.with_format(None)
+        fitted = documents.with_dataset(cut.with_format(None))
     else:
-        stored = [is_kept(chunk, overflow) for chunk in documents.readers["labels"].chunks]
-        mapped = documents.stored_rows(np.arange(len(documents)))
-        kept = np.flatnonzero(np.concatenate([*stored, np.zeros(0, bool)])[mapped] & ~too_long)
-        fitted = dataset if len(kept) == len(dataset) else dataset.select(kept)
-    after = ArrowDocuments(fitted, TOKEN_COLUMNS)
-    if not len(fitted) or not after.num_trained().any():
+        keeps = [is_kept(chunk, overflow) for chunk in documents.readers["labels"].chunks]
+        kept = np.flatnonzero(documents.in_order(keeps) & ~too_long)
+        fitted = documents
+        if len(kept) < len(dataset):
+            fitted = documents.with_dataset(dataset.select(kept))
+    if not len(fitted) or not fitted.num_trained().any():
         raise ValueError(
             f"no document of the {name} dataset has a trained token left "
             f"({len(lengths)} read, {int(too_long.sum())} longer than max_length="

@@ -1,46 +1,46 @@
-"""Documents of a stream → documents that fit, and the losses, counted where they are read.
+"""Documents of a stream → documents that fit, with losses counted in the process that reads.
 
     stream ──► StreamFit, in the process that reads ──► documents that fit
-                   └── take_counts()                ──► what it read and lost since the last time
+                   └── take_counts()                ──► counts since the last call
 
-A stream is read in a dataloader worker, again every epoch, and ahead of the training; so counts are
-taken from time to time and added up by whoever reads (`streaming`, `stream_batches`).
+A stream is read in a dataloader worker, again in every epoch, and ahead of the training. So its
+reader (`streaming`) takes counts from time to time and adds them up.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
 import pyarrow as pa
 
 from trl_packing.data.counts import PreparationCounts, count_losses
-from trl_packing.data.model_limits import ModelLimits
+from trl_packing.data.eos import EosRule, append_eos_to_batch, documents_without_eos
+from trl_packing.data.model_limits import NO_LIMITS
 from trl_packing.data.overflow import Overflow, fit_table
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, token_columns_of
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.bad_rows import check_same_columns
-from trl_packing.documents.labels import SEQ_LENGTHS, document_columns_of
+from trl_packing.documents.labels import (
+    SEQ_LENGTHS,
+    TOKEN_COLUMNS,
+    document_columns,
+    token_columns,
+)
 
 Batch = Mapping[str, Sequence[Any]]
 
 
 def fit_stream(
-    dataset: datasets.IterableDataset,
-    overflow: Overflow,
-    *,
-    before: Callable[[pa.Table], pa.Table] | None = None,
-    stop_ids: Iterable[int] = (),
-    note: Callable[[datasets.Dataset], str | None] | None = None,
+    dataset: datasets.IterableDataset, overflow: Overflow, eos: EosRule | None = None
 ) -> datasets.IterableDataset:
-    """Return `dataset` with `overflow` applied as it is read; its tokens and weights are kept.
+    """Return `dataset` with `eos` and `overflow` applied as it is read; tokens and weights stay.
 
-    `before` changes each batch of documents first, and `note` says what is to be said of it: the
-    first such sentence is kept. Reading raises ValueError for what `fit_documents` refuses, except
-    that a stream may turn out to be empty.
+    Reading raises ValueError where `fit_documents` does, except that a stream may turn out to be
+    empty.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    kept = [*token_columns_of(columns), *document_columns_of(columns)]
+    kept = [*token_columns(columns), *document_columns(columns)]
     return dataset.with_format(None).map(  # plain lists, whatever format the user has set
-        StreamFit(kept, overflow, before, stop_ids, note),
+        StreamFit(kept, overflow, eos),
         batched=True,
         with_indices=True,
         remove_columns=[column for column in columns if column not in kept],
@@ -48,58 +48,60 @@ def fit_stream(
 
 
 class StreamFit:
-    """What `fit_stream` does to a batch of documents; it counts what went in and came out."""
+    """Fits one batch of documents after the other (see `fit_stream`), and counts them.
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        overflow: Overflow,
-        before: Callable[[pa.Table], pa.Table] | None = None,
-        stop_ids: Iterable[int] = (),
-        note: Callable[[datasets.Dataset], str | None] | None = None,
-    ):
+    Of the notes on documents without a stop token, the first is kept.
+    """
+
+    def __init__(self, columns: Sequence[str], overflow: Overflow, eos: EosRule | None = None):
         self.columns = columns
         self.overflow = overflow
-        self.before = before
-        self.stop_ids = frozenset(stop_ids)
-        self.note = note
+        self.eos = eos
         self._counts = PreparationCounts()
 
     def __call__(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
         table = pa.table({name: pa.array(batch[name]) for name in self.columns})
-        read = ArrowDocuments(datasets.Dataset(table), TOKEN_COLUMNS)
-        ModelLimits().check_documents(read, "of the stream", rows)
-        table = table if self.before is None else self.before(table)
+        documents = _documents_of(table)
+        NO_LIMITS.check_documents(documents, "of the stream", rows)
+        if self.eos is not None and self.eos.appends:
+            table = append_eos_to_batch(table, self.eos)
+            documents = _documents_of(table)
         fitted = fit_table(table, self.overflow)
-        documents = datasets.Dataset(table)
-        self._counts += count_losses(
-            ArrowDocuments(documents, TOKEN_COLUMNS),
-            ArrowDocuments(datasets.Dataset(fitted), TOKEN_COLUMNS),
-            self.overflow,
-            self.stop_ids,
-        )
-        if self.note is not None and not self._counts.notes:
-            note = self.note(documents)
-            self._counts = self._counts if note is None else self._counts.with_note(note)
+        stop_ids = () if self.eos is None else self.eos.stop_ids
+        self._counts += count_losses(documents, _documents_of(fitted), self.overflow, stop_ids)
+        self._note_missing_eos(documents)
         return fitted.to_pydict()
 
+    def _note_missing_eos(self, documents: ArrowDocuments) -> None:
+        if self.eos is None or self._counts.notes:
+            return
+        missing = documents_without_eos(documents, self.eos)
+        if missing is not None:
+            note = f"of the documents read first, {missing.note(self.eos.appends)}"
+            self._counts = self._counts.with_note(note)
+
     def take_counts(self) -> PreparationCounts:
-        """Return what was read since the last time, in this process."""
+        """Return the counts since the last call, in this process."""
         counts, self._counts = self._counts, PreparationCounts()
         return counts
 
 
-def take_counts(dataset: Any) -> PreparationCounts:
-    """Return what was read of `dataset` since the last time, in this process; nothing if unknown.
+def _documents_of(table: pa.Table) -> ArrowDocuments:
+    return ArrowDocuments(datasets.Dataset(table), TOKEN_COLUMNS)
 
-    dataset: what `fit_stream` returned, or any stream or part made of that.
+
+def take_counts(dataset: Any) -> PreparationCounts:
+    """Return the counts of `dataset` since the last call, in this process; zeros if unknown.
+
+    Args:
+        dataset: result of `fit_stream`, or any stream or part made from it.
     """
     return sum((fit.take_counts() for fit in _fits_of(dataset)), PreparationCounts())
 
 
 def columns_kept(dataset: Any) -> list[str]:
-    """Return the columns that `fit_stream` has kept, without reading; none if unknown."""
+    """Return the columns that `fit_stream` kept, without reading; none if unknown."""
     return [column for fit in _fits_of(dataset) for column in fit.columns]
 
 
@@ -112,7 +114,7 @@ Document = dict[str, Any]
 
 
 def steps_of(documents: Iterable[Document]) -> Iterator[Any]:
-    """Yield the steps of which a stream of `datasets` is made, the last one first."""
+    """Yield the iterables of which `datasets` composes a stream, the last one first."""
     yield from _steps(getattr(documents, "_ex_iterable", None))
 
 

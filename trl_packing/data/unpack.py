@@ -14,8 +14,8 @@ import pyarrow as pa
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.overflow import Pieces, gather
-from trl_packing.documents.arrow import integer_lists, list_column, token_lists
 from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.list_columns import integer_lists, list_column, token_lists
 
 AnyDataset = TypeVar("AnyDataset", datasets.Dataset, datasets.IterableDataset)
 

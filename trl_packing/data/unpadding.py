@@ -18,9 +18,10 @@ from accelerate.logging import get_logger
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.overflow import Pieces, gather
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, flat_lists, list_column
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import MASK_COLUMNS, SEQ_LENGTHS, TOKEN_WEIGHTS
+from trl_packing.documents.labels import MASK_COLUMNS, SEQ_LENGTHS, TOKEN_COLUMNS, TOKEN_WEIGHTS
+from trl_packing.documents.list_columns import flat_lists, list_column
 
 logger = get_logger(__name__)
 
@@ -39,7 +40,7 @@ def cut_padding(
     Raises ValueError, naming the row, for an `attention_mask` that is no padding at the ends.
     """
     columns = get_dataset_column_names(dataset)
-    if _MASK not in columns or SEQ_LENGTHS in columns:
+    if not {"input_ids", _MASK} <= {*columns} or SEQ_LENGTHS in columns:
         return dataset, None
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.with_format(None).map(

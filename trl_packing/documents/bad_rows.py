@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.documents.arrow import TOKEN_COLUMNS
-from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, TOKEN_WEIGHTS
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, TOKEN_COLUMNS, TOKEN_WEIGHTS
 
 # The numbers and quotations in which sentences on rows of a kind differ.
 _VALUES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")

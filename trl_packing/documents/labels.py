@@ -1,12 +1,12 @@
-"""Which tokens are trained: a token is, if its label is its id and not `IGNORE_INDEX`.
+"""Labels and column names: `IGNORE_INDEX` on tokens that are not trained, the id on the others.
 
     input_ids          5  6  7  8       a document; the model predicts 6, 7, 8 from what is before
     completion_mask    0  0  1  1       1 on the completion
-    labels          -100 -100 7  8      what this module makes of them
-    loss_weights       .  . 1.  .5      how much each trained token counts; 1 where not given
+    labels          -100 -100 7  8      made from the mask
+    loss_weights       .  . 1.  .5      weight of each trained token in the loss; 1 by default
 
 The first token of a document is never a target: nothing precedes it in its document, and in a
-packed row the position before it belongs to another one.
+packed row the position before it belongs to another document.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
-# What torch's cross-entropy and transformers skip.
+# Skipped by torch's cross-entropy and by transformers.
 IGNORE_INDEX = -100
 
-# A float for every token: what its loss counts if it is trained (`labels` say whether it is).
+# Every tokenized document has them once it is prepared.
+TOKEN_COLUMNS = ("input_ids", "labels")
+
+# A float for every token: its weight in the loss if it is trained (`labels` decide that).
 TOKEN_WEIGHTS = "loss_weights"
 
 # A number for every document: it multiplies the weights of all of its tokens.
@@ -25,7 +28,7 @@ DOCUMENT_WEIGHT = "loss_weight"
 
 WEIGHT_COLUMNS = (TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
 
-# An integer for every document of an evaluation set whose losses are told apart by source.
+# An integer for every document of an evaluation set that reports losses by source.
 SOURCE_IDS = "source_ids"
 
 # The lengths of the documents in a row, where rows are packed.
@@ -35,13 +38,26 @@ SEQ_LENGTHS = "seq_lengths"
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
 
 
+def token_columns(columns: Iterable[str]) -> list[str]:
+    """Return `TOKEN_COLUMNS`, and `TOKEN_WEIGHTS` if it is among `columns`."""
+    return [*TOKEN_COLUMNS, *({TOKEN_WEIGHTS} & set(columns))]
+
+
+def document_columns(columns: Iterable[str], source_column: str | None = None) -> list[str]:
+    """Return those of `columns` that hold one value for every document."""
+    kept = (DOCUMENT_WEIGHT, source_column)
+    return [column for column in columns if column in kept]
+
+
 def labels_from_masks(input_ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
     """Return `input_ids` ``(T,)`` with `IGNORE_INDEX` wherever any of `masks` ``(T,)`` is 0.
 
-    Raises ValueError if a mask has another length.
+    Raises:
+        ValueError: if a mask has another length.
 
-    >>> labels_from_masks(np.array([5, 6, 7]), [np.array([0, 1, 1])]).tolist()
-    [-100, 6, 7]
+    Example:
+        >>> labels_from_masks(np.array([5, 6, 7]), [np.array([0, 1, 1])]).tolist()
+        [-100, 6, 7]
     """
     labels = np.array(input_ids, dtype=np.int64)
     for mask in masks:
@@ -55,7 +71,11 @@ def labels_from_masks(input_ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.
 
 
 def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.ndarray:
-    """Return the labels ``(T,)`` int64 of a document: its `labels`, else by masks, else its ids."""
+    """Return the labels ``(T,)`` int64 of a document: its `labels`, or made from its masks and ids.
+
+    Raises:
+        ValueError: if `labels` or a mask has another length than `input_ids` ``(T,)``.
+    """
     labels = document.get("labels")
     if labels is None:
         masks = [np.asarray(document[name]) for name in MASK_COLUMNS if name in document]
@@ -67,9 +87,3 @@ def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.nd
             "give one label per token"
         )
     return labels
-
-
-def document_columns_of(columns: Iterable[str], source_column: str | None = None) -> list[str]:
-    """Return which of `columns` hold a value for every document."""
-    kept = (DOCUMENT_WEIGHT, source_column)
-    return [column for column in columns if column in kept]

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from trl_packing.documents.arrow import ArrowDocuments, _stored_rows
+from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IGNORE_INDEX,
@@ -34,7 +34,7 @@ def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndar
             f"column {DOCUMENT_WEIGHT!r} of {which} holds {column.type}, but it says what "
             "each document counts; convert it to numbers, or drop it"
         )
-    rows = _stored_rows(dataset)
+    rows = stored_rows(dataset)
     with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
         weights = column.to_numpy()[rows].astype(np.float32)  # missing ones become NaN
     wrong = ~(np.isfinite(weights) & (weights >= 0))

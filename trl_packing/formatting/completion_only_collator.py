@@ -16,7 +16,7 @@ import torch
 from transformers import DataCollatorForLanguageModeling
 
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.formatting.label_responses import ResponseLabeler
+from trl_packing.formatting.label_tokenized import ResponseLabeler
 from trl_packing.formatting.response_template import ResponseTemplate
 from trl_packing.packing.collator import PackedCollator
 

@@ -1,4 +1,4 @@
-"""Which tokens of a row are trained: every form of row → text, and the characters that count.
+"""Rows of every form → text, and the characters of it that are trained.
 
     row                                         trained
     {"text": …}                                 all; with a response template, what answers it
@@ -7,17 +7,13 @@
     {"messages": [user, assistant, …]}          all (TRL); with `train_on`, the assistant's turns
     {"prompt": [user], "completion": […]}       the completion; with `train_on`, its turns
 
-Without `train_on` and the templates it is TRL's meaning, token by token.
+Without `train_on` and templates, the same tokens are trained as by TRL.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import datasets
-import pyarrow as pa
-from datasets import Dataset, IterableDataset
 from trl import SFTConfig
 from trl.chat_template_utils import supports_tool_calling
 
@@ -42,13 +38,22 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What the settings of a run say about which tokens are trained.
+    """Rules that turn a row of any form into text and decide which of its tokens are trained.
 
-    completion_only, assistant_only, text_field: as TRL's config has them.
-    train_on: None, for TRL's meaning, or one of `config.TRAIN_ON`.
-    answers: response (and instruction) templates to look for in texts and rendered conversations.
-    prompt_template, response_field: for rows with raw fields.
-    calls_tools: whether the chat template renders tool calls.
+    Attributes:
+        chat: chat template of the run.
+        eos_token: appended to text and completions that do not end in it.
+        text_field: column of plain text.
+        completion_only: prompts of prompt-completion rows are not trained.
+        assistant_only: only tokens that the chat template marks with generation tags are trained.
+        train_on: None for TRL's meaning, or one of `config.TRAIN_ON`.
+        flags_decide: without `train_on`, train the assistant if messages have "train" or "weight".
+        answers: response (and instruction) template of texts and rendered conversations.
+        prompt_template: for rows with raw fields.
+        response_field: column of the answer, with a prompt template.
+        trains_prompts: prompts made by the prompt template are trained too.
+        formatting_func: the user's function from a row to its text.
+        calls_tools: whether the chat template renders tool calls.
     """
 
     chat: ChatTemplate
@@ -57,9 +62,11 @@ class RowFormat:
     completion_only: bool = True
     assistant_only: bool = False
     train_on: str | None = None
+    flags_decide: bool = False
     answers: ResponseTemplate | None = None
     prompt_template: PromptTemplate | None = None
     response_field: str = "response"
+    trains_prompts: bool = False
     formatting_func: Callable[[Row], str] | None = None
     calls_tools: bool = False
 
@@ -68,18 +75,20 @@ class RowFormat:
         cls,
         args: SFTConfig,
         tokenizer: Any,
-        first: dict[str, Any],
         *,
         chat_template: str | None,
         completion_only: bool,
-        formatting_func: Callable[[Any], str] | None = None,
-        flagged: bool | None = None,
     ) -> "RowFormat":
-        """Return what `args` say about which tokens of rows like `first` are trained.
+        """Return the rules of a run.
 
-        chat_template, completion_only: what TRL has made of `args` and the training set.
-        flagged: whether messages say whether they are trained; None: as those of `first` do.
-        Raises ValueError for templates that are empty or cannot be read.
+        Args:
+            args: its settings.
+            tokenizer: its tokenizer.
+            chat_template: replaces the tokenizer's, as TRL decided; None: the tokenizer's.
+            completion_only: TRL's decision, from `args` and the training set.
+
+        Raises:
+            ValueError: for templates that are empty or cannot be read.
         """
         options = PackingOptions.of(args)
         answers = prompt_template = None
@@ -91,22 +100,18 @@ class RowFormat:
             prompt_template = PromptTemplate.from_setting(
                 options.prompt_template, options.query_field
             )
-            completion_only = args.completion_only_loss is not False
-        train_on = options.train_on
-        flagged = says_what_is_trained(first) if flagged is None else flagged
-        if train_on is None and isinstance(args, PackedSFTConfig) and flagged:
-            train_on = "assistant"
         return cls(
             ChatTemplate(tokenizer, chat_template),
             tokenizer.eos_token,
             text_field=args.dataset_text_field,
             completion_only=completion_only,
             assistant_only=args.assistant_only_loss,
-            train_on=train_on,
+            train_on=options.train_on,
+            flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
             answers=answers,
             prompt_template=prompt_template,
             response_field=options.response_field,
-            formatting_func=formatting_func,
+            trains_prompts=args.completion_only_loss is False,
             calls_tools=_calls_tools(tokenizer),
         )
 
@@ -190,7 +195,10 @@ class RowFormat:
         else:
             prompt, completion = _string(row, "prompt"), _string(row, "completion")
         text = prompt + self._ended(completion)
-        masks_prompt = self.completion_only and self.train_on != "all"
+        is_masked = self.completion_only
+        if self.prompt_template is not None:
+            is_masked = not self.trains_prompts
+        masks_prompt = is_masked and self.train_on != "all"
         return Rendered(text, prompt=prompt if masks_prompt else None)
 
     def _ended(self, text: str) -> str:
@@ -279,87 +287,12 @@ def _contents(row: Row) -> str:
     )
 
 
-def says_what_is_trained(row: Row) -> bool:
-    """Return whether a message of `row` has a "train" or "weight" that is not null."""
-    return any(message.get(flag) is not None for message in _all_messages(row) for flag in _FLAGS)
-
-
-def has_flags(dataset: datasets.Dataset | datasets.IterableDataset, first: Row) -> bool:
-    """Return whether any message of a data set has a "train" or "weight" that is not null.
-
-    Of a stream, whether those of its `first` row have such keys, null or not: later ones may say.
-    """
-    named = any(flag in message for message in _all_messages(first) for flag in _FLAGS)
-    if not named or isinstance(dataset, datasets.IterableDataset):
-        return named
-    columns = [name for name in _MESSAGE_COLUMNS if name in dataset.column_names]
-    return any(_has_flags(chunk) for name in columns for chunk in dataset.data.column(name).chunks)
-
-
-def _has_flags(chunk: pa.Array) -> bool:
-    kind = chunk.type
-    if not pa.types.is_list(kind) and not pa.types.is_large_list(kind):
-        return not pa.types.is_string(kind)  # JSON, say, where a look at all rows would be slow
-    if not pa.types.is_struct(kind.value_type):
-        return False
-    messages = chunk.flatten()
-    names = {field.name for field in kind.value_type} & set(_FLAGS)
-    return any(messages.field(name).null_count < len(messages) for name in names)
-
-
-_FLAGS = ("train", "weight")
-_MESSAGE_COLUMNS = ("prompt", "completion", "messages", "conversations")
-
-
-def _all_messages(row: Row) -> list[Mapping[str, Any]]:
-    lists = [row.get(name) for name in _MESSAGE_COLUMNS]
-    messages = [m for each in lists if isinstance(each, list) for m in each]
-    return [message for message in messages if isinstance(message, dict)]
-
-
 def _string(row: Row, column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         got = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value):.60}"
         raise ValueError(f"its {column!r} is {got}; make it a string, or remove the row")
     return value
-
-
-def format_per_example(
-    formatting_func: Callable[[Any], Any] | None, dataset: Dataset | IterableDataset
-) -> Callable[[Any], Any] | None:
-    """Return `formatting_func` as TRL calls it now: one example in, one text out.
-
-    Once TRL called it with a batch: lists in, a list of texts out. The first example tells which.
-    """
-    if formatting_func is None or isinstance(_tried(formatting_func, next(iter(dataset))), str):
-        return formatting_func
-    texts = _tried(formatting_func, _batch_of_one(next(iter(dataset))))
-    if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-        return partial(_format_one, formatting_func)
-    return formatting_func  # TRL's own call says what is wrong with it
-
-
-def _tried(formatting_func: Callable[[Any], Any], example: Any) -> Any:
-    """Return what the function makes of `example`, or None if it fails: it may take batches."""
-    try:
-        return formatting_func(example)
-    except Exception:
-        return None
-
-
-def _batch_of_one(example: dict[str, Any]) -> dict[str, list[Any]]:
-    return {name: [value] for name, value in example.items()}
-
-
-def _format_one(formatting_func: Callable[[Any], Any], example: dict[str, Any]) -> str:
-    texts = formatting_func(_batch_of_one(example))
-    if len(texts) != 1:
-        raise ValueError(
-            f"formatting_func made {len(texts)} texts of one example; it must make one of each "
-            "(map the data set before, to make more or fewer)"
-        )
-    return texts[0]
 
 
 def _calls_tools(tokenizer: Any) -> bool:

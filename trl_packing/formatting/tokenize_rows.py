@@ -11,6 +11,7 @@ One `map`, cached by `datasets` under the tokenizer, the settings and the versio
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -20,11 +21,12 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.bad_rows import BadRows, check_same_columns, lone_surrogate
-from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, document_labels
+from trl_packing.documents.bad_rows import BadRows, lone_surrogate
+from trl_packing.documents.labels import DOCUMENT_WEIGHT
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
+from trl_packing.formatting.message_flags import has_flags, says_what_is_trained
 from trl_packing.formatting.printable import escape_hidden, quote
-from trl_packing.formatting.row_format import RowFormat, has_flags
+from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
 
 logger = get_logger(__name__)
@@ -59,19 +61,28 @@ def documents_from_rows(
 ) -> Dataset | IterableDataset:
     """Return `dataset` with `input_ids` and `labels`, every document whole.
 
-    keeps_columns: other columns stay (never those of a stream).
-    document_columns: of them, those that stay in any case; of a stream only `loss_weight`.
+    Args:
+        dataset: rows of one form; the first row decides which.
+        row_format: rules for what is rendered and trained.
+        keeps_columns: keep the other columns (never those of a stream).
+        document_columns: other columns that are always kept; of a stream only `loss_weight`.
+        num_proc: processes that render and tokenize.
+        name: of the data set, for messages.
 
-    Raises ValueError, naming the row, for what cannot be rendered or tokenized.
+    Raises:
+        ValueError: naming the row, for what cannot be rendered or tokenized.
     """
     first = next(iter(dataset.with_format(None)))
     flagged = has_flags(dataset, first)
+    if flagged and row_format.flags_decide:
+        row_format = _train_assistant(row_format, first, name)
     try:
         row_format.check(first)
     except ValueError as error:
         raise ValueError(
             f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
         ) from error
+    _warn_of_tools(first, row_format, name)
     columns = ["input_ids", "labels"]
     if flagged and row_format.train_on in ("assistant", "last_assistant"):
         columns.append("loss_weights")
@@ -108,6 +119,26 @@ def documents_from_rows(
             raise
         kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
         raise kind(str(bad)) from error
+
+
+def _train_assistant(row_format: RowFormat, first: Mapping[str, Any], name: str) -> RowFormat:
+    """Return `row_format` for messages with "train" or "weight"; warn if the first has none."""
+    if not says_what_is_trained(first):
+        logger.warning(
+            f"messages of the {name} dataset have 'train' or 'weight', null in its first "
+            "row: the assistant's turns are trained, and others as they say; set train_on "
+            "to train something else"
+        )
+    return replace(row_format, train_on="assistant")
+
+
+def _warn_of_tools(first: Mapping[str, Any], row_format: RowFormat, name: str) -> None:
+    if first.get("tools") and row_format.chat.exists and not row_format.calls_tools:
+        logger.warning(
+            f"the {name} dataset has tools, but the chat template renders no tool calls: the "
+            "model will not read which tools there are (calls in ShareGPT's form are trained "
+            "as the text that they are); use a chat template with tools"
+        )
 
 
 def _prepare_batch(
@@ -207,49 +238,3 @@ def _warn_of_lost_prompts(tokenizer: Any, documents: Sequence[Tokenized]) -> Non
                 "that renders it the same way. Shown once; it likely applies to every row."
             )
             return
-
-
-# --- tokenized before -----------------------------------------------------------------------------
-
-
-def label_tokenized(
-    dataset: Dataset | IterableDataset,
-    *,
-    completion_only: bool,
-    num_proc: int | None = None,
-    name: str = "train",
-) -> Dataset | IterableDataset:
-    """Return `dataset` with `labels` made of its masks, as TRL does; labels that it has stay.
-
-    completion_only: `completion_mask` counts; `assistant_masks` always do.
-    """
-    present = get_dataset_column_names(dataset)
-    if "labels" in present:
-        return dataset
-    options: dict[str, Any] = {
-        "fn_kwargs": {"completion_only": completion_only, "columns": present},
-        "batched": True,
-        "with_indices": True,
-    }
-    if isinstance(dataset, Dataset):
-        options |= {"num_proc": num_proc, "desc": f"Building labels for {name} dataset"}
-    masks = [column for column in MASK_COLUMNS if column in present]
-    return dataset.with_format(None).map(_label_batch, remove_columns=masks, **options)
-
-
-def _label_batch(
-    batch: Mapping[str, Sequence[Any]],
-    rows_read: Sequence[int],
-    completion_only: bool,
-    columns: Sequence[str],
-) -> dict[str, list[np.ndarray]]:
-    check_same_columns(batch, rows_read, columns)
-    ignored = () if completion_only else ("completion_mask",)
-    masks = [name for name in MASK_COLUMNS if name in batch and name not in ignored]
-    rows = zip(batch["input_ids"], *(batch[name] for name in masks), strict=True)
-    return {
-        "labels": [
-            document_labels(dict(zip(masks, values, strict=True)), np.asarray(ids, np.int64))
-            for ids, *values in rows
-        ]
-    }

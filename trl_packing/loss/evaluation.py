@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from trl_packing.documents.arrow import _documents_of_rows, _stored_rows
+from trl_packing.documents.arrow import num_documents_by_row, stored_rows
 from trl_packing.loss.token_metrics import TokenSums
 
 # Every source is a metric of its own: a column of texts or ids was meant for something else.
@@ -44,7 +44,7 @@ class Sources:
         """
         check_source_column(dataset, column)
         encoded = dataset.data.column(column).dictionary_encode().combine_chunks()
-        stored = encoded.indices.to_numpy(zero_copy_only=False)[_stored_rows(dataset)]
+        stored = encoded.indices.to_numpy(zero_copy_only=False)[stored_rows(dataset)]
         if encoded.null_count and np.isnan(stored).any():
             raise ValueError(
                 f"row {int(np.argmax(np.isnan(stored)))} of an evaluation set has no {column!r} "
@@ -64,7 +64,7 @@ class Sources:
         names = [str(value) for value in values]
         order = sorted(range(len(names)), key=names.__getitem__)
         ids = np.argsort(order)[ids]
-        counts = np.bincount(ids, _documents_of_rows(dataset), minlength=len(names))
+        counts = np.bincount(ids, num_documents_by_row(dataset), minlength=len(names))
         return cls(tuple(names[i] for i in order), ids, counts.astype(np.int64))
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from trl_packing.config import PackedSFTConfig
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.documents.arrow import ArrowDocuments, token_columns_of
-from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.previewed_run import PreviewedRun
@@ -62,7 +62,7 @@ def preview_rows(
         texts = [
             show_document(
                 document,
-                run.preparation.tokenizer,
+                run.preparation.eos.tokenizer,
                 color=color,
                 name=f"row {row}{piece if len(documents) > 1 else ''}",
             )
@@ -95,7 +95,7 @@ def preview_epoch(
         raise ValueError(f"ranks={ranks} must be at least 1")
     args = run.args
     prepared, counts = run.documents()
-    columns = [*token_columns_of(prepared.column_names), SEQ_LENGTHS]
+    columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
     documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
     sampler = training_sampler(
         documents,

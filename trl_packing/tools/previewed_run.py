@@ -12,7 +12,10 @@ from trl.data_utils import is_conversational
 
 from trl_packing.config import PackedSFTConfig
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.preparation import Preparation
+from trl_packing.data.eos import EosRule
+from trl_packing.data.preparation import prepare
+from trl_packing.data.rules import Preparation
+from trl_packing.formatting.row_format import RowFormat
 from trl_packing.tools.settings import config_from_settings, configure_tokenizer
 from trl_packing.training.arguments import (
     check_arguments,
@@ -102,7 +105,7 @@ class PreviewedRun:
         self, dataset: Dataset, preparation: Preparation, name: str
     ) -> tuple[Dataset, PreparationCounts | None]:
         if not (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
-            return preparation.documents(dataset, None, name)
+            return prepare(dataset, preparation, name=name)
         if "input_ids" not in dataset.column_names:
             raise ValueError(
                 "skip_prepare_dataset=True takes rows as they are, and these have no input_ids: "
@@ -133,14 +136,15 @@ def _preparation(
     completion_only = args.completion_only_loss
     if completion_only is None:
         completion_only = "prompt" in first and "completion" in first
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
     return Preparation(
         args,
         tokenizer,
-        getattr(tokenizer, "tokenizer", tokenizer),
         packing=args.packing,
-        chat_template=template,
-        completion_only=completion_only,
-        generation_config=generation_config,
+        row_format=RowFormat.from_args(
+            args, inner, chat_template=template, completion_only=completion_only
+        ),
+        eos=EosRule.from_args(args, inner, tokenizer, generation_config),
         by_trl=_refuse,
     )
 

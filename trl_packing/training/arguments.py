@@ -18,7 +18,7 @@ from trl import SFTConfig
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.config import PackingOptions, check_options
-from trl_packing.data.dataset import check_not_empty
+from trl_packing.data.checks import check_not_empty
 from trl_packing.data.overflow import Overflow
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.collator import PackedCollator

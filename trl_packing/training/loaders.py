@@ -21,11 +21,12 @@ from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
 from trl_packing.data.stream import columns_kept
 from trl_packing.data.unpack import unpack_rows
-from trl_packing.documents.arrow import TOKEN_COLUMNS, ArrowDocuments, is_packed
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     SEQ_LENGTHS,
     SOURCE_IDS,
+    TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
 )

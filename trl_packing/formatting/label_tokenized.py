@@ -1,14 +1,27 @@
-"""Labels for documents that were tokenized before, from where the response template is found."""
+"""Labels for documents that were tokenized before: from their masks, or from a response template.
+
+input_ids          5  6  7  8
+completion_mask    0  0  1  1      labels  -100 -100 7 8        label_tokenized
+template           5  6            labels  -100 -100 7 8        label_documents
+"""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS
+from trl_packing.documents.bad_rows import check_same_columns
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    IGNORE_INDEX,
+    MASK_COLUMNS,
+    SEQ_LENGTHS,
+    TOKEN_WEIGHTS,
+    document_labels,
+)
 from trl_packing.formatting.response_template import ResponseTemplate
 
 logger = logging.getLogger(__name__)
@@ -17,7 +30,10 @@ logger = logging.getLogger(__name__)
 class ResponseLabeler:
     """Finds the trained tokens of documents by `templates`, and counts documents without them.
 
-    `num_seen` and `num_not_found` are documents, and those of them without the template.
+    Attributes:
+        templates: response template, and instruction template if there is one.
+        num_seen: documents so far.
+        num_not_found: documents among them without the template.
     """
 
     def __init__(self, templates: ResponseTemplate):
@@ -25,13 +41,13 @@ class ResponseLabeler:
         self.num_seen = self.num_not_found = 0
 
     def trained(self, input_ids: np.ndarray) -> np.ndarray:
-        """Return ``(T,)`` bool, True on the trained tokens of one document, and count it."""
+        """Count a document, and return ``(T,)`` bool, True on its trained tokens."""
         trained = self.templates.trained(input_ids)
         self.num_seen += 1
         if trained is not None:
             return trained
         self.num_not_found += 1
-        if str(self.num_not_found).rstrip("0") == "1":  # 1, 10, 100, …: not a line a document
+        if str(self.num_not_found).rstrip("0") == "1":  # 1, 10, 100, …: not one line per document
             logger.warning(self.templates.not_found(self.num_not_found, self.num_seen, input_ids))
         return np.zeros(len(input_ids), bool)
 
@@ -45,9 +61,11 @@ def label_documents(
 ) -> tuple[Dataset | IterableDataset, str | None]:
     """Return `dataset` with `labels` from `labeler`, and a sentence on documents without template.
 
-    A stream is labeled, counted and warned about each time that it is read, by the labeler; its
-    sentence is None, and only its token columns are kept.
-    Raises ValueError if no document of a data set has the template.
+    The sentence is None if all have it. A stream has no sentence: each time it is read, the labeler
+    counts its documents and warns. Only its token columns are kept.
+
+    Raises:
+        ValueError: if no document of a data set has the template.
     """
     if isinstance(dataset, IterableDataset):
         columns = get_dataset_column_names(dataset)
@@ -57,11 +75,11 @@ def label_documents(
             batched=True,
             fn_kwargs={"labeler": labeler},
             remove_columns=[c for c in columns if c not in kept],
-            # Or whoever asks for its columns reads, and counts, the first thousand documents.
+            # Without these, a look at its columns would read, and count, the first 1,000 documents.
             features=Features({c: _STREAM_COLUMNS[c] for c in kept}),
         )
         return labeled, None
-    # Not the labeler itself: other processes could not count here, and a cached result would not.
+    # Not the labeler: it could not count in other processes, nor for a cached result.
     labeled = dataset.map(
         _label_batch,
         batched=True,
@@ -122,7 +140,7 @@ def _masked(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
 
 
 def _documents_of(batch: Mapping[str, Any]) -> list[list[np.ndarray]]:
-    """Return the documents of each row: one, or as many as its `seq_lengths` names."""
+    """Return the documents of each row: one, or those that its `seq_lengths` describe."""
     rows = [np.asarray(ids, dtype=np.int64) for ids in batch["input_ids"]]
     if SEQ_LENGTHS not in batch:
         return [[ids] for ids in rows]
@@ -130,3 +148,53 @@ def _documents_of(batch: Mapping[str, Any]) -> list[list[np.ndarray]]:
         np.split(ids, np.cumsum(np.asarray(lengths))[:-1])
         for ids, lengths in zip(rows, batch[SEQ_LENGTHS], strict=True)
     ]
+
+
+# --- by masks -------------------------------------------------------------------------------------
+
+
+def label_tokenized(
+    dataset: Dataset | IterableDataset,
+    *,
+    completion_only: bool,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> Dataset | IterableDataset:
+    """Return `dataset` with `labels` made from its masks, as TRL does; existing labels stay.
+
+    Args:
+        dataset: has `input_ids`, and perhaps `completion_mask` and `assistant_masks`.
+        completion_only: apply `completion_mask`; `assistant_masks` are always applied.
+        num_proc: processes.
+        name: of the data set, for messages.
+    """
+    present = get_dataset_column_names(dataset)
+    if "labels" in present:
+        return dataset
+    options: dict[str, Any] = {
+        "fn_kwargs": {"completion_only": completion_only, "columns": present},
+        "batched": True,
+        "with_indices": True,
+    }
+    if isinstance(dataset, Dataset):
+        options |= {"num_proc": num_proc, "desc": f"Building labels for {name} dataset"}
+    masks = [column for column in MASK_COLUMNS if column in present]
+    return dataset.with_format(None).map(_label_by_masks, remove_columns=masks, **options)
+
+
+def _label_by_masks(
+    batch: Mapping[str, Sequence[Any]],
+    rows_read: Sequence[int],
+    completion_only: bool,
+    columns: Sequence[str],
+) -> dict[str, list[np.ndarray]]:
+    check_same_columns(batch, rows_read, columns)
+    ignored = () if completion_only else ("completion_mask",)
+    masks = [name for name in MASK_COLUMNS if name in batch and name not in ignored]
+    rows = zip(batch["input_ids"], *(batch[name] for name in masks), strict=True)
+    return {
+        "labels": [
+            document_labels(dict(zip(masks, values, strict=True)), np.asarray(ids, np.int64))
+            for ids, *values in rows
+        ]
+    }

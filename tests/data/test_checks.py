@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 from helpers.tiny import tiny_tokenizer
 
-from trl_packing.data.dataset import check_columns, check_eos, check_rows
+from trl_packing.data.checks import check_columns, check_eos, check_packed_rows
 
 BAD_DATA = {
     "no column": (
@@ -102,15 +102,15 @@ ROWS = [
 
 def test_rows_packed_before_must_fit_and_tell_their_lengths():
     rows = Dataset.from_list(ROWS)
-    check_rows(rows, 5, "train")
-    check_rows(rows, None, "train")
+    check_packed_rows(rows, 5, "train")
+    check_packed_rows(rows, None, "train")
     with pytest.raises(ValueError, match=r"row 1 of the train .* is packed .* 5 tokens, but "):
-        check_rows(rows, 4, "train")
+        check_packed_rows(rows, 4, "train")
     wrong = Dataset.from_list([*ROWS, {"input_ids": [1, 2], "seq_lengths": [3]}])
     with pytest.raises(
         ValueError, match=r"row 2 .* holds 2 input_ids but its seq_lengths sum to 3"
     ):
-        check_rows(wrong, 5, "train")
+        check_packed_rows(wrong, 5, "train")
 
 
 def test_rows_packed_before_cannot_grow():
@@ -119,7 +119,7 @@ def test_rows_packed_before_cannot_grow():
         with pytest.raises(
             ValueError, match=r"append_eos=True, but the rows of the train .* packed already"
         ):
-            check_rows(packed, 5, "train", append_eos=True)
+            check_packed_rows(packed, 5, "train", append_eos=True)
 
 
 def test_plain_text_needs_an_eos_token():
