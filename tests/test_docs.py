@@ -497,6 +497,18 @@ def test_pictures_are_what_their_script_draws(tmp_path):
     assert len(drawn) == 4
 
 
+def test_the_architecture_page_names_modules_that_exist_and_every_folder():
+    page = (DOCS / "architecture.md").read_text()
+    package = ROOT / "trl_packing"
+    named = re.findall(r"(?<![\w/])(?!tests/)([a-z_]+/[a-z_]+\.py)", page)
+    assert len(named) > 20
+    assert [name for name in named if not (package / name).exists()] == []
+    folders = {p.name for p in package.iterdir() if p.is_dir() and not p.name.startswith("__")}
+    modules = {p.name for p in package.glob("[a-z]*.py")}
+    shown = re.findall(r"^[├└]── ([\w.]+)", page, re.M)
+    assert set(shown) == folders - {"recipes"} | modules
+
+
 # --- the strict build -----------------------------------------------------------------------------
 
 
