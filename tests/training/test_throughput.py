@@ -8,7 +8,7 @@ import torch
 
 from trl_packing import PackedCollator
 from trl_packing.loss.token_metrics import TokenSums
-from trl_packing.models.flops import peak_flops
+from trl_packing.models.device_peaks import peak_flops
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.throughput import (
     GIB,

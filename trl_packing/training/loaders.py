@@ -23,6 +23,7 @@ from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.evaluation import Sources
 from trl_packing.models.state import temporarily
 from trl_packing.packing.bins import find_strategy
+from trl_packing.packing.document_order import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
@@ -227,7 +228,6 @@ class PackedLoaders:
     ) -> StreamBatches:
         args, (ranks, rank) = self.trainer.args, self.sampling.ranks
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
-        seed = args.data_seed if args.data_seed is not None else args.seed
         return StreamBatches(
             dataset.select_columns(training_columns(dataset)),
             StreamSettings(
@@ -235,7 +235,7 @@ class PackedLoaders:
                 bins_per_batch=batch_size,
                 num_ranks=ranks,
                 strategy=find_strategy(args.packing_strategy).packs_as,
-                seed=seed if shuffles else None,
+                seed=packing_seed(args) if shuffles else None,
             ),
             self.trainer.data_collator,
             rank=rank,
