@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from trl_packing.attention.interface import wrap_packed_calls
+from trl_packing.attention.packed_calls import wrap_packed_calls
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -90,7 +90,7 @@ def group_documents(
         thresholds: lengths in tokens that separate forwards.
         equal_lengths: group only documents of the same length.
 
-    Example:
+    Examples:
         >>> list(group_documents([0, 8, 10, 18, 25]))
         [[0, 2, 3], [1]]
     """

@@ -15,7 +15,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.packing.document_order import order_seed
+from trl_packing.packing.document_order import order_seed, packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 
 # Below so many optimizer steps an epoch it warns: few steps learn little, whatever their size.
@@ -203,7 +203,7 @@ def training_sampler(
     if per_step is None and not packing and not rows:
         per_step = batch_size * accumulation * ranks
     sampling = args.train_sampling_strategy
-    seed = args.data_seed if args.data_seed is not None else args.seed
+    seed = packing_seed(args)
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
@@ -243,7 +243,7 @@ def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int
         "documents_per_step": PackingOptions.of(args).documents_per_step,
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
-        "seed": args.data_seed if args.data_seed is not None else args.seed,
+        "seed": packing_seed(args),
     }
 
 

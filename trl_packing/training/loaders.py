@@ -43,6 +43,7 @@ from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.batch_weights import WeightedPaddedCollator
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.document_order import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.recognition.current_row import (
@@ -374,7 +375,6 @@ class PackedLoaderTrainer(ResumingTrainer):
     ) -> DataLoader:
         args, (ranks, rank) = self.args, self._data_ranks()
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
-        seed = args.data_seed if args.data_seed is not None else args.seed
         stream = StreamBatches(
             dataset.select_columns(_stream_columns(dataset)),
             StreamSettings(
@@ -382,7 +382,7 @@ class PackedLoaderTrainer(ResumingTrainer):
                 bins_per_batch=batch_size,
                 num_ranks=ranks,
                 strategy=find_strategy(args.packing_strategy).packs_as,
-                seed=seed if shuffles else None,
+                seed=packing_seed(args) if shuffles else None,
             ),
             self.data_collator,
             rank=rank,
