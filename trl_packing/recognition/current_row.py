@@ -97,7 +97,7 @@ def other_rows() -> Iterator[None]:
     Inside the block, each row of ``(B, T)`` tokens is one document, as in any model, even if it
     contains tokens of the batch, and no call is refused.
 
-    Example:
+    Examples:
         >>> with other_rows():
         ...     pass  # replayed = model(input_ids=ids, attention_mask=mask)
     """
