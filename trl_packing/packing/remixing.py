@@ -49,7 +49,7 @@ def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.G
     rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
     most = _MAX_ROUNDS if len(sizes) >= _SMALL else _MAX_ROUNDS_OF_SMALL
     for _ in range(min(rounds, most)):
-        (_exchange_tails if meets else _cut_pairs_anew)(sizes, bin_of, num_bins, capacity, rng)
+        (_exchange_tails if meets else _recut_pairs)(sizes, bin_of, num_bins, capacity, rng)
 
 
 # --- tails ----------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _matched(
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-def _cut_pairs_anew(
+def _recut_pairs(
     sizes: np.ndarray, bin_of: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
 ) -> None:
     """Pair the bins at random, and partition each pair again if one stretch allows it.
