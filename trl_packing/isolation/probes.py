@@ -90,7 +90,7 @@ def _alike(draw: Callable[[int], np.ndarray], length: int, room: int) -> list[Pr
     filler = draw(length // 2)  # a padded forward has at most as many cells as the row has tokens
     return [
         Probe(
-            f"of {len(document):,} tokens among its like",
+            f"of {len(document):,} tokens among similar ones",
             [[filler, *(other for other in documents if other is not document)]],
             document,
             room,
