@@ -242,8 +242,6 @@ class RepackEveryEpoch(TrainerCallback):
 
     Args:
         dataset: the training set. Its number of rows does not change.
-
-    Raises nothing.
     """
 
     def __init__(self, dataset: PackedDataset):
