@@ -1,15 +1,15 @@
-"""What balancing ranks costs in fairness, over window sizes, and how long planning takes.
+"""The cost of balancing ranks in fairness, by window size, and the time of planning.
 
     python benchmarks/balance.py --output benchmarks/results/balance.md
 
-A slot, the micro-batches that ranks run at the same moment, lasts as long as its costliest one.
-A step should still be a fair sample. Against steps of random bins:
+A slot is the set of micro-batches that all ranks run at the same time. It lasts as long as its
+costliest one. Each step should still be a fair sample. Compared with steps of random bins:
 
     max / mean         cost of a slot's costliest micro-batch over their mean, mean over slots
     document length    std over steps of the mean length of their documents, ÷ that of random steps
-    token's length     the same, of the mean length of a token's document: Σ len² / Σ len
+    token's length     the same for the mean length of a token's document: Σ len² / Σ len
 
-Accumulation 1, the hardest: a step is one slot. About a minute on an idle core.
+Accumulation is 1, the hardest case: each step is one slot. About a minute on an idle core.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def chat(number: int) -> np.ndarray:
 
 
 def wide(number: int) -> np.ndarray:
-    """Return log-normal lengths, mean 1,000, of which some are cut at 32,768."""
+    """Return log-normal lengths, mean 1,000, cut at 32,768."""
     drawn = np.random.default_rng(0).lognormal(np.log(1000) - 1.4**2 / 2, 1.4, number)
     return drawn.clip(16, 32768).astype(np.int32)
 
@@ -89,7 +89,7 @@ class Bins:
         return bins
 
     def sorted_steps(self, ranks: int) -> np.ndarray:
-        """Return the whole epoch sorted by cost: the best balance, and no fair steps."""
+        """Return the whole epoch sorted by cost: the best balance, with unfair steps."""
         whole = len(self.costs) // ranks * ranks
         return np.argsort(-self.costs)[:whole].reshape(-1, ranks)
 
@@ -128,7 +128,7 @@ def over_windows(bins: Bins) -> str:
 
 
 def planning() -> str:
-    """Plan in a process of its own, so that the peak is that of planning."""
+    """Plan in a separate process, so that its peak memory is that of planning."""
     load = os.getloadavg()[0]
     done = subprocess.run(
         [sys.executable, __file__, "--child"], capture_output=True, text=True, check=True
@@ -157,7 +157,7 @@ def exhaust(sampler: PackedBatchSampler, epoch: int) -> None:
 
 
 def timed(name: str, call):
-    """Return what `call` returns; other work on the machine counts in seconds, not in CPU's."""
+    """Print the seconds, the CPU seconds and the peak memory of `call`; return its result."""
     start, cpu = time.perf_counter(), time.process_time()
     result = call()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu

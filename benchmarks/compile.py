@@ -2,12 +2,11 @@
 
     python benchmarks/compile.py --output benchmarks/results/compile.md    # about 4 minutes
 
-A Llama trains through the trainer on documents of 16 to 200 tokens, packed into bins of 1,024, each
-variant in a process of its own, on the same documents and the same bins. A graph is a forward graph
-that reaches the backend (`torch._dynamo.utils.counters`). Seconds are of one CPU core (threads off,
-the C++ compiler counted), so that other work on the machine matters little; those lost to compiling
-are what the first steps take beyond the median of the later ones. The losses of all variants must
-agree first.
+The trainer trains a Llama on documents of 16 to 200 tokens, packed into bins of 1,024. Each variant
+runs in a separate process, on the same documents and bins. A graph is a forward graph that reaches
+the backend (`torch._dynamo.utils.counters`). Times are CPU seconds of one core (one thread, the C++
+compiler included), so that other work on the machine matters little. Compiling costs the time of
+the first steps beyond the median of the later ones. The losses of all variants must agree first.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from trl_packing.tools.tiny_step import tiny_tokenizer
 
 CAPACITY = 1024
 VOCABULARY = 1024
-FIRST = 8  # steps in which graphs are still compiled
+FIRST = 8  # steps that may still compile graphs
 COMPILED = {"torch_compile": True, "torch_compile_backend": "inductor"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
@@ -40,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of the compilers that it started and waited for."""
+    """Return the CPU time of this process and of the compilers that it has started."""
     return sum(os.times()[:4])
 
 
@@ -58,7 +57,7 @@ class StepTimer(TrainerCallback):
 
 
 def documents(steps: int) -> Dataset:
-    """Documents of 16 to 200 tokens, for a few more bins than `steps`."""
+    """Return documents of 16 to 200 tokens that fill a few more bins than `steps`."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, 200, (steps + 2) * CAPACITY // 107)
     return Dataset.from_list([{"input_ids": rng.integers(3, VOCABULARY, n)} for n in lengths])
@@ -110,12 +109,12 @@ def measure(options: dict[str, Any], steps: int, layers: int, result: Any) -> No
 
 
 def run(options: dict[str, Any], *sizes: int) -> tuple[list[float], list[float], int, float]:
-    """Return what `measure` sends from a process of its own."""
+    """Run `measure` in a separate process, and return its result."""
     spawn = multiprocessing.get_context("spawn")
     received, result = spawn.Pipe(duplex=False)
     process = spawn.Process(target=measure, args=(options, *sizes, result))
     process.start()
-    result.close()  # or a process that fails would be waited for
+    result.close()  # otherwise this would wait for a process that has failed
     taken = received.recv()
     process.join()
     return taken
@@ -125,13 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--output", help="write the table there too")
+    parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
-    # Read when a process starts; compile in this one, not in workers whose time nobody counts.
+    # These are read when a process starts. Compile in the process, so that its time is counted.
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # each variant compiles for itself
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # each variant compiles its graphs
     }
     rows, expected = [], None
     for name, options in VARIANTS.items():

@@ -1,9 +1,9 @@
-"""Tokens a second from the training dataloader, documents to collated batch, against TRL's.
+"""Speed of the training dataloader, from documents to collated batches, compared with TRL's.
 
     python benchmarks/dataloader.py --output benchmarks/results/dataloader.md       # half a minute
 
-Both trainers get the same tokenized documents, pack them to rows of 4,096 tokens and are run
-for an epoch without a model step, in the main process, in turns. Each must deliver every token.
+Both trainers pack the same tokenized documents into rows of 4,096 tokens. Their dataloaders run
+through an epoch without a model, in the main process and in turns. Each must deliver every token.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def build(trainer_class: type, dataset: Dataset, folder: str, rows: int) -> SFTT
 
 
 def epoch(trainer: SFTTrainer) -> tuple[int, float]:
-    """Return the tokens of one epoch and the seconds that it took to collate them."""
+    """Return the tokens of one epoch, and the seconds spent on collating them."""
     loader = trainer.get_train_dataloader()
     began = time.perf_counter()
     num_tokens = sum(batch["input_ids"].numel() for batch in loader)
@@ -70,7 +70,7 @@ def compare(dataset: Dataset, rows: int, turns: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5, help="epochs of each trainer")
-    parser.add_argument("--output", help="write the table there too")
+    parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     dataset = documents(NUM_TOKENS, 1024, ROWS)

@@ -1,4 +1,4 @@
-"""What a table of numbers must say about where it comes from."""
+"""The origin of measured numbers: command, hardware and versions."""
 
 import importlib.metadata
 import os
@@ -19,7 +19,7 @@ def provenance(packages: tuple[str, ...] = ("torch", "transformers", "trl")) -> 
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as far as the system tells it."""
+    """Return the name of the processor if the system knows it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

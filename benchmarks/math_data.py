@@ -1,19 +1,20 @@
-"""Plain `transformers.Trainer` on math data: packed rows against padding, to the maximum and less.
+"""Plain `transformers.Trainer` on math data: packed rows compared with padding.
 
     python benchmarks/math_data.py --data gsm8k_train.jsonl --output benchmarks/results/math.md
 
-About 2 minutes on 2 idle cores. DART-Math's page says 6 to 8 times as fast as "simple batching",
-which pads every document to the model's maximum length: 4,096 tokens for documents of about 512,
-so eight times by arithmetic. That is the baseline "to max" here; "to longest" pads to the longest
-document of a batch, as a trainer's collator does. The maximum is taken so that it is 8 times the
-mean of the documents, rounded up to 128, as on the page; and half of that.
+About 2 minutes on 2 idle cores. DART-Math's page claims a speedup of 6 to 8 over "simple batching",
+which pads every document to the model's maximum length. That is 4,096 tokens for documents of about
+512, so arithmetic alone gives a factor of 8. This baseline is "to max" here; "to longest" pads to
+the longest document of a batch, as a trainer's collator does. The maximum is 8 times the mean
+length, rounded up to 128, as on the page; a second case has half of that.
 
-The three train the same documents with `Trainer` itself, a Llama of 4 layers × 256 hidden, four
-rows a micro-batch, float32. All micro-batches are accumulated into one step, whose loss is then the
-mean over the same tokens, and must be the same. Times are CPU seconds of the process (all threads),
-which other work on the machine changes less than the clock; the median of the turns, which
-alternate.
-Without --data documents have random tokens and log-normal lengths with GSM8K's mean and spread.
+All three train the same documents with the plain `Trainer`: a Llama of 4 layers × 256 hidden, four
+rows a micro-batch, float32. All micro-batches are accumulated into one step, so its loss is the
+mean over the same tokens, and must be equal. Times are CPU seconds of the process (all threads),
+because other work on the machine affects them less than wall time; each is the median of
+alternating turns.
+
+Without --data, documents have random tokens and log-normal lengths with GSM8K's mean and spread.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from transformers import (
 from trl_packing import PackedDataset, enable_packing, make_supervised_dset
 
 TOKENIZER = Path(__file__).parents[1] / "recipes" / "demo" / "tokenizer"
-ROWS = 4  # of a micro-batch
+ROWS = 4  # in a micro-batch
 WAYS = ("to max", "to longest", "packed")
 
 
@@ -55,7 +56,7 @@ class Case(NamedTuple):
 
 
 class Watch(TrainerCallback):
-    """CPU seconds of the only step."""
+    """Measure the CPU seconds of the only step."""
 
     seconds = 0.0
 
@@ -67,7 +68,7 @@ class Watch(TrainerCallback):
 
 
 def documents_of(data: str | None, tokenizer: Any, number: int) -> Dataset:
-    """Return `number` documents at random: of a file with question and answer, or made up."""
+    """Return `number` random documents, drawn from a file of questions and answers or generated."""
     rng = np.random.default_rng(0)
     if data is None:
         lengths = np.maximum(rng.lognormal(5.35, 0.4, number).astype(int), 8)
@@ -100,7 +101,7 @@ def train(way: str, case: Case) -> tuple[float, float]:
         )
     )
     dataset: Any = case.documents
-    collator: Any = None  # Trainer's own
+    collator: Any = None  # Trainer's default
     if way == "packed":
         dataset = PackedDataset(case.documents, case.tokenizer, case.max_length)
         enable_packing(model, dataset)
@@ -161,13 +162,13 @@ def main() -> None:
     parser.add_argument("--tokenizer", default=str(TOKENIZER), help="default: the demo's")
     parser.add_argument("--documents", type=int, default=32)
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--output", help="write the table there too")
+    parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     disable_progress_bars()
     load = os.getloadavg()[0]
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    tokenizer.model_max_length = 10**9  # nothing is cut
+    tokenizer.model_max_length = 10**9  # cut nothing
     documents = documents_of(arguments.data, tokenizer, arguments.documents)
     lengths = [len(ids) for ids in documents["input_ids"]]
     eight = -(-8 * sum(lengths) // len(lengths) // 128) * 128

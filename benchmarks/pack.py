@@ -1,9 +1,9 @@
-"""How fast and how full `pack` packs, against TRL's `pack_dataset` (strategy bfd).
+"""Speed and utilization of `pack`, compared with TRL's `pack_dataset` (strategy bfd).
 
     python benchmarks/pack.py --output benchmarks/results/pack.md
 
-Correctness is checked before anything is timed. Seconds are those of the CPU, of runs that take
-turns: what else the machine does slows all of them alike. About two minutes on two idle cores.
+Correctness is checked before anything is timed. Times are CPU seconds of runs that take turns, so
+that other work on the machine slows all of them equally. About two minutes on two idle cores.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def log_normal(number: int, *, longest: int = CAPACITY, distinct: bool = False) 
     """Return log-normal lengths, cut at `longest`; `distinct` keeps the first draw of each."""
     rng = np.random.default_rng(0)
     lengths = np.empty(30 * number if distinct else number, dtype=np.int32)
-    # In parts, so that drawing needs no more memory than packing, whose peak is to be measured.
+    # Draw in parts, because drawing must not need more memory than packing, which is measured.
     for part in np.array_split(lengths, max(1, len(lengths) // 100_000)):
         drawn = rng.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, len(part))
         part[:] = np.clip(drawn, 1, longest)
@@ -49,7 +49,7 @@ def check(plan: PackingPlan, lengths: np.ndarray) -> None:
 
 
 def best_seconds(*calls, repeats: int = 5) -> list[float]:
-    """Return the CPU seconds of each call, the fastest of a few runs in which they take turns."""
+    """Return the CPU seconds of each call: the fastest of a few runs, which take turns."""
     turns = [[_seconds(call) for call in calls] for _ in range(repeats)]
     return [min(seconds) for seconds in zip(*turns, strict=True)]
 
@@ -61,7 +61,7 @@ def _seconds(call) -> float:
 
 
 def time_trl(lengths: np.ndarray) -> tuple[float, int, float]:
-    """Return CPU seconds, bins and utilization of `trl.pack_dataset` on such documents."""
+    """Return CPU seconds, bins and utilization of `trl.pack_dataset` on documents of `lengths`."""
     import pyarrow as pa
     import trl
     from datasets import Dataset, disable_progress_bars
@@ -110,7 +110,7 @@ def against_trl(number: int) -> str:
 
 
 def ten_million() -> str:
-    """Measure in a process of its own, so that the peak is that of `pack`."""
+    """Measure in a separate process, so that its peak memory is that of `pack`."""
     rows = []
     for seed in (None, 0):
         child = [sys.executable, __file__, "--child", "10000000", str(seed)]
@@ -133,7 +133,7 @@ def child(number: int, seed: int | None) -> None:
 
 
 def pairs(plan: PackingPlan) -> np.ndarray:
-    """Return every pair of documents that shares a bin, as one number each."""
+    """Return each pair of documents that share a bin, encoded as one number."""
     found = []
     for documents in plan:
         ordered = np.sort(documents).astype(np.int64)
@@ -167,7 +167,7 @@ def repeated_pairs() -> str:
 
 
 def small_sets() -> str:
-    """Measure what a window of a stream, or a small data set, is planned in."""
+    """Measure the planning of a stream's window, or of a small data set."""
     rng = np.random.default_rng(0)
     sets = {
         f"{number:,} {kind}": (lengths, CAPACITY)
@@ -221,7 +221,7 @@ def main() -> None:
         number, seed = arguments.child
         return child(int(number), None if seed == "None" else int(seed))
 
-    large = ten_million()  # first: Linux hands the parent's peak on to a child that it starts
+    large = ten_million()  # first, because on Linux a child process inherits the parent's peak
     lengths = f"log-normal lengths (mean {MEAN}, σ {SIGMA})"
     parts = ["# pack", f"`{COMMAND}`", machine()]
     parts += [

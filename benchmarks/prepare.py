@@ -1,11 +1,11 @@
-"""Rows a second from a data set of text or messages to tokenized documents, against TRL's.
+"""Speed of preparation, from rows of text or messages to documents, compared with TRL's.
 
     python benchmarks/prepare.py --tokenizer PATH --data gsm8k_train.jsonl \\
         --output benchmarks/results/prepare.md                          # about 2 minutes, 2 cores
 
-Both trainers prepare the same rows, one process each, nothing cached; the documents must be the
-same token by token and label by label. `--memory 100000 1000000` prepares so many rows and
-prints how much the process grows.
+Both trainers prepare the same rows in one process, without a cache. The documents must have the
+same tokens and labels. `--memory 100000 1000000` prepares that many rows and prints how much the
+memory of the process grows.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-# form -> (row of question and answer, ratio that the project promises)
+# form -> (makes a row from question and answer, promised ratio)
 FORMS: dict[str, tuple[Callable[[str, str], dict[str, Any]], float | None]] = {
     "conversations": (lambda q, a: {"messages": [user(q), assistant(a)]}, 3.0),
     "prompt and completion, messages": (
@@ -48,7 +48,7 @@ FORMS: dict[str, tuple[Callable[[str, str], dict[str, Any]], float | None]] = {
 
 
 def trainer(cls: type, rows: Dataset, tokenizer: Any, folder: str) -> SFTTrainer:
-    """A trainer on two rows, with the smallest model, whose preparation is then timed."""
+    """Return a trainer on two rows with the smallest model; its preparation is then timed."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=8,
@@ -77,7 +77,7 @@ def compare(form: str, pairs: list[tuple[str, str]], tokenizer: Any, repeats: in
     documents = {}
     with tempfile.TemporaryDirectory() as folder:
         trainers = {cls: trainer(cls, rows, tokenizer, folder) for cls in times}
-        for _ in range(repeats):  # in turns: a machine whose speed drifts favors neither
+        for _ in range(repeats):  # in turns, so that a machine with drifting speed favors neither
             for cls, one in trainers.items():
                 taken, documents[cls] = seconds(one, rows)
                 times[cls].append(taken)
@@ -90,13 +90,13 @@ def compare(form: str, pairs: list[tuple[str, str]], tokenizer: Any, repeats: in
 
 
 def anonymous_mib() -> float:
-    """Return the memory of this process that no file backs (Linux)."""
+    """Return the anonymous memory of this process (Linux)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) / 2**10
 
 
 class Peak(threading.Thread):
-    """Looks at the memory ten times a second until it is told to stop."""
+    """Samples the memory of this process ten times a second until it is stopped."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -108,7 +108,7 @@ class Peak(threading.Thread):
 
 
 def growth_over(number: int, pairs: list[tuple[str, str]], tokenizer: Any) -> str:
-    """Prepare so many conversations from a file; say how much the process grew."""
+    """Prepare conversations from a file, and return how much the process grew."""
     row, _ = FORMS["conversations"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "million.jsonl"
@@ -135,8 +135,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="a chat model's folder or hub id")
     parser.add_argument("--data", required=True, help="a .jsonl with question and answer")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--memory", type=int, nargs="*", default=[], help="also so many rows")
-    parser.add_argument("--output", help="write the table there too")
+    parser.add_argument(
+        "--memory", type=int, nargs="*", default=[], help="rows to measure memory with"
+    )
+    parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     disable_caching()

@@ -1,16 +1,17 @@
-"""A packed training step on CPU through the trainer, against TRL's packing=True, step by step.
+"""Time of a packed training step on CPU, compared with TRL's packing=True.
 
     python benchmarks/step.py --output benchmarks/results/step.md      # about 10 minutes, 2 cores
 
-A Llama of 4 layers × 512 hidden trains on documents of about 256 tokens, a third of each prompt.
-Each trainer runs in a process of its own, as it would for a user, on the same documents in rows of
-T tokens; the processes take turns, so that a machine whose speed drifts does not favor either (step
-by step they must not: the pages of a process that waits are taken away, and the faster one waits
-longer). A step is what lies between `on_step_begin` and `on_step_end`; a turn is the median of its
-steps after a warm-up, the ratio the median over pairs of turns. The losses of both must agree first
-(on Llama, TRL's packed rows are exact too).
+A Llama of 4 layers × 512 hidden trains on documents of about 256 tokens; a third of each is prompt.
+Each trainer runs in a separate process, as for a user, on the same documents in rows of T tokens.
+The processes take turns, so that a machine with drifting speed favors neither. They do not take
+turns at every step, because a waiting process loses memory pages, and the faster one would wait
+longer. A step is the time between `on_step_begin` and `on_step_end`. A turn is the median of its
+steps after a warm-up, and the ratio is the median over pairs of turns. The losses of both must
+agree first (on Llama, TRL's packed rows are exact too).
 
-`--keep-pages` gives TRL, too, an allocator that keeps its pages (trl_packing/training/malloc.py).
+`--keep-pages` gives TRL the same allocator settings, which keep freed pages
+(trl_packing/training/malloc.py).
 """
 
 import argparse
@@ -33,7 +34,7 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing import PackedSFTTrainer
 from trl_packing.tools.tiny_step import tiny_tokenizer
 
-# (tokens a row, vocabulary, dtype, ratio that the project promises)
+# (tokens a row, vocabulary, dtype, promised ratio)
 CASES = [
     (4096, 1024, "fp32", 2.5),
     (8192, 1024, "fp32", 4.0),
@@ -43,7 +44,7 @@ CASES = [
     (4096, 32000, "bf16", 3.0),
 ]
 DOCUMENT = 256
-WARM_UP = 2  # steps in which the allocator still grows
+WARM_UP = 2  # steps that still grow the allocator's memory
 
 KEEP_PAGES = {
     "MALLOC_MMAP_MAX_": "0",
@@ -76,14 +77,14 @@ class StepTimer(TrainerCallback):
             self.losses.append(logs["loss"])
             num_tokens = logs["num_tokens"] - self.tokens_before
             self.tokens_before = logs["num_tokens"]
-            is_full = num_tokens > 0.9 * self.full  # one row of an epoch takes what is left
+            is_full = num_tokens > 0.9 * self.full  # the last row of an epoch is shorter
             if state.global_step > WARM_UP and is_full:
                 self.seconds_a_token.append(self.seconds / num_tokens)
             control.should_training_stop = len(self.seconds_a_token) >= self.steps
 
 
 def documents(num_tokens: int, vocabulary: int, rows: int) -> Dataset:
-    """Documents that fill `rows` rows to the last token, with varied lengths around `DOCUMENT`."""
+    """Return documents of lengths around `DOCUMENT` that fill `rows` rows to the last token."""
     generator = torch.Generator().manual_seed(0)
     examples = []
     for _ in range(rows * num_tokens // (2 * DOCUMENT)):
@@ -134,7 +135,7 @@ def trainer(trainer_class: type, case: tuple, timer: StepTimer, folder: str) -> 
 
 
 def measure(trainer_class: type, case: tuple, steps: int, result: Any) -> None:
-    """Train in this process; send the seconds a token of a step, and the mean loss."""
+    """Train in this process; send the seconds for each token of a step, and the mean loss."""
     warnings.filterwarnings("ignore")
     timer = StepTimer(case[0], steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -143,12 +144,12 @@ def measure(trainer_class: type, case: tuple, steps: int, result: Any) -> None:
 
 
 def turn(trainer_class: type, case: tuple, steps: int) -> tuple[float, float]:
-    """Return what `measure` sends from a process of its own."""
+    """Run `measure` in a separate process, and return its result."""
     spawn = multiprocessing.get_context("spawn")
     received, result = spawn.Pipe(duplex=False)
     process = spawn.Process(target=measure, args=(trainer_class, case, steps, result))
     process.start()
-    result.close()  # or a process that fails would be waited for
+    result.close()  # otherwise this would wait for a process that has failed
     taken = received.recv()
     process.join()
     return taken
@@ -161,7 +162,7 @@ def compare(case: tuple, steps: int, turns: int) -> list[str]:
         (trl, trl_loss), (ours, our_loss) = (
             turn(trainer_class, case, steps) for trainer_class in (SFTTrainer, PackedSFTTrainer)
         )
-        # Random weights, learning rate 0: steps of other documents differ by their tokens alone.
+        # Random weights and learning rate 0, so that steps differ only by their tokens.
         assert abs(trl_loss - our_loss) < 0.01 * trl_loss, (trl_loss, our_loss)
         pairs.append((trl, ours))
     ratio = statistics.median(theirs / own for theirs, own in pairs)
@@ -181,11 +182,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--turns", type=int, default=2, help="turns of each trainer")
     parser.add_argument("--cases", type=int, nargs="*", help="indices of cases, default all")
-    parser.add_argument("--keep-pages", action="store_true", help="both without page faults")
-    parser.add_argument("--output", help="write the table there too")
+    parser.add_argument("--keep-pages", action="store_true", help="both keep freed pages")
+    parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     if arguments.keep_pages and not KEEP_PAGES.items() <= os.environ.items():
-        # The allocator reads them when it starts.
+        # The allocator reads these when the process starts.
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_PAGES)
     warnings.filterwarnings("ignore")
     chosen = [CASES[i] for i in arguments.cases] if arguments.cases else CASES

@@ -74,11 +74,11 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         model=arguments.model_name_or_path, args=training_args, train_dataset=stream
     )
     say, ranks = trainer.accelerator.print, training_args.world_size
-    division = assign_shards(trainer.train_dataset, ranks, training_args.dataloader_num_workers)
-    part = "its own shards" if division.by_rank or ranks == 1 else "the whole stream"
+    assignment = assign_shards(trainer.train_dataset, ranks, training_args.dataloader_num_workers)
+    part = "its own shards" if assignment.by_rank or ranks == 1 else "the whole stream"
     say(
-        f"Shards in the stream: {division.num_shards}. Ranks: {ranks}. Each rank reads {part}, "
-        f"{division.num_readers} at a time."
+        f"Shards in the stream: {assignment.num_shards}. Ranks: {ranks}. Each rank reads {part}, "
+        f"{assignment.num_readers} at a time."
     )
     trainer.train(training_args.resume_from_checkpoint)
     trainer.save_model()

@@ -1,4 +1,4 @@
-"""What every test shares: no network, one thread, and reasons for what is skipped."""
+"""Settings of all tests: no network, one thread, reasons for skipped tests, a fixed seed."""
 
 import gc
 import os
@@ -15,15 +15,17 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
+# Some warnings of torch come once a process; the test that fails would depend on the order.
+torch.set_warn_always(True)
 datasets.disable_progress_bars()
 
-# No test depends on time: hypothesis fails an example beyond 200 ms, which a busy machine exceeds.
+# Without a deadline: hypothesis fails an example beyond 200 ms, which a busy machine exceeds.
 hypothesis.settings.register_profile("trl_packing", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("trl_packing")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device, saying so."""
+    """Skip tests marked `gpu` on a machine without a CUDA device, with that reason."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -33,12 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what the imports left out of later collections: each `train()` runs one, of 0.3 s."""
+    """Exempt imported objects from garbage collection: each `train()` collects, for 0.3 s."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Every test starts from the same random state, whatever ran before it."""
+    """Start every test from the same random state."""
     torch.manual_seed(0)

@@ -3,6 +3,8 @@
 To clear one after working on it: jupyter nbconvert --clear-output --inplace notebooks/NAME.ipynb
 """
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -59,6 +61,17 @@ def test_a_notebook_has_a_title_one_question_and_checks_its_claims(path):
     assert re.fullmatch(r"\*\*Question: [^?]*\?\*\*", question)
     assert sum("**Question" in cell.source for cell in cells) == 1
     assert sum("\nassert " in cell.source for cell in cells) >= 2
+
+
+@every_notebook
+def test_every_import_from_the_package_is_there(path):
+    source = TransformerManager().transform_cell(all_code(path))
+    imports = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)]
+    ours = [n for n in imports if str(n.module).split(".")[0] == "trl_packing"]
+    assert ours
+    for node in ours:
+        module = importlib.import_module(str(node.module))
+        assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
 # --- the first cell ---------------------------------------------------------------------------

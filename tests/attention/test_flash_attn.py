@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from helpers import flash_attn_double
+from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import WINDOW, documents_of_lengths, tiny_model, tiny_tokenizer
-from transformers import TrainerCallback
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -33,43 +33,16 @@ def flash(monkeypatch):
     return flash_attn_double.install(monkeypatch)
 
 
-class FirstStep(TrainerCallback):
-    """Keep what the kernel saw in the first micro-batch, and the gradients; then stop."""
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-        control.should_training_stop = True
-
-
 def first_step(name, flash, tmp_path, **options):
-    """Return trainer, loss, gradients, batch and the kernel's calls of the first optimizer step."""
-    seen = FirstStep()
-    trainer = PackedSFTTrainer(
-        tiny_model(name, attn_implementation="flash_attention_2"),
-        PackedSFTConfig(
-            output_dir=str(tmp_path),
-            max_length=40,
-            per_device_train_batch_size=2,
-            gradient_checkpointing=False,
-            max_grad_norm=0.0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            bf16=False,
-            **options,
-        ),
-        train_dataset=dataset(),
-        processing_class=tiny_tokenizer(),
-        callbacks=[seen],
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
+    """Return trainer, loss, gradients, batch and the kernel's calls of the only optimizer step."""
+    model = tiny_model(name, attn_implementation="flash_attention_2")
+    trainer, kept, batch = trainer_for(name, tmp_path, model=model, **options)
     # Forwards of the isolation check come first; the last forward is the step's.
     seen_before = []
     trainer.model.register_forward_pre_hook(lambda *_: seen_before.append(len(flash.calls)))
     trainer.train()
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return trainer, loss, seen.gradients, batch, flash.calls[seen_before[-1] :]
+    return trainer, loss, kept.gradients, batch, flash.calls[seen_before[-1] :]
 
 
 def dataset():
@@ -138,7 +111,7 @@ def test_the_isolation_check_stops_a_kernel_that_ignores_the_boundaries(flash, t
 def test_a_loaded_kernel_that_ignores_the_boundaries_is_passed_over(flash, tmp_path):
     flash.ignores_boundaries = True
     model = tiny_model("llama", attn_implementation="flash_attention_2")
-    trainer, seen, batch = trained("llama", tmp_path, model=model)
+    trainer, seen, batch = trainer_for("llama", tmp_path, model=model)
     assert_exact("llama", trainer, seen, batch)
     assert trainer.attention.backend == "documents"
     assert trainer.attention.reason.startswith("flash_attention_2 leaks by ")
@@ -176,21 +149,13 @@ def gpu(monkeypatch):
     return pretend
 
 
-def trained(name, tmp_path, *, model=None, **options):
-    """Return trainer, loss and gradients of the first step, and its batch."""
-    seen = FirstStep()
-    settings = {
+def trainer_for(name, tmp_path, *, model=None, **options):
+    """Return a trainer of one step, the callback that will keep its gradients, and its batch."""
+    kept = Keep()
+    settings = ONE_STEP | {
         "output_dir": str(tmp_path),
         "max_length": 40,
         "per_device_train_batch_size": 2,
-        "gradient_checkpointing": False,
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,
-        "use_cpu": True,
     }
     trainer = PackedSFTTrainer(
         tiny_model(name) if model is None else model,
@@ -198,10 +163,10 @@ def trained(name, tmp_path, *, model=None, **options):
         train_dataset=dataset(),
         eval_dataset=dataset(),
         processing_class=tiny_tokenizer(),
-        callbacks=[seen],
+        callbacks=[kept],
     )
     batch = next(iter(trainer.get_train_dataloader()))
-    return trainer, seen, batch
+    return trainer, kept, batch
 
 
 def assert_exact(name, trainer, seen, batch):
@@ -224,7 +189,7 @@ def test_a_kernel_without_a_right_backward_is_passed_over(
 ):
     gpu(4)
     flash_attn_double.install(monkeypatch, 4, backward)
-    trainer, seen, batch = trained(name, tmp_path)
+    trainer, seen, batch = trainer_for(name, tmp_path)
     assert trainer.attention.backend == "flash_attention_4"
     assert_exact(name, trainer, seen, batch)
     # varlen, which comes next, needs a GPU; documents comes before the model's own mask.
@@ -238,7 +203,7 @@ def test_a_kernel_with_a_right_backward_is_kept(gpu, monkeypatch, tmp_path):
     """The control: the same kernel, unbroken, trains."""
     gpu(4)
     double = flash_attn_double.install(monkeypatch, 4)
-    trainer, seen, batch = trained("mistral", tmp_path)
+    trainer, seen, batch = trainer_for("mistral", tmp_path)
     assert_exact("mistral", trainer, seen, batch)
     assert str(trainer.attention) == "flash_attention_4 (installed)"
     assert double.calls
@@ -248,7 +213,7 @@ def test_the_next_version_is_tried_before_varlen(gpu, monkeypatch, tmp_path):
     """Both are the double: version 4 has a broken backward, version 3 is not found on import."""
     gpu(4, 3)
     flash_attn_double.install(monkeypatch, 4, "raises")
-    trainer, seen, batch = trained("llama", tmp_path)
+    trainer, seen, batch = trainer_for("llama", tmp_path)
     assert_exact("llama", trainer, seen, batch)
     tried = [reason.split()[0] for reason in trainer.attention.reason.split("; ")]
     assert tried == ["flash_attention_4", "flash_attention_3", "varlen"]
@@ -267,7 +232,7 @@ def test_a_package_that_does_not_import_is_passed_over(
 
     monkeypatch.setattr(flash_utils, "_lazy_imports", undefined_symbol)
     with caplog.at_level(logging.WARNING, logger="trl_packing"):
-        trainer, _, _ = trained("llama", tmp_path, isolation_check=isolation_check)
+        trainer, _, _ = trainer_for("llama", tmp_path, isolation_check=isolation_check)
     assert trainer.attention.backend == "varlen"
     assert "flash_attention_2 refused (ImportError: flash_attn_2_cuda.so" in caplog.text
 
@@ -276,7 +241,7 @@ def test_evaluation_needs_no_backward_and_says_nothing_of_training(gpu, monkeypa
     """Long documents are known of the kernel that evaluates, not of the one that then trains."""
     gpu(4)
     flash_attn_double.install(monkeypatch, 4, "raises")
-    trainer, seen, batch = trained("llama", tmp_path)
+    trainer, seen, batch = trainer_for("llama", tmp_path)
     trainer.evaluate()
     assert trainer.attention.backend == "flash_attention_4"
     longest, check = [], trl_packing.isolation.check.check_isolation

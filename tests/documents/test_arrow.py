@@ -219,7 +219,6 @@ def test_weights_are_read_through_the_mapping_of_the_data_set():
 
 
 @pytest.mark.parametrize("wrong", [-0.5, float("nan"), float("inf"), 1e39])
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_the_first_document_of_impossible_weights_is_named(wrong):
     rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1.0, wrong]}]
     dataset = with_weights(rows, "float64")

@@ -6,7 +6,8 @@ not (gemma3, Qwen-VL), the loss gets None for it and is divided by the micro-bat
 
 import pytest
 from datasets import Dataset
-from helpers.by_hand import ONE_STEP, Keep, assert_same_step, by_hand
+from helpers.by_hand import assert_same_step, by_hand
+from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from trl import SFTConfig, SFTTrainer
 

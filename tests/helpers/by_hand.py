@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from transformers import TrainerCallback
 
+from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import tiny_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
@@ -89,30 +89,6 @@ def by_hand(model, documents, loss="nll", weighting="token"):
     value.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return value.item(), gradients
-
-
-#: Settings of a trainer that takes one optimizer step, changes nothing, and logs its loss.
-ONE_STEP = {
-    "max_steps": 1,
-    "learning_rate": 0.0,
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "bf16": False,
-    "use_cpu": True,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-class Keep(TrainerCallback):
-    gradients: dict
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients = {
-            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-        }
 
 
 def trainer_for(model, train, folder, *, evaluated=None, callbacks=(), arguments=None, **options):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 
-from helpers.by_hand import ONE_STEP, Keep
+from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 

@@ -4,20 +4,15 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, DefaultDataCollator, Trainer, TrainingArguments
 
 import trl_packing.plain_trainer.enable
+from helpers.one_step import PLAIN_ONE_STEP
 from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from trl_packing import PackedCollator, PackedDataset
 
 PACK_LEN = 80
-
-
 packing_of = trl_packing.plain_trainer.enable.packing_of
 
-
 LENGTHS = [3, 60, 17, 9, 31, 44, 5, 22, 12, 27, 8, 50, 19, 40, 33, 6]
-
-
 DOCUMENTS = documents_of_lengths(LENGTHS, prompt=2)
-
 
 COLLATORS = {
     "none": None,
@@ -34,18 +29,11 @@ def packed(documents=DOCUMENTS, **options) -> PackedDataset:
 def trainer_of(model, dataset, folder, *, collator=None, callbacks=(), evaluated=None, **options):
     arguments = TrainingArguments(
         **{
+            **PLAIN_ONE_STEP,
             "output_dir": str(folder),
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 2,
-            "max_steps": 1,
-            "learning_rate": 0.0,
-            "max_grad_norm": 0.0,
-            "logging_steps": 1,
             "train_sampling_strategy": "sequential",
-            "use_cpu": True,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
             **options,
         }
     )

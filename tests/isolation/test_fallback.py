@@ -32,7 +32,7 @@ from trl_packing import (
 from trl_packing.attention import block_mask
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
-from trl_packing.attention.interface import unwrap_packed_calls
+from trl_packing.attention.packed_calls import unwrap_packed_calls
 from trl_packing.isolation.fallback import install_first_exact, with_fallbacks
 from trl_packing.tools.tiny_models import tiny_model
 from trl_packing.tools.tiny_step import StepResult, one_at_a_time, packed_step, tiny_documents

@@ -177,14 +177,12 @@ def test_the_balance_of_experts_is_logged_by_tokens(tmp_path):
     model = tiny_model("qwen3_moe").train()
     model.config.output_router_logits = True
     losses = [
-        float(
-            model(
-                input_ids=b["input_ids"],
-                position_ids=b["position_ids"],
-                use_cache=False,
-                output_router_logits=True,
-            ).aux_loss
-        )
+        model(
+            input_ids=b["input_ids"],
+            position_ids=b["position_ids"],
+            use_cache=False,
+            output_router_logits=True,
+        ).aux_loss.item()
         for b in batches
     ]
     expected = sum(x * n for x, n in zip(losses, sizes, strict=True)) / sum(sizes)

@@ -369,15 +369,15 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
     """A model that is left half enabled would train on our loss instead of its own."""
     model = tiny_model("llama")
     model.loss_function = lambda logits, labels, **_: logits.float().mean() * 0 + 1.0
-    expected = float(model(**flattened()).loss)
+    expected = model(**flattened()).loss.item()
     before = dict(vars(model))
     for _ in range(2):
         with pytest.raises(ValueError, match="another loss"):
             enable_packing(model)
         assert vars(model) == before
-        assert float(model(**flattened()).loss) == expected == 1.0
+        assert model(**flattened()).loss.item() == expected == 1.0
     enable_packing(model, isolation_check="off")
-    assert float(model(**flattened()).loss) > 2, "the control: enabled, the loss is ours"
+    assert model(**flattened()).loss.item() > 2, "the control: enabled, the loss is ours"
 
 
 @pytest.mark.parametrize(

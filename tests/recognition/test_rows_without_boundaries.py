@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from helpers.by_hand import Keep, assert_same_step, by_hand
+from helpers.by_hand import assert_same_step, by_hand
+from helpers.one_step import PLAIN_ONE_STEP, Keep
 from helpers.plain_runs import COLLATORS, DOCUMENTS, documents_of_rows, packed
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers import (
@@ -113,20 +114,12 @@ def trainer_with(call, folder, model=None, collator=None, rows=None, **options):
 
     kept = Keep()
     dataset = packed() if rows is None else Dataset.from_list(rows)
-    settings = {
+    settings = PLAIN_ONE_STEP | {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": len(dataset),
         "gradient_accumulation_steps": 2,
-        "max_steps": 1,
-        "learning_rate": 0.0,
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
         "train_sampling_strategy": "sequential",
-        "use_cpu": True,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
     }
     trainer = Subclass(
         tiny_model("llama") if model is None else model,

@@ -14,23 +14,28 @@ from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
 from trl_packing.streaming.shards import assign_shards
 
 
-def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, division=None, **options):
+def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, assignment=None, **options):
     """Return the documents of the micro-batches of one reader, by name."""
     where = {name: options.pop(name) for name in ("epoch", "place") if name in options}
     made = StreamSettings(capacity, window_bins=window_bins, **options)
-    stream = PackedStream(source, made, rank=rank, reader=reader, division=division, **where)
+    stream = PackedStream(source, made, rank=rank, reader=reader, assignment=assignment, **where)
     return [names(batch) for batch, *_ in stream]
 
 
 def read_all(source, num_ranks, num_workers=0, **options):
     """Return the micro-batches of all readers of each rank, one reader behind the other."""
-    division = assign_shards(source, num_ranks, num_workers)
+    assignment = assign_shards(source, num_ranks, num_workers)
     return [
         [
             batch
-            for reader in range(division.num_readers)
+            for reader in range(assignment.num_readers)
             for batch in read(
-                source, rank=rank, reader=reader, division=division, num_ranks=num_ranks, **options
+                source,
+                rank=rank,
+                reader=reader,
+                assignment=assignment,
+                num_ranks=num_ranks,
+                **options,
             )
         ]
         for rank in range(num_ranks)
@@ -249,8 +254,8 @@ def test_ranks_read_shards_of_their_own_if_these_are_about_equally_many(
     num_shards, num_ranks, num_workers, by_rank, num_readers
 ):
     source = sharded([9] * 40, num_shards)
-    division = assign_shards(source, num_ranks, num_workers)
-    assert (division.by_rank, division.num_readers) == (by_rank, num_readers)
+    assignment = assign_shards(source, num_ranks, num_workers)
+    assert (assignment.by_rank, assignment.num_readers) == (by_rank, num_readers)
     assert_exactly_once(read_all(source, num_ranks, num_workers), 40)
 
 
@@ -277,8 +282,8 @@ def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run(num_shards):
     packed, unpacked = (assign_shards(source, 2, 0, packs=packs) for packs in (True, False))
     for rank in range(2):
         theirs = names(source.shard(2, rank))
-        assert names(unpacked.part(source, 2, rank, 0)) == theirs
-        assert names(packed.part(source, 2, rank, 0)) != theirs
+        assert names(unpacked.select(source, 2, rank, 0)) == theirs
+        assert names(packed.select(source, 2, rank, 0)) != theirs
 
 
 WHOLE_ONLY = {
@@ -359,7 +364,7 @@ def test_only_a_stream_that_shuffles_is_read_again_from_its_start(shuffles, most
 def test_a_place_in_other_documents_is_refused():
     made = StreamSettings(CAPACITY, window_bins=6, seed=0)
     place = list(PackedStream(sharded(LENGTHS, 3), made))[20][1]
-    with pytest.raises(ValueError, match="the stream has other ones than when the checkpoint was"):
+    with pytest.raises(ValueError, match="the stream continues with other documents than when the"):
         read(sharded(LENGTHS[::-1], 3), window_bins=6, seed=0, place=place)
 
 

@@ -60,6 +60,7 @@ def build_model(name: str, lora: bool):
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     if name == "gpt2":
         config.target_modules = ["c_attn", "c_proj"]
+        config.fan_in_fan_out = True  # weights of its Conv1D are transposed
     return get_peft_model(model, config)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_packing.models.flops import peak_flops
+from trl_packing.models.device_peaks import peak_flops
 from trl_packing.training.throughput import (
     GIB,
     Counts,

@@ -13,13 +13,13 @@ from trl_packing.attention.implementation import (
     restore_implementation,
     set_implementation,
 )
-from trl_packing.attention.interface import (
+from trl_packing.attention.interface import mark_packed_calls
+from trl_packing.attention.kernel_backward import run_backward_once
+from trl_packing.attention.packed_calls import (
     announce_boundaries,
-    mark_packed_calls,
     pass_packed_calls,
     unwrap_packed_calls,
 )
-from trl_packing.attention.kernel_backward import run_backward_once
 from trl_packing.models.introspection import rope_thresholds, unwrap_peft
 
 

@@ -1,4 +1,4 @@
-"""Registers packed kernels with transformers, and routes packed calls of a model to them.
+"""Registers packed kernels with transformers, for packed calls only.
 
 A kernel that keeps documents apart needs only boundaries, so a *packed call* must build no mask:
 
@@ -11,12 +11,9 @@ function, every other call would silently run without a mask: logits of a left-p
 change by 2.5, and `generate` writes other tokens (transformers 5.23).
 """
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.attention.implementation import (
-    current_implementation,
-    register_packed_name,
-    set_implementation,
-)
-from trl_packing.documents.host_row import BOUNDARIES
-from trl_packing.models.forward import unbind_forward
-from trl_packing.models.neftune import announce_documents
-from trl_packing.recognition.calls import complete_arguments, leave_inner_calls_alone
+from trl_packing.attention.implementation import register_packed_name
+from trl_packing.attention.packed_calls import wrap_packed_calls
 
 
 class KernelOptions(NamedTuple):
@@ -93,90 +83,6 @@ def mark_packed_calls(backbone: nn.Module, implementation: str | None = None) ->
             return forward(**kwargs)
 
     wrap_packed_calls(backbone, run_without_mask, implementation)
-
-
-def pass_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:
-    """Run packed calls of `backbone` unchanged: its native attention reads boundaries."""
-    wrap_packed_calls(backbone, lambda forward, **kwargs: forward(**kwargs), implementation)
-
-
-def wrap_packed_calls(
-    module: nn.Module, run: Callable[..., Any], implementation: str | None = None
-) -> None:
-    """Run packed calls of `module` as ``run(forward, **kwargs)``, and other calls unchanged.
-
-    A call on a packed row without boundaries is a packed call too, if the row is recognized
-    (`recognition/current_row.py`). Positional arguments reach `run` by name.
-
-    Args:
-        module: the module whose `forward` is replaced. An earlier `run` is replaced too;
-            `unwrap_packed_calls` removes it.
-        run: called with the native forward and all arguments by name.
-        implementation: the `attn_implementation` that packed calls set, since it is restored after
-            each run and does not travel with copies.
-    """
-    unwrap_packed_calls(module)
-    before = vars(module).get("forward")
-    inner_forward = unbind_forward(module.forward, module)
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-
-    @functools.wraps(type(module).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("cu_seq_lens_q") is None:
-            kwargs |= _announced_boundaries
-        args, kwargs = complete_arguments(self, names, args, kwargs)
-        if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
-            return inner_forward(self, *args, **kwargs)
-        if implementation is not None and current_implementation(self) != implementation:
-            set_implementation(self, implementation)
-        named = dict(zip(names, args, strict=False))
-        with announce_documents(boundaries=kwargs["cu_seq_lens_q"]), leave_inner_calls_alone():
-            return run(functools.partial(inner_forward, self), **named, **kwargs)
-
-    forward.before_packed_calls = before  # type: ignore[attr-defined]
-    module.forward = MethodType(forward, module)
-
-
-# Boundaries announced by the packed call of a whole model, read by its backbone.
-_announced_boundaries: dict[str, Any] = {}
-
-
-def announce_boundaries(model: nn.Module, implementation: str | None = None) -> None:
-    """Make the boundaries of packed calls of `model` reach its backbone.
-
-    Some forwards (falcon, mamba) drop unknown arguments.
-
-    Args:
-        model: the whole model, with its head.
-        implementation: the `attn_implementation` that packed calls need. It is set here too,
-            because some models (opt) call past their backbone.
-    """
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    taken = {p.name for p in parameters} | {"fused_lm_head"}
-
-    def run_with_boundaries(forward: Callable[..., Any], **kwargs: Any) -> Any:
-        global _announced_boundaries
-        before = _announced_boundaries
-        _announced_boundaries = {k: v for k, v in kwargs.items() if k in BOUNDARIES}
-        try:
-            return forward(**{k: v for k, v in kwargs.items() if takes_any or k in taken})
-        finally:
-            _announced_boundaries = before
-
-    wrap_packed_calls(model, run_with_boundaries, implementation)
-
-
-def unwrap_packed_calls(module: nn.Module) -> None:
-    """Restore the forward that `module` had before `wrap_packed_calls`."""
-    forward = vars(module).get("forward")
-    if not hasattr(forward, "before_packed_calls"):
-        return
-    before = forward.before_packed_calls  # type: ignore[union-attr]
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from trl_packing.attention.interface import wrap_packed_calls
+from trl_packing.attention.packed_calls import wrap_packed_calls
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,

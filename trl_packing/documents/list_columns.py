@@ -46,8 +46,12 @@ class ListColumn:
             row -= int(self.first_row[chunk])
         values, offsets = self.chunks[chunk]
         found = values[offsets[row] : offsets[row + 1]]
+        if self.name != TOKEN_WEIGHTS:
+            return found
         # Cast by document: the whole column cast would be a copy of it in memory.
-        return found.astype(np.float32, copy=False) if self.name == TOKEN_WEIGHTS else found
+        # A weight beyond float32 becomes inf, which `check_token_weights` refuses.
+        with np.errstate(over="ignore"):
+            return found.astype(np.float32, copy=False)
 
     def sums(self) -> np.ndarray:
         """Return the sum of each row."""

@@ -1,11 +1,11 @@
-"""`DataCollatorForCompletionOnlyLM`, which TRL removed: train what follows a template.
+"""`DataCollatorForCompletionOnlyLM`, which TRL removed: train the text after a template.
 
     text       ### Question: Why?\n ### Answer: Because.<eos>
     template                        ### Answer:
     labels     -100 … … … … … … … … … … … … …  Because . <eos>
 
-It works alone, with any trainer, as it did; in `PackedSFTTrainer` it labels the documents once,
-while they are prepared.
+It works with any trainer, as before. In `PackedSFTTrainer` it labels the documents once, during
+preparation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,28 +22,31 @@ from trl_packing.packing.collator import PackedCollator
 
 
 class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
-    """Train what follows the response template; with TRL 0.17's arguments.
+    """Train the text after the response template, with TRL 0.17's arguments.
 
-    response_template: text or token ids; what follows its last occurrence is trained. Ids that are
-        not in a document are looked for by the text that they stand for.
-    instruction_template: text or token ids; with it every answer is trained, from the end of each
-        response template to the next instruction template.
-    tokenizer: decodes documents, and pads them.
-    mlm: must be False.
-    ignore_index: the label of what is not trained.
-    padding_free: one flat row, exactly the batch of `PackedCollator`, instead of padded rows.
-    processing_class: another name of `tokenizer`; a processor's tokenizer is taken.
-    pad_to_multiple_of: T of a batch becomes a multiple of it.
-    return_tensors: must be "pt".
+    `num_seen` counts documents, and `num_unfound` those without the template (or without the
+    instruction template). Such documents train nothing, and a warning gives their number.
 
-    `num_seen` and `num_unfound` count documents, and those of them without the template (or without
-    the instruction template): these train nothing, and a warning says how many they are.
+    Two differences from TRL are intended. Padding is masked by position and not by token id, so the
+    EOS of an answer is trained even if EOS is also the padding token. `labels` of examples, tokens
+    under an `attention_mask` of 0, and other columns are ignored in padded rows too.
 
-    Different from TRL on purpose: padding is masked by its place and not by its id, so an answer's
-    EOS token is trained also where it is the padding token; and `labels` of examples, tokens under
-    an `attention_mask` of 0, and other columns take no part in padded rows either.
+    Args:
+        response_template: text or token ids; the text after its last occurrence is trained. Ids
+            that are not found in a document are searched by the text that they decode to.
+        instruction_template: text or token ids; if given, every answer is trained, from the end of
+            each response template to the next instruction template.
+        tokenizer: decodes documents, and pads them.
+        mlm: must be False.
+        ignore_index: the label of tokens that are not trained.
+        padding_free: return one flat row, the batch of `PackedCollator`, instead of padded rows.
+        processing_class: another name of `tokenizer`; of a processor, its tokenizer is used.
+        pad_to_multiple_of: T of a batch is rounded up to a multiple of this.
+        return_tensors: must be "pt".
 
-    Raises ValueError for mlm=True, for an empty template, and for other tensors than PyTorch's.
+    Raises:
+        ValueError: ``mlm=True``, an empty template, or tensors other than PyTorch's.
+        TypeError: there is no tokenizer.
     """
 
     tokenizer: Any

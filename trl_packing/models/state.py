@@ -1,6 +1,7 @@
 """Context managers that change a model or an object, and restore its state at their end."""
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -55,6 +56,9 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
         stack.enter_context(other_rows())  # probes are not rows of the current step
         stack.enter_context(restore_state(model))
         stack.enter_context(_without_autocast(model))
+        # Reentrant gradient checkpointing warns about forwards without gradients, as probes are.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
         if training is not None:
             model.train(training)
         for holder in _state_holders(model):

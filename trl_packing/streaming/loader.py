@@ -1,14 +1,14 @@
-"""The micro-batches of a rank, from its readers in turn: as many as on every other rank.
+"""The micro-batches of one rank of a stream, read by turns from its readers.
 
     reader 0   a0 a1 a2 a3 │       rank 0, accumulation 2    step   a0 b0   a1 b1   a2 a3
     reader 1   b0 b1 │             rank 1, at its end                c0 c1   c2 --   -- --
 
-It runs in the main process; each reader has a dataloader worker of its own, if there are any, so
-that the order of micro-batches is ours and not the dataloader's. Before every optimizer step ranks
-agree on whether any of them has documents left: one that has none goes on with empty micro-batches,
-of which `PackedCollator` makes one masked token each, and all end with the same step. So nothing is
-left over for the next epoch's first step either (`Trainer` would add a gradient to that, since it
-does not know where a stream ends; transformers 5.23).
+This runs in the main process. Each reader has a dataloader worker of its own, if there are any, so
+that the order of micro-batches does not depend on the dataloader. Before every optimizer step, the
+ranks agree on whether any of them has documents left. A rank without documents continues with empty
+micro-batches, of which `PackedCollator` makes one masked token each, so all ranks end with the same
+step. The last step is always complete: `Trainer` does not know where a stream ends, and would add
+the gradient of an incomplete step to the next epoch's first step (transformers 5.23).
 """
 
 import json
@@ -32,22 +32,28 @@ from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
 from trl_packing.streaming.shards import assign_shards
 
 _ENDED, _GOES_ON, _FAILED = 0, 1, 2
-_KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the trainer
+_KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the training
 
 
 class StreamBatches(IterableDataset):
     """Collated micro-batches of one rank, epoch by epoch, with a position to save and load.
 
-    documents, settings, rank: as in `PackedStream`.
-    accumulation: micro-batches of an optimizer step.
-    num_workers: processes that read, of which a stream with fewer shards uses fewer.
-    global_step: returns the optimizer steps taken, by which positions are kept.
-    agree: returns the largest of the values that the ranks pass.
-    loading: further arguments of the readers' dataloaders.
-    limits: what the model can read; ValueError, when read, for a document beyond.
+    Args:
+        documents: the whole stream.
+        settings: decide which documents share a micro-batch.
+        collate: makes a batch of documents.
+        rank: the rank that reads.
+        accumulation: micro-batches in an optimizer step.
+        num_workers: dataloader workers; a stream with fewer shards uses fewer.
+        global_step: returns the number of optimizer steps taken; positions are stored by it.
+        agree: returns the largest of the values that the ranks pass.
+        loading: further arguments of the readers' dataloaders.
+        limits: limits of the model.
 
-    Raises ValueError, when read, for a stream without documents, and whatever `PackedStream`
-    raises; RuntimeError if another rank cannot go on.
+    Raises:
+        ValueError: while reading, the stream has no documents, or a document is longer than
+            `capacity` or exceeds `limits`; or the stream was divided among ranks before.
+        RuntimeError: while reading, another rank has failed.
     """
 
     def __init__(
@@ -72,27 +78,27 @@ class StreamBatches(IterableDataset):
         self.accumulation = accumulation
         self.num_workers = num_workers
         self.epoch = 0
-        self.counts = PreparationCounts()  # what this rank has read so far, resumed or not
+        self.counts = PreparationCounts()  # of everything this rank has read, also before resuming
         self._global_step = global_step
         self._agree = agree or all_reduce_max
         self._loading = loading or {}
-        self._division = assign_shards(
+        self._assignment = assign_shards(
             documents, settings.num_ranks, num_workers, packs=settings.capacity is not None
         )
         self._positions: dict[int, dict[str, Any]] = {}
         self._resumed: dict[str, Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle by `epoch` from now on, and tell it a stream that shuffles by itself."""
+        """Shuffle by `epoch` from now on, and pass it to a stream that shuffles by itself."""
         self.epoch = epoch
         if hasattr(self.documents, "set_epoch"):
             self.documents.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the micro-batches of an epoch; behind a loaded position, those left of it.
+        """Yield the micro-batches of an epoch, or those behind a loaded position.
 
-        Their places in front of it are taken by empty dictionaries, which `skip_first_batches`
-        (accelerate) throws away.
+        In the latter case, empty dictionaries come first, one for each micro-batch before the
+        position. accelerate's `skip_first_batches` discards them.
         """
         position, self._resumed = self._resumed, None
         first = self._global_step()
@@ -118,7 +124,7 @@ class StreamBatches(IterableDataset):
             agreed = self._agree(_GOES_ON if batches else _ENDED)
             if agreed == _FAILED:
                 raise RuntimeError(
-                    "another rank cannot read its part of the stream; its own error says why"
+                    "another rank cannot read its part of the stream; see the error of that rank"
                 )
             if agreed == _ENDED:
                 break
@@ -128,13 +134,13 @@ class StreamBatches(IterableDataset):
             raise ValueError(NOTHING_TO_TRAIN)
 
     def reader(self, number: int, place: Place) -> DataLoader:
-        """Return a dataloader of (collated micro-batch, place behind it, counts)."""
+        """Return a dataloader of triples: collated micro-batch, place behind it, counts."""
         stream = PackedStream(
             self.documents,
             self.settings,
             rank=self.rank,
             reader=number,
-            division=self._division,
+            assignment=self._assignment,
             epoch=self.epoch,
             place=place,
             limits=self.limits,
@@ -144,7 +150,7 @@ class StreamBatches(IterableDataset):
             batch_size=None,
             collate_fn=_CollateDocuments(self.collate),
             num_workers=min(self.num_workers, 1),
-            # Otherwise every reader would draw from the random numbers of the training.
+            # Without a generator, every reader would draw from the training's random numbers.
             generator=self._generator(number),
             **self._loading,
         )
@@ -155,34 +161,37 @@ class StreamBatches(IterableDataset):
         return torch.Generator().manual_seed(seed)
 
     def counts_of_all_ranks(self) -> PreparationCounts:
-        """Return what was read so far, each document once; all ranks call it."""
+        """Return the counts of everything read so far, each document once. All ranks call it."""
         if self.settings.num_ranks == 1:
             return self.counts
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (self.rank, self.counts), group=cpu_group())
-        ranks = dict(gathered).values()  # tensor-parallel ranks read the same
-        if self._division.by_rank:
+        ranks = dict(gathered).values()  # tensor-parallel ranks read the same documents
+        if self._assignment.by_rank:
             return sum(ranks, PreparationCounts())
         return max(ranks, key=lambda counts: counts.before.documents)  # all read everything
 
     @property
     def num_readers(self) -> int:
-        """Return how many readers this rank has."""
-        return self._division.num_readers
+        """Return the number of readers of this rank."""
+        return self._assignment.num_readers
 
     # --- positions --------------------------------------------------------------------------------
 
     def save(self, path: str) -> None:
-        """Write the position behind the optimizer steps taken so far, whole or not at all."""
+        """Write the position behind the optimizer steps taken so far, atomically."""
         position = self._positions[self._global_step()]
         Path(f"{path}.part").write_text(json.dumps(self._identity() | position))
         os.replace(f"{path}.part", path)
 
     def load(self, path: str) -> tuple[int, int]:
-        """Go on from the position in `path`; returns its epoch, and the steps of that epoch.
+        """Continue at the position in `path`; return its epoch and the steps in that epoch.
 
-        Where a rank has none, all of them read the stream again up to the optimizer steps taken.
-        Raises ValueError if it was written with other settings.
+        If a rank has no such file, all ranks read the stream again, up to the optimizer steps
+        taken.
+
+        Raises:
+            ValueError: the position was saved with other settings.
         """
         found = Path(path).is_file()
         if self._agree(int(not found)):
@@ -197,17 +206,17 @@ class StreamBatches(IterableDataset):
                 raise ValueError(
                     f"the checkpoint was saved with a stream of {name}={position[name]}, and now "
                     f"it is {value}: documents would be lost or repeated. Resume with the former, "
-                    "or set ignore_data_skip=True to begin the stream anew"
+                    "or set ignore_data_skip=True to restart the stream"
                 )
-        # As many readers as then, whatever the number of processes now: the order depends on it.
-        self._division = replace(self._division, num_readers=len(position["readers"]))
+        # Keep the number of readers, whatever the number of workers now: the order depends on it.
+        self._assignment = replace(self._assignment, num_readers=len(position["readers"]))
         return position
 
     def _identity(self) -> dict[str, Any]:
         return {
             **asdict(self.settings),
             "rank": self.rank,
-            "num_shards": self._division.num_shards,
+            "num_shards": self._assignment.num_shards,
         }
 
     def _read_again(self, steps: int) -> dict[str, Any]:
@@ -222,11 +231,11 @@ class StreamBatches(IterableDataset):
 
 
 class _Readers:
-    """The readers of an epoch, which take turns; those that end are left out."""
+    """The readers of an epoch, which take turns until each of them ends."""
 
     def __init__(self, batches: StreamBatches, position: dict[str, Any] | None):
         self._stream = batches
-        take_counts(batches.documents)  # what others have read of it, the isolation check first
+        take_counts(batches.documents)  # discard what others have read, such as the isolation check
         start = position or {"turn": 0, "readers": [[None, 0]] * batches.num_readers}
         self._places: list[Place | None] = [
             None if place is None else Place(*place) for place in start["readers"]
@@ -260,7 +269,7 @@ class _Readers:
 
 
 class _CollateDocuments:
-    """Collate the documents of a triple, in the worker."""
+    """Collates the documents of a triple, in the worker."""
 
     def __init__(self, collate: Callable[[list[Document]], Any]):
         self.collate = collate

@@ -29,7 +29,8 @@ from trl_packing.loss.token_metrics import (
     counts_for_nothing,
     write_means,
 )
-from trl_packing.models.flops import ModelFlops, NotCountable, model_flops, peak_flops
+from trl_packing.models.device_peaks import peak_flops
+from trl_packing.models.flops import ModelFlops, NotCountable, model_flops
 from trl_packing.training.throughput import Counts, Machine, Throughput, in_short, machine_of
 
 logger = get_logger(__name__)

@@ -1,0 +1,99 @@
+"""Replaces a module's forward in packed calls: calls with boundaries and without a mask."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from trl_packing.attention.implementation import current_implementation, set_implementation
+from trl_packing.documents.host_row import BOUNDARIES
+from trl_packing.models.forward import unbind_forward
+from trl_packing.models.neftune import announce_documents
+from trl_packing.recognition.calls import complete_arguments, leave_inner_calls_alone
+
+
+def wrap_packed_calls(
+    module: nn.Module, run: Callable[..., Any], implementation: str | None = None
+) -> None:
+    """Run packed calls of `module` as ``run(forward, **kwargs)``, and other calls unchanged.
+
+    A call on a packed row without boundaries is a packed call too, if the row is recognized
+    (`recognition/calls.py`). Positional arguments reach `run` by name.
+
+    Args:
+        module: the module whose `forward` is replaced. An earlier `run` is replaced too;
+            `unwrap_packed_calls` removes it.
+        run: called with the native forward and all arguments by name.
+        implementation: the `attn_implementation` that packed calls set, since it is restored after
+            each run and does not travel with copies.
+    """
+    unwrap_packed_calls(module)
+    before = vars(module).get("forward")
+    inner_forward = unbind_forward(module.forward, module)
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cu_seq_lens_q") is None:
+            kwargs |= _announced_boundaries
+        args, kwargs = complete_arguments(self, names, args, kwargs)
+        if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
+            return inner_forward(self, *args, **kwargs)
+        if implementation is not None and current_implementation(self) != implementation:
+            set_implementation(self, implementation)
+        named = dict(zip(names, args, strict=False))
+        with announce_documents(boundaries=kwargs["cu_seq_lens_q"]), leave_inner_calls_alone():
+            return run(functools.partial(inner_forward, self), **named, **kwargs)
+
+    forward.before_packed_calls = before  # type: ignore[attr-defined]
+    module.forward = MethodType(forward, module)
+
+
+def unwrap_packed_calls(module: nn.Module) -> None:
+    """Restore the forward that `module` had before `wrap_packed_calls`."""
+    forward = vars(module).get("forward")
+    if not hasattr(forward, "before_packed_calls"):
+        return
+    before = forward.before_packed_calls  # type: ignore[union-attr]
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
+
+
+def pass_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:
+    """Run packed calls of `backbone` unchanged: its native attention reads boundaries."""
+    wrap_packed_calls(backbone, lambda forward, **kwargs: forward(**kwargs), implementation)
+
+
+# Boundaries announced by the packed call of a whole model, read by its backbone.
+_announced_boundaries: dict[str, Any] = {}
+
+
+def announce_boundaries(model: nn.Module, implementation: str | None = None) -> None:
+    """Make the boundaries of packed calls of `model` reach its backbone.
+
+    Some forwards (falcon, mamba) drop unknown arguments.
+
+    Args:
+        model: the whole model, with its head.
+        implementation: the `attn_implementation` that packed calls need. It is set here too,
+            because some models (opt) call past their backbone.
+    """
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {p.name for p in parameters} | {"fused_lm_head"}
+
+    def run_with_boundaries(forward: Callable[..., Any], **kwargs: Any) -> Any:
+        global _announced_boundaries
+        before = _announced_boundaries
+        _announced_boundaries = {k: v for k, v in kwargs.items() if k in BOUNDARIES}
+        try:
+            return forward(**{k: v for k, v in kwargs.items() if takes_any or k in taken})
+        finally:
+            _announced_boundaries = before
+
+    wrap_packed_calls(model, run_with_boundaries, implementation)
