@@ -52,7 +52,6 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "loss",
             "models",
             "packing",
-            "recognition",
             "streaming",
         },
         {"accelerate", "datasets", "numpy", "safetensors", "torch", "transformers", "trl"},
@@ -88,7 +87,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "training",
             "versions",
         },
-        {"accelerate", "datasets", "torch", "transformers", "trl"},
+        {"accelerate", "torch", "transformers", "trl"},
     ),
     "tools": (
         {

@@ -102,11 +102,9 @@ def test_the_check_names_a_seam_that_moved():
 # --- the table is complete ------------------------------------------------------------------------
 
 
-def overridden_methods() -> set[str]:
-    ours = [c for c in PackedSFTTrainer.__mro__ if c.__module__.startswith("trl_packing")]
+def overridden_methods(cls: type) -> set[str]:
     return {
         name
-        for cls in ours
         for name, value in vars(cls).items()
         if isinstance(value, FunctionType) and hasattr(SFTTrainer, name) and name != "__init__"
     }
@@ -144,7 +142,37 @@ def foreign_private_attributes() -> set[str]:
 
 
 def test_every_overridden_method_is_in_the_table():
-    assert overridden_methods() == set(METHODS)
+    assert overridden_methods(PackedSFTTrainer) == set(METHODS)
+
+
+def test_a_method_is_overridden_in_one_place_only():
+    """One class between TRL's trainer and a user's, and no two functions of one name in it."""
+    assert PackedSFTTrainer.__bases__ == (SFTTrainer,)
+    subclasses = [
+        node
+        for tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith("Trainer") for base in node.bases)
+    ]
+    assert [node.name for node in subclasses] == ["PackedSFTTrainer"]
+    names = [node.name for node in subclasses[0].body if isinstance(node, ast.FunctionDef)]
+    assert len(names) == len(set(names))
+
+
+def statements(function: ast.FunctionDef) -> int:
+    """Return the number of statements in a function, without its docstring."""
+    found = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+    return len(found) - 1 - (ast.get_docstring(function) is not None)
+
+
+def test_an_overridden_method_is_short():
+    """The work is done by objects that can be tested without a trainer."""
+    tree = ast.parse((PACKAGE / "trainer.py").read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    sizes = {node.name: statements(node) for node in functions if node.name in METHODS}
+    assert set(sizes) == set(METHODS)
+    assert {name: size for name, size in sizes.items() if size > 6} == {}
 
 
 def test_every_import_from_inside_a_library_is_in_the_table():

@@ -1,4 +1,4 @@
-"""`PackedSFTConfig`: TRL's `SFTConfig` with packing on, and the few settings that packing adds."""
+"""`PackedSFTConfig`: TRL's `SFTConfig` with packing on, plus the settings that packing adds."""
 
 import re
 import warnings
@@ -162,24 +162,25 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         if args.greater_is_better is None and _names_a_loss(args.metric_for_best_model):
             args.greater_is_better = False
         with warnings.catch_warnings():
-            # TRL 1.16 sets it for everyone, under the name that transformers 5.23 is about to drop.
+            # TRL 1.16 always sets it, by a name that transformers 5.23 has deprecated.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
             super().__post_init__()
         check_options(self)
 
 
 def _names_a_loss(metric: str | None) -> bool:
-    """Whether `metric` is a perplexity, or the loss of a source: smaller is better.
+    """Whether `metric` is a perplexity, or the loss of a source, so that smaller is better.
 
-    transformers 5.23 knows names that end in "loss", and would keep the worst model by another.
+    transformers 5.23 recognizes only names that end in "loss". By other losses, it would keep the
+    worst model.
     """
     return metric is not None and re.search(r"(^|_)(perplexity$|loss_)", metric) is not None
 
 
 def check_options(args: Any) -> None:
-    """Raise ValueError naming the first setting of `args` that cannot be, and what can.
+    """Raise ValueError for the first setting of `args` that is not possible, with the way out.
 
-    Plain `SFTConfig` objects do not check themselves for packing; the trainer calls this for them.
+    A plain `SFTConfig` does not check its settings for packing, so the trainer calls this for it.
     """
     options = PackingOptions.of(args)
     _check_types(args)
@@ -215,7 +216,7 @@ def check_options(args: Any) -> None:
 _WHOLE, _YES_OR_NO, _TEXT = "a whole number", "True or False", "a text"
 _TEMPLATE = "a text or a list of token ids"
 
-# name -> (what it must be, whether it may be None)
+# name -> (expected type, whether None is allowed)
 _TYPES = {
     "max_length": (_WHOLE, True),
     "pad_to_multiple_of": (_WHOLE, True),
@@ -235,7 +236,7 @@ _TYPES = {
 
 
 def _check_types(args: Any) -> None:
-    """Raise ValueError for a value of another type, as a YAML file or a shell may bring it."""
+    """Raise ValueError for a value of a wrong type, as a YAML file or a shell may pass."""
     for name, (expected, optional) in _TYPES.items():
         value = getattr(args, name, getattr(PackingOptions, name, None))
         if not (value is None and optional) and not _is(value, expected):
@@ -258,18 +259,18 @@ def _check_static_shapes(args: Any, options: PackingOptions) -> None:
         return
     if not args.packing:
         raise ValueError(
-            "static_shapes=True needs packing=True: without packing a step is documents, whose "
-            "tokens differ in number; set packing=True, or leave static_shapes out"
+            "static_shapes=True needs packing=True: without packing, the number of tokens differs "
+            "from step to step; set packing=True, or leave static_shapes out"
         )
     if options.documents_per_step is not None:
         raise ValueError(
             f"static_shapes=True and documents_per_step={options.documents_per_step}: documents "
-            "differ in length, and so would micro-batches; leave one of them out"
+            "differ in length, so micro-batches would too; leave one of them out"
         )
     if options.attention in ("padded", "equal_lengths"):
         raise ValueError(
-            f"static_shapes=True with attention={options.attention!r} would be of no use: the "
-            "shapes of padded rows follow the documents; leave one of them out"
+            f"static_shapes=True with attention={options.attention!r} would have no effect: the "
+            "shapes of padded rows depend on the documents; leave one of them out"
         )
 
 

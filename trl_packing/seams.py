@@ -148,7 +148,6 @@ NAMES = (
     "transformers.trainer_callback.CallbackHandler",
     "transformers.trainer_pt_utils.BatchRebalanceSampler",
     "transformers.trainer_pt_utils.LabelSmoother",
-    "transformers.trainer_utils.EvalLoopOutput",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
     "transformers.utils.import_utils",

@@ -1,31 +1,33 @@
-"""`PackedSFTTrainer`: TRL's `SFTTrainer` on documents packed at sampling time.
+"""`PackedSFTTrainer`: TRL's `SFTTrainer` on documents that are packed when they are sampled.
 
-SFTTrainer                     here
-_prepare_dataset               super() renders and tokenizes; then documents are fitted, not packed
-get_train_dataloader, ...      micro-batches from lengths, by rank, or of a stream    (loaders)
-data_collator                  one flat row, boundaries, no mask, no cache      (collator)
-attention of the model         kept within documents, the rest of it unchanged  (attention)
-fused LM head                  trained positions only, also on CPU              (head)
-compute_loss, evaluation_loop  one weighted mean a step, and an evaluation set  (loss)
-log                            tokens a second and their like, too          (measured)
-train, evaluate, predict       stop before the first step if documents leak     (isolation)
+Each method of Hugging Face is overridden once, in a few lines that call one of these objects:
+
+    _run_path      ours, or TRL's unchanged path                          training/path.py
+    _user_changes  what a user sets on a built trainer                    training/path.py
+    _guard         stops before the first step if documents leak          isolation/guard.py
+    _sampling      the documents of each micro-batch                      training/sampling.py
+    _collators     rows: packed, or padded where logits are requested     training/collators.py
+    _loaders       data loaders of training, evaluation and streams       training/loaders.py
+    _step_loss     one weighted mean of a step, and of an evaluation set  loss/step_loss.py
+    _meter         tokens per second, utilization, MFU                    training/metrics.py
+    _epochs        the place at which a resumed run continues             training/resuming.py
+    _run_report    the summary that is printed when training starts       training/run_report.py
+
+`trl_packing/seams.py` lists the overridden methods with their parameters.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
-from trl import SFTConfig
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
 from trl_packing.attention.backends import AttentionChoice
@@ -36,90 +38,119 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import prepare
 from trl_packing.data.rules import Preparation
-from trl_packing.data.stream import columns_kept
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.host_row import PackedBatch, host_row
 from trl_packing.documents.labels import WEIGHT_COLUMNS
-from trl_packing.documents.weight_columns import check_some_weight
-from trl_packing.documents.weights import in_words
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.isolation.guard import IsolationGuard, Precision
-from trl_packing.loss.evaluation import check_source_column
 from trl_packing.loss.lm_head import add_trained_positions_head
-from trl_packing.loss.step_loss import check_weights_can_be_used
-from trl_packing.models.neftune import scale_noise_by_document
+from trl_packing.loss.step_loss import StepLoss
+from trl_packing.models.neftune import announce_documents, scale_noise_by_document
 from trl_packing.models.sharding import (
     check_deepspeed_can_train,
+    forget_evaluation_wrapper,
     gather_full_state_dict,
     keep_outputs_precise,
 )
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.recognition.current_row import restore_current_row, set_current_row
+from trl_packing.recognition.current_row import (
+    AnnouncedBatches,
+    AnnouncedLoader,
+    replace_current_row,
+    restore_current_row,
+    set_current_row,
+)
 from trl_packing.training.arguments import (
     check_arguments,
     check_loss_options,
+    check_nothing_is_skipped,
+    check_nothing_is_weighted,
+    check_parallelism,
+    check_some_weights,
+    check_weights_and_sources,
     generation_config_of,
-    packing_hidden,
+    hide_packing,
     packs_by_default,
     reason_for_trl_path,
     refuse_options,
 )
-from trl_packing.training.checkpoints import (
-    check_optimizer,
-    check_readable,
-    checkpoint_to_resume,
-    marked_while_written,
-)
-from trl_packing.training.epoch_report import (
-    PackingReport,
-    micro_batch_of_stream,
-    plan_report,
-    report_of_any_sampler,
-    settings_in_steps,
-    without_plan,
-)
-from trl_packing.training.loaders import PackedLoaderTrainer, columns_of
-from trl_packing.training.malloc import pages_kept
-from trl_packing.training.metrics import ThroughputOnBar
+from trl_packing.training.checkpoints import check_resumable, checkpoint_to_resume, write_whole
+from trl_packing.training.collators import RunCollators
+from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.loaders import PackedLoaders
+from trl_packing.training.malloc import keep_freed_pages
+from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
+from trl_packing.training.path import RunPath, UserChanges
+from trl_packing.training.resuming import ResumedEpochs
+from trl_packing.training.run_report import ReportCallback, RunReport
+from trl_packing.training.sampling import Sampling
 from trl_packing.versions import warn_of_untested_versions
 
 logger = get_logger(__name__)
 
 warn_of_untested_versions()
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-class PackedSFTTrainer(PackedLoaderTrainer):
+
+def packed_runs_only(method: Method) -> Method:
+    """Run TRL's method of the same name instead, while the run takes TRL's path."""
+
+    @wraps(method)
+    def choose(self: "PackedSFTTrainer", *args: Any, **kwargs: Any) -> Any:
+        if self._run_path.reason is None:
+            return method(self, *args, **kwargs)
+        return getattr(super(PackedSFTTrainer, self), method.__name__)(*args, **kwargs)
+
+    return choose  # type: ignore[return-value]
+
+
+def follows_user(method: Method) -> Method:
+    """Choose the path first, from what the user has set on the trainer since."""
+
+    @wraps(method)
+    def follow(self: "PackedSFTTrainer", *args: Any, **kwargs: Any) -> Any:
+        self._follow_user()
+        return method(self, *args, **kwargs)
+
+    return follow  # type: ignore[return-value]
+
+
+class PackedSFTTrainer(SFTTrainer):
     """Supervised fine-tuning that never computes on padding and keeps documents apart.
 
-    Takes the arguments of `trl.SFTTrainer`; `args` may be a `PackedSFTConfig`, a plain `SFTConfig`
-    or `TrainingArguments`. With ``packing=True`` a micro-batch is `per_device_train_batch_size`
-    bins of `max_length` tokens; with ``packing=False`` an optimizer step is the documents of the
-    padded run. Either way a micro-batch is one flat row of isolated documents.
+    With ``packing=True`` a micro-batch is `per_device_train_batch_size` bins of `max_length`
+    tokens. With ``packing=False`` an optimizer step holds the documents of the padded run. Either
+    way a micro-batch is one flat row of isolated documents.
 
-    A data collator of your own, a data set with images, and a data set with `with_transform` take
-    TRL's path unchanged (a warning says so). A `DataCollatorForCompletionOnlyLM` labels the
-    documents, and then they are packed as others are.
+    A user's data collator, a data set with images, and a data set with `with_transform` take TRL's
+    path unchanged, with a warning. A `DataCollatorForCompletionOnlyLM` labels the documents, which
+    are then packed as usual.
 
-    Documents may have `loss_weights`, a number for every token, and `loss_weight`, one for all of
-    them: what their loss counts; `loss_weighting` says how the length of a document enters. The
-    loss of a step is the weighted mean over its trained tokens, of all micro-batches and ranks, and
-    so is `eval_loss`; in `mean_token_accuracy` and `entropy` all trained tokens count alike.
+    Documents may have `loss_weights`, a number for each token, and `loss_weight`, one for the whole
+    document; `loss_weighting` says how the length of a document enters. The loss of a step is the
+    weighted mean over its trained tokens, of all micro-batches and ranks, and so is `eval_loss`. In
+    `mean_token_accuracy` and `entropy` each trained token has weight 1.
 
-    `packing_report` holds what a run is made of; it is printed when training starts. `attention`
-    says what keeps documents apart.
+    Args:
+        model: a name, or a model of transformers, with or without PEFT.
+        args: a `PackedSFTConfig`, a plain `SFTConfig` or `TrainingArguments`. None takes the
+            defaults of TRL's `SFTConfig`, padding-free.
+        data_collator: a `PackedCollator` or `DataCollatorForCompletionOnlyLM`; others as above.
+        train_dataset: rows in any form of docs/data.md, tokenized or not, packed by TRL or not; or
+            a stream.
+        eval_dataset: the same, or a dictionary of data sets.
+        processing_class: the tokenizer; by default the model's.
 
-    model: a name, or a model of transformers, PEFT's around it or not.
-    args: see above; None takes the defaults of TRL's `SFTConfig`, padding-free.
-    data_collator: a `PackedCollator` or `DataCollatorForCompletionOnlyLM`; others as above.
-    train_dataset, eval_dataset: rows in any form of docs/data.md, tokenized or not, packed by TRL
-        or not; a stream; for evaluation a dictionary of sets, too.
-    processing_class: the tokenizer; by default the model's.
-
-    Raises ValueError, before anything is trained, for settings, columns or data that cannot be
-    trained as they say, and RuntimeError from `train` and `evaluate` if documents see each other.
+    Raises:
+        ValueError: settings, columns or data cannot be trained as they are; raised before training.
+        RuntimeError: documents leak into each other; raised by `train` and `evaluate`.
     """
 
-    packing_report: PackingReport = None  # type: ignore[assignment]
+    _collators: RunCollators | None = None  # on TRL's path, and while TRL's constructor runs
+    model_accepts_loss_kwargs: bool
+    _signature_columns: list[str]
 
     def __init__(
         self,
@@ -131,13 +162,19 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ):
-        self._trl_path = reason_for_trl_path(train_dataset, data_collator)
+        reason = reason_for_trl_path(train_dataset, data_collator)
+        self._run_path = RunPath(reason, is_fixed=reason is not None)
         self._options = PackingOptions.of(args)
-        check_loss_options(self._options, kwargs.get("compute_loss_func"), self._trl_path)
-        self._stands_on_trl_path = self._trl_path is not None
-        if self._trl_path:
-            refuse_options(self._options, self._trl_path)
-            logger.warning(f"{self._trl_path}: taking TRL's path unchanged, without packing by us")
+        check_loss_options(self._options, kwargs.get("compute_loss_func"), reason)
+        self._step_loss = StepLoss(self)
+        self._meter = ThroughputMeter(self, self._step_loss.trained)
+        self._sampling = Sampling(self)
+        self._epochs = ResumedEpochs(self, self._sampling)
+        self._completion_only: DataCollatorForCompletionOnlyLM | None = None
+        self._preparation: dict[str, PreparationCounts] = {}
+        if reason:
+            refuse_options(self._options, reason)
+            logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             if packs_by_default(args):
                 args.packing = False
             super().__init__(
@@ -154,10 +191,10 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
-        self._generation_config = generation_config_of(model, args)  # data come before self.model
-        self._preparation: dict[str, PreparationCounts] = {}
-        with packing_hidden(args) as (packing, eval_packing):
-            self._packing, self._eval_packing = packing, eval_packing
+        # Data sets are prepared before `self.model` is set.
+        self._generation_config = generation_config_of(model, args)
+        with hide_packing(args) as (packing, eval_packing):
+            self._sampling.packing, self._sampling.eval_packing = packing, eval_packing
             super().__init__(
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
@@ -165,165 +202,118 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         if self.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
             loading = self.accelerator.dataloader_config
             loading.split_batches = loading.dispatch_batches = False
-        self._check_parallelism()
-        self._check_losses_can_be_told_apart()
+        self._check_settings_and_data()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
-        self._accepts_loss_kwargs = self.model_accepts_loss_kwargs
+        takes_count: bool = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = True
-        self._padded_collator: Any = self.data_collator
         if self._shards_sequences():
-            self._trl_path = "context or sequence parallelism drops document boundaries"
-            self._stands_on_trl_path = True
-            logger.warning(f"{self._trl_path}: rows are padded, as in TRL")
+            reason = "context or sequence parallelism drops document boundaries"
+            self._run_path = RunPath(reason, is_fixed=True)
+            logger.warning(f"{reason}: rows are padded, as in TRL")
             return
-        self._gate = IsolationGuard(
-            self.model,
-            attention=self._options.attention,
-            isolation_check=self._options.isolation_check,
-            packing_requested=self._packing or self._eval_packing or self.args.padding_free,
-        )
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        self._gate.select_backend(Precision(self.args.device.type, dtype))
         self.padding_free = True
-        self.data_collator = self._packed_collator = self._collator(data_collator)
-        self._planned_dataset, self._told = self.train_dataset, set()
-        self._hold_shapes()
-        add_trained_positions_head(self._gate.base_model)
-        restore_implementation(self._gate.base_model)
-        self.packing_report = self._report()
-        self._check_evaluation_sets()
-        self.add_callback(_OnTrainBegin(self))
+        self._build_packed_run(data_collator, takes_count=takes_count)
+
+    def _check_settings_and_data(self) -> None:
+        """Raise ValueError for settings and data that cannot be trained as they are."""
+        shards_sequences = self._shards_sequences()
+        check_parallelism(
+            self.args,
+            self._options,
+            packs=self._packing_requested(),
+            shards_sequences=shards_sequences,
+            balances_experts=self.aux_loss_enabled,
+            pad_to_multiple_of=self._pad_to_multiple_of(),
+        )
+        train, *evaluated = self._all_datasets()
+        if shards_sequences:
+            check_nothing_is_weighted([train, *evaluated], self._options)
+        check_weights_and_sources(train, evaluated, self._options, self.compute_loss_func)
+
+    def _build_packed_run(self, collator: PackedCollator | None, *, takes_count: bool) -> None:
+        """Make the objects of a packed run, which need the model and the prepared data sets."""
+        args, options, rows = self.args, self._options, self._pad_to_multiple_of()
+        self._guard = guard = IsolationGuard(
+            self.model,
+            attention=options.attention,
+            isolation_check=options.isolation_check,
+            packing_requested=self._packing_requested(),
+        )
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        guard.select_backend(Precision(args.device.type, dtype))
+        if collator is None:
+            collator = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
+        self._collators = collators = RunCollators(
+            self, guard, self._sampling, options, collator, rows
+        )
+        add_trained_positions_head(guard.base_model)
+        restore_implementation(guard.base_model)
+        samples_bins = type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler
+        self._run_report = report = RunReport(
+            self, guard, collators, self._sampling, self._preparation, samples_bins=samples_bins
+        )
+        report.plan()
+        self._loaders = PackedLoaders(
+            self, guard, collators, self._sampling, self._epochs, report, options
+        )
+        self._user_changes = UserChanges(
+            self,
+            self._run_path,
+            collators,
+            self._epochs,
+            report,
+            options,
+            partial(self._prepare_later, packing=self._sampling.packing, name="train"),
+            takes_count=takes_count,
+        )
+        for name, dataset in self._named_eval_datasets().items():
+            guard.limits.check(dataset, name)
+        self.add_callback(ReportCallback(report, self._epochs, self._before_first_step))
         self.add_callback(ThroughputOnBar(self))
 
-    # --- arguments ----------------------------------------------------------------------------
+    @property
+    def attention(self) -> AttentionChoice:
+        """What keeps the documents of a packed row apart, and why."""
+        return self._guard.attention
 
-    def _check_parallelism(self) -> None:
-        args = self.args
-        if self._shards_sequences() and (self._packing or self._eval_packing or args.padding_free):
-            raise ValueError(
-                "Packing is not compatible with context parallelism (`cp_size > 1`) or sequence "
-                "parallelism: sharding a row drops the boundaries between its documents. Set "
-                "`packing=False` and `padding_free=False` for padded rows, or disable it."
-            )
-        if self._shards_sequences():
-            self._check_nothing_is_weighted()
-        for name, value in (
-            ("pad_to_multiple_of", self._pad_to_multiple_of),
-            ("static_shapes", self._options.static_shapes),
-        ):
-            if self.aux_loss_enabled and value:
-                raise ValueError(
-                    f"{name}={value} would let padding take part in the balance of experts; leave "
-                    "it unset, or set router_aux_loss_coef=0.0"
-                )
-        if args.world_size > 1 and not args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices=False weights a token by the rank that it falls on, "
-                "and packed ranks hold unequal numbers of trained tokens; leave it True"
-            )
+    @property
+    def packing_report(self) -> PackingReport:
+        """Documents, bins and steps of an epoch; None on TRL's path."""
+        return self._run_report.current if self._collators else None  # type: ignore[return-value]
 
-    def _check_nothing_is_weighted(self) -> None:
-        for column in WEIGHT_COLUMNS:
-            if any(column in columns_of(dataset) for dataset in self._all_datasets()):
-                raise ValueError(
-                    f"{column} are not applied under context or sequence parallelism; disable "
-                    f"it, or drop the column: dataset.remove_columns({column!r})"
-                )
-        check_loss_options(
-            self._options, None, "context or sequence parallelism drops document boundaries"
-        )
-
-    def _check_losses_can_be_told_apart(self) -> None:
-        if self.compute_loss_func is not None:
-            for dataset in self._all_datasets():
-                check_weights_can_be_used(self.compute_loss_func, columns_of(dataset))
-        if self._options.source_column is not None:
-            for dataset in self._all_datasets()[1:]:
-                if dataset is not None:
-                    check_source_column(dataset, self._options.source_column)
-        for dataset in self._all_datasets()[1:]:
-            if isinstance(dataset, Dataset):
-                self._remove_unused_columns(dataset)  # refuses weights that cannot be
-
-    def _check_something_counts(self) -> None:
-        """Raise ValueError for a set whose weights are all 0: it would train or report nothing."""
-        for dataset in [] if self._trl_path else self._all_datasets():
-            if isinstance(dataset, Dataset):
-                check_some_weight(self._remove_unused_columns(dataset))
-
-    def _collator(self, own: PackedCollator | None) -> PackedCollator:
-        """Return the collator of packed rows, which weighs documents as the config says."""
-        weighting = self._options.loss_weighting
-        if own is None:
-            return PackedCollator(
-                pad_token_id=self._tokenizer.pad_token_id,
-                pad_to_multiple_of=self._pad_to_multiple_of,
-                loss_weighting=weighting,
-                tensors_only=True,
-            )
-        if own.loss_weighting not in ("token", weighting):
-            raise ValueError(
-                f"the data_collator has loss_weighting={own.loss_weighting!r}, but the config has "
-                f"{weighting!r}; set it in the config, which evaluation reads too"
-            )
-        own = copy.copy(own)
-        own.loss_weighting = weighting
-        own.tensors_only = True
-        return own
+    def _named_eval_datasets(self) -> dict[str, Any]:
+        given = self.eval_dataset
+        return given if isinstance(given, dict) else {"eval": given}
 
     def _all_datasets(self) -> list[Any]:
-        evaluated = self.eval_dataset
-        return [
-            self.train_dataset,
-            *(evaluated.values() if isinstance(evaluated, dict) else [evaluated]),
-        ]
+        return [self.train_dataset, *self._named_eval_datasets().values()]
 
-    def _check_evaluation_sets(self) -> None:
-        evaluated = self.eval_dataset
-        named = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
-        for name, dataset in named.items():
-            self._gate.limits.check(dataset, name)
+    def _packing_requested(self) -> bool:
+        return self._sampling.packing or self._sampling.eval_packing or self.args.padding_free
+
+    def _pad_to_multiple_of(self) -> int | None:
+        of_collator = getattr(self._completion_only, "pad_to_multiple_of", None)
+        return self.args.pad_to_multiple_of or of_collator
 
     def _shards_sequences(self) -> bool:
         parallelism = self.accelerator.parallelism_config
         return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
 
-    # --- isolation ----------------------------------------------------------------------------
-
-    @property
-    def attention(self) -> AttentionChoice:
-        """What keeps the documents of a packed row apart, and why."""
-        return self._gate.attention
+    def _follow_user(self) -> None:
+        """Choose the path from the collator and the training set as they are now."""
+        if not self._run_path.is_fixed:
+            self._user_changes.follow()
 
     def _attention_in_use(self) -> Any:
-        """Give the model its `attn_implementation` back in the end."""
-        if self._trl_path:
+        """Restore the model's `attn_implementation` at the end of the block."""
+        if self._run_path.reason:
             return nullcontext()
         return use_attention(self.model, self.attention)
 
-    def _pass_gate(self, model: Any, dataset: Any, *, training: bool) -> None:
-        """Stop, or take a slower way, before anything is computed on documents that leak."""
-        self._gate.check_head(model)
-        if self._evaluates_padded and not training:
-            return
-        shapes = self._packed_collator.static_shapes
-        self._gate.ensure(
-            self._gate.sample(dataset, self.args.max_length),
-            training=training,
-            wrapped=model,
-            # Probes fill one bin or two, not a micro-batch of many.
-            collator=self._packed_collator if shapes is None else self._with_shapes(bins=1),
-        )
-        self._drop_shapes_of_padded_rows()
-        self.packing_report = replace(
-            self.packing_report,
-            attention=str(self.attention),
-            tokens_per_micro_batch=self._tokens_per_micro_batch,
-        )
+    # --- data sets ----------------------------------------------------------------------------
 
-    # --- data ---------------------------------------------------------------------------------
-
+    @packed_runs_only
     def _prepare_dataset(
         self,
         dataset: Any,
@@ -333,14 +323,10 @@ class PackedSFTTrainer(PackedLoaderTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Any:
-        if self._trl_path:
-            return super()._prepare_dataset(
-                dataset, processing_class, args, packing, formatting_func, dataset_name
-            )
         rules = Preparation(
             args,
             processing_class,
-            packing=self._packing,
+            packing=self._sampling.packing,
             row_format=RowFormat.from_args(
                 args,
                 self._tokenizer,
@@ -369,68 +355,232 @@ class PackedSFTTrainer(PackedLoaderTrainer):
             dataset, processing_class, unlimited, False, formatting_func, name
         )
 
+    def _prepare_later(self, dataset: Any, *, packing: bool, name: str) -> Any:
+        """Return the documents of rows that were not passed to the constructor."""
+        formatting_func = self._formatting_func
+        return self._prepare_dataset(
+            dataset, self.processing_class, self.args, packing, formatting_func, name
+        )
+
+    @packed_runs_only
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
-        """Refuse what TRL refuses: its guard knows only its own collator."""
-        if self._skip_prepare_dataset and self._completion_only is not None:
-            raise ValueError(
-                "skip_prepare_dataset=True skips the labels that DataCollatorForCompletionOnlyLM "
-                "finds; leave it out (a tokenized data set is not tokenized again)"
-            )
-        if self._skip_prepare_dataset and self._options.append_eos:
-            raise ValueError(
-                "skip_prepare_dataset=True skips append_eos=True; leave one of them out (a "
-                "tokenized data set is not tokenized again)"
-            )
-        if not self._trl_path and hasattr(self, "_packed_collator"):
-            data_collator = self._padded_collator
+        """Refuse skip_prepare_dataset where TRL would, although it knows only its own collator."""
+        if self._skip_prepare_dataset:
+            check_nothing_is_skipped(self._options, self._completion_only)
+        if self._collators is not None:
+            data_collator = self._collators.padded
         super()._reject_skip_prepare_without_labels(datasets, data_collator)
+
+    @packed_runs_only
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Read documents from Arrow, instead of removing columns and making lists."""
+        return self._loaders.documents(dataset, description)
+
+    @packed_runs_only
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the weights of a stream that is evaluated padded, which TRL would remove."""
+        super()._set_signature_columns_if_needed()
+        missing = [name for name in WEIGHT_COLUMNS if name not in self._signature_columns]
+        self._signature_columns = [*self._signature_columns, *missing]
+
+    # --- data loaders -------------------------------------------------------------------------
+
+    @packed_runs_only
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if isinstance(train_dataset, ArrowDocuments):
+            return self._sampling.for_training(train_dataset)
+        return super()._get_train_sampler(train_dataset)
+
+    @packed_runs_only
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if isinstance(eval_dataset, ArrowDocuments) and not self._loaders.evaluates_padded:
+            return self._sampling.for_evaluation(eval_dataset)
+        return super()._get_eval_sampler(eval_dataset)
+
+    @follows_user
+    @packed_runs_only
+    def get_train_dataloader(self) -> Any:
+        return self._loaders.train(super().get_train_dataloader)
+
+    @follows_user
+    @packed_runs_only
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._loaders.evaluate(super().get_eval_dataloader, eval_dataset)
+
+    @follows_user
+    @packed_runs_only
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._loaders.predict(super().get_test_dataloader, test_dataset)
 
     # --- training -----------------------------------------------------------------------------
 
+    @follows_user
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
-        self._heed_what_was_set()
-        check_deepspeed_can_train(self)
-        self._check_something_counts()
-        wraps = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        if wraps and getattr(self.model, "_is_accelerate_prepared", False):
-            # evaluate() marks the bare model as prepared. `train` then leaves DDP out, and every
-            # rank trains by itself, without a message (transformers 5.23, accelerate 1.15).
-            self.model._is_accelerate_prepared = False
-            self.model_wrapped = self.model  # compiled by then, under torch_compile
-            self.accelerator._models.remove(self.model)
-        # accelerate draws the order of documents from this seed; ranks must agree on it.
-        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
-        self._torch_seed = broadcast_object_list([seed])[0]
-        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        self._check_checkpoint(checkpoint)
-        pages = pages_kept(on_cpu=self.args.device.type == "cpu")
-        with self._attention_in_use(), restore_current_row(), pages:
-            set_current_row(None)
+        checkpoint = self._prepare_to_train(resume_from_checkpoint)
+        with self._training(checkpoint):
             return super().train(checkpoint, *args, **kwargs)
 
-    def _check_checkpoint(self, checkpoint: Any) -> None:
-        """Raise ValueError before anything is read, if part of the checkpoint would be missing."""
-        if not isinstance(checkpoint, (str, Path)):
-            return
-        check_readable(Path(checkpoint))
-        if not self.is_deepspeed_enabled:
-            check_optimizer(Path(checkpoint), save_only_model=self.args.save_only_model)
+    def _prepare_to_train(self, resume_from_checkpoint: Any) -> Any:
+        """Return the checkpoint to resume from. Raise ValueError for what would stop the run."""
+        check_deepspeed_can_train(self)
+        if self._run_path.reason is None:
+            check_some_weights(self._all_datasets(), self.compute_loss_func)
+        forget_evaluation_wrapper(self)
+        # accelerate draws the order of documents from this seed; ranks must agree on it.
+        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
+        self._sampling.torch_seed = broadcast_object_list([seed])[0]
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        check_resumable(checkpoint, self)
+        return checkpoint
+
+    @contextmanager
+    def _training(self, checkpoint: Any) -> Iterator[None]:
+        with (
+            self._attention_in_use(),
+            restore_current_row(),
+            keep_freed_pages(self.args.device.type == "cpu"),
+            self._epochs.resuming(checkpoint),
+        ):
+            set_current_row(None)
+            yield
+
+    def _before_first_step(self) -> None:
+        """Check isolation, when the model is wrapped and nothing is trained yet."""
+        scale_noise_by_document(self._guard.base_model)
+        self._loaders.ensure_isolated(self.model_wrapped, self.train_dataset, training=True)
+
+    @packed_runs_only
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Count the epochs and steps that are left from where a resumed epoch continues."""
+        return self._epochs.schedule(super().set_initial_training_values(args, dataloader))
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Continue where the record in the checkpoint says, or where a stream was."""
+        epoch, skipped = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._meter.start_run(self._total_train_tokens)
+        return self._epochs.resume(epoch, skipped, resume_from_checkpoint)
+
+    @packed_runs_only
+    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
+        """Run an epoch, or its rest, which has fewer micro-batches and steps."""
+        names = ("steps_in_epoch", "num_update_steps_per_epoch")
+        numbers = self._epochs.begin_epoch(
+            epoch,
+            {name: kwargs[name] for name in names},
+            epochs_trained=kwargs["epochs_trained"],
+            skipped=kwargs["steps_trained_in_current_epoch"],
+        )
+        super()._run_epoch(epoch=epoch, **kwargs | numbers)
+
+    @packed_runs_only
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Measure a step before its first micro-batch, and announce each row to the model."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        weighted = self._loaders.trains_weighted
+        self._step_loss.measure(batches, num_items, device, weighted=weighted)
+        self._meter.count(batches, self._loaders.room)
+        return AnnouncedBatches(batches), num_items
+
+    @packed_runs_only
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Announce the row, to NEFTune too: `compute_loss` and the caller may be a user's."""
+        with (
+            restore_current_row(),
+            self._step_loss.hide_num_items(num_items_in_batch, hide=self._hides_count()) as count,
+            announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
+        ):
+            set_current_row(inputs)
+            return super().training_step(model, inputs, count)
+
+    def _hides_count(self) -> bool:
+        """Return whether `compute_loss` is a user's, which gets no number of items from TRL."""
+        ours = PackedSFTTrainer.compute_loss
+        is_ours = getattr(self.compute_loss, "__func__", None) is ours
+        takes_count = self._user_changes.takes_count or self.compute_loss_func is not None
+        return not (is_ours or takes_count)
+
+    @packed_runs_only
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Move a row to the device, its CPU copy and its float32 weights with it."""
+        prepared, row = super()._prepare_inputs(inputs), host_row(inputs)
+        prepared = prepared if row is None else PackedBatch(prepared, row)
+        self._step_loss.keep_weights(inputs, prepared)
+        replace_current_row(prepared)
+        return prepared
+
+    @packed_runs_only
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Weight each token; TRL weights all tokens the same, and all MoE micro-batches too."""
+        parent, padded = super().compute_loss, self._loaders.evaluates_padded
+        return self._step_loss.compute(
+            parent, model, inputs, return_outputs, num_items_in_batch, padded=padded
+        )
+
+    @packed_runs_only
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Forget the row, which is trained by now, and count its padding by position.
+
+        transformers counts padding by token id, which drops EOS where EOS is also the pad token.
+        """
+        set_current_row(None)
+        row = host_row(inputs)
+        if row is not None and self.args.include_num_input_tokens_seen == "non_padding":
+            inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
+        super()._track_num_input_tokens(inputs)
+
+    # --- logging ------------------------------------------------------------------------------
+
+    @packed_runs_only
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        is_new = self.state.global_step > self._globalstep_last_logged  # as the parent asks
+        logs = self.control.should_log and is_new
+        if self._meter.is_running and (logs or self.control.should_evaluate):
+            self._total_train_tokens = self._meter.share(self._metrics["train"], log=logs)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    @packed_runs_only
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        """Log the totals too, and count documents as transformers' samples, not bins."""
+        if self._meter.is_running:
+            means = self._metrics["train"]
+            self._total_train_tokens = self._meter.share(means, log=False)
+            first_step = getattr(self, "_initial_global_step", None)
+            num_train_samples = self._meter.log_run(means, num_train_samples, first_step)
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    @packed_runs_only
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # Not by TRL's `_metrics`: the totals would be lost where the last step was evaluated, for
+        # TRL adds those of training only to a model in training mode.
+        logs.update(self._meter.take_logs())
+        super().log(logs, start_time)
+
+    # --- checkpoints --------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Mark a checkpoint while it is written, and delete older ones only when it is whole."""
-        run = self._get_output_dir(trial=trial)
-        checkpoint = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            with self._not_timed(), marked_while_written(checkpoint, self.accelerator):
-                super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            with self._not_timed():
-                rotate_checkpoints(run, limit, best, use_mtime=True)
+        """Save the place in the epoch too, and delete older checkpoints when this one is whole."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = Path(self._get_output_dir(trial=trial)) / name
+        with self._meter.pause(), write_whole(checkpoint, self):
+            self._epochs.save(checkpoint)
+            super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the position in a stream too, of which each rank has another."""
+        super()._save_rng_state(output_dir)
+        self._epochs.save_stream(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model on any engine; parts of checkpoints are saved as configured."""
@@ -440,116 +590,42 @@ class PackedSFTTrainer(PackedLoaderTrainer):
     # --- evaluation ---------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._evaluation(padded=self.compute_metrics is not None):
+        with self._evaluating(padded=self.compute_metrics is not None):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict as TRL does, but also from a data set that is not tokenized yet."""
-        if not self._trl_path and not self._skip_prepare_dataset:
-            test_dataset = self._prepare_dataset(
-                test_dataset,
-                self.processing_class,
-                self.args,
-                self._eval_packing,
-                self._formatting_func,
-                "test",
-            )
-        with self._evaluation(padded=not self.args.prediction_loss_only):
+        if not (self._run_path.reason or self._skip_prepare_dataset):
+            packing = self._sampling.eval_packing
+            test_dataset = self._prepare_later(test_dataset, packing=packing, name="test")
+        with self._evaluating(padded=not self.args.prediction_loss_only):
             return super().predict(test_dataset, *args, **kwargs)
 
     @contextmanager
-    def _evaluation(self, *, padded: bool) -> Iterator[None]:
-        """Whoever asks for logits expects a padded row per document; otherwise rows are packed."""
-        before, self._evaluates_padded = self._evaluates_padded, padded
-        self._evaluated_streams = []
-        try:
-            with self._attention_in_use(), restore_current_row():
-                set_current_row(None)
-                yield
-        finally:
-            self._evaluates_padded = before
-        for stream in self._evaluated_streams:
-            if words := str(stream.counts_of_all_ranks()):
-                logger.warning_once(f"evaluation stream: {words}")
+    def _evaluating(self, *, padded: bool) -> Iterator[None]:
+        """Evaluate padded where logits are requested (callers expect a row for each document)."""
+        with ExitStack() as stack:
+            if not self._run_path.is_fixed:
+                stack.enter_context(self._loaders.evaluating(padded=padded))
+            stack.enter_context(self._attention_in_use())
+            stack.enter_context(restore_current_row())
+            stack.enter_context(self._meter.pause())
+            set_current_row(None)
+            yield
 
-    # --- report -------------------------------------------------------------------------------
+    @packed_runs_only
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Report the mean over all trained tokens, not the mean of micro-batch means."""
+        with restore_current_row():
+            with self._step_loss.evaluating(self._loaders.sources) as sums:
+                output = super().evaluation_loop(AnnouncedLoader(dataloader), *args, **kwargs)
+            prefix, means = kwargs.get("metric_key_prefix", "eval"), self._metrics["eval"]
+            self._step_loss.write_metrics(sums, output.metrics, means, prefix)
+        return output
 
-    def _report(self, planned: Any = None, micro_batches: int | None = None) -> PackingReport:
-        """Return what the first epoch is made of.
-
-        planned: the sampler of the data loader, of so many `micro_batches` a rank, where a subclass
-            makes it: its constructor may not be done yet when ours asks.
-        """
-        is_stream, loss = isinstance(self.train_dataset, IterableDataset), None
-        if self.compute_loss_func is None:  # which says itself what it computes
-            columns = (columns_kept if is_stream else columns_of)(self.train_dataset)
-            loss = in_words(self._options.loss_weighting, columns)
-        if is_stream:
-            return without_plan(
-                self.args,
-                ranks=self._data_ranks()[0],
-                micro_batch=micro_batch_of_stream(self._packing, self._train_batch_size),
-                attention=str(self.attention),
-                loss=loss,
-                tokens_per_micro_batch=self._tokens_per_micro_batch,
-            )
-        documents = self._remove_unused_columns(self.train_dataset)
-        self._gate.limits.check(self.train_dataset, "train")
-        if planned is None and not self._samples_its_own_way():
-            planned = self._training_sampler(documents)
-        if not isinstance(planned, PackedBatchSampler):
-            return report_of_any_sampler(
-                documents,
-                self.args,
-                micro_batches=micro_batches,
-                batch_size=self._train_batch_size,
-                ranks=self._data_ranks()[0],
-                attention=str(self.attention),
-                loss=loss,
-                preparation=self._preparation.get("train", PreparationCounts()),
-            )
-        return plan_report(
-            documents,
-            planned,
-            attention=str(self.attention),
-            loss=loss,
-            preparation=self._preparation.get("train", PreparationCounts()),
-            tokens_per_micro_batch=self._tokens_per_micro_batch,
-            given_in_steps=settings_in_steps(self.args),
-        )
-
-
-class _OnTrainBegin(TrainerCallback):
-    """Print the report and check isolation when the model is wrapped and nothing is trained yet."""
-
-    def __init__(self, trainer: PackedSFTTrainer):
-        self.trainer = trainer
-        self._told = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        if trainer._trl_path:
-            return
-        scale_noise_by_document(trainer._gate.base_model)
-        trainer._pass_gate(trainer.model_wrapped, trainer.train_dataset, training=True)
-        self._print_report(state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say early what a stream loses: it may be read for days."""
-        stream = self.trainer._train_stream
-        if stream is not None and not self._told and (words := str(stream.counts)):
-            read = stream.counts.before.documents
-            logger.warning(f"of the first {read:,} documents of the stream: {words}")
-            self._told = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the report on a stream, which is counted as it is read."""
-        trainer = self.trainer
-        if trainer._train_stream is not None:
-            counts = trainer._train_stream.counts_of_all_ranks()
-            trainer.packing_report = replace(trainer.packing_report, preparation=counts)
-            self._print_report(state)
-
-    def _print_report(self, state: Any) -> None:
-        if state.is_world_process_zero:
-            print(f"\n{self.trainer.packing_report}", flush=True)  # a progress bar holds the line
+    @packed_runs_only
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Announce the row, and forget that of a step outside of `evaluate`."""
+        with restore_current_row():
+            set_current_row(inputs)
+            return super().prediction_step(model, inputs, *args, **kwargs)

@@ -67,6 +67,7 @@ def test_a_peft_model_can_be_passed(tmp_path, packing):
 
 
 @both_modes
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # peft 0.18
 def test_lora_on_experts(tmp_path, packing):
     lora = _peft().LoraConfig(
         target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]

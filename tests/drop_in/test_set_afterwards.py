@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
-from trl_packing.training.set_afterwards import calls
+from trl_packing.training.user_collator import calls
 
 TOLERANCE = 2e-5
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(18)], prompt=1)

@@ -1,4 +1,4 @@
-"""What the assistant writes is found in any chat template, and nothing else is trained.
+"""The assistant's text is found in any chat template, and nothing else is trained.
 
 The templates are those that TRL ships for its families of models, and six published formats written
 out below. Every conversation goes the whole way: rows, text, tokens, labels, decoded again.
@@ -77,7 +77,7 @@ WRITTEN = {
 
 @dataclass(frozen=True)
 class Format:
-    """What of a turn is trained: `written`, of its content and whether it is the last one."""
+    """The trained part of a turn: `written`, from its content and whether it is the last one."""
 
     written: Callable[[str, bool], str]
     system: bool = True  # whether it takes a system message

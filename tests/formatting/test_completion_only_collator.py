@@ -255,7 +255,7 @@ def texts() -> list[str]:
 
 
 class OldCollator:
-    """What TRL did: the template's ids, as the documents have them, in a padded batch."""
+    """TRL's labels: by the template's ids, as the documents have them, in a padded batch."""
 
     def __init__(self, tokenizer, response_ids):
         self.tokenizer, self.response_ids = tokenizer, response_ids

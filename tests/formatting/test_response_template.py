@@ -196,7 +196,7 @@ def test_long_documents_take_few_decodings():
 
 
 def test_offsets_of_every_character_are_those_of_the_bytes():
-    """In whatever order they are asked for: each is counted from the nearest one known."""
+    """In any order of requests, each is counted from the nearest one that is known."""
     tokenizer = merging_tokenizer()
     text = "naïve 東京 ### Answer: Be 🦙🦙 – " * 6
     ids = ids_of(tokenizer, text)

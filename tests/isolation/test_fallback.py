@@ -1,8 +1,8 @@
-"""Whatever way a model needs, a packed step is the same documents one at a time.
+"""With every attention backend, a packed step is the same documents one at a time.
 
 The reference is `one_at_a_time`: each document alone through a fresh copy of the untouched model.
-Tolerance, float32: a pass rounds at 2**-24 = 6e-8 of a value; ways that sum in another order stay
-below 100 roundings, so 1e-5 of the largest value. Leaks are 2 to 5 orders of magnitude larger.
+Tolerance, float32: a pass rounds at 2**-24 = 6e-8 of a value; backends that sum in another order
+stay below 100 roundings, so 1e-5 of the largest value. Leaks are 2 to 5 orders of magnitude larger.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""A gate that has refused stays closed: a check counts only once its verdict allows the run.
+"""A guard that has refused refuses again: a check counts once its verdict allows the run.
 
 Every test here trains or evaluates again on the trainer that was refused, as a notebook does when
 its cell runs a second time.
@@ -115,7 +115,7 @@ def checked_modes(monkeypatch):
 
 
 def test_a_check_that_passed_is_not_made_again(tmp_path, checked_modes):
-    """The control: the gate opens, and stays open, for a model that keeps documents apart."""
+    """The control: a model that isolates documents is checked once in each mode."""
     run = trainer_for(tiny_model("llama"), tmp_path)
     for call in (run.train, run.evaluate, run.train, run.evaluate):
         call()

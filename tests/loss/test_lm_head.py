@@ -199,6 +199,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_trl_s_head(name):
 
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["frozen", "saved"])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # peft 0.18
 def test_lora_gets_the_gradients_of_trl_s_head(loss, options):
     found = []
     for wrap in (with_our_head, with_trl_head):

@@ -3,6 +3,7 @@
 The reference computes that document by document, from the logits of the untouched model.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,12 +26,12 @@ from helpers.by_hand import (
 from helpers.distributed.train import Scenario, run, run_on_ranks, token_weights
 from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
+from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.loss.evaluation import EvaluationSums
-from trl_packing.loss.step_loss import WeightedLabelSmoother, scale_of_weights
-from trl_packing.recognition.current_row import set_current_row
+from trl_packing.loss.step_loss import StepLoss
+from trl_packing.loss.weighted_forward import WeightedLabelSmoother, scale_of_weights
 from trl_packing.tools.tiny_models import tiny_model
 from trl_packing.tools.tiny_step import tiny_documents
 
@@ -275,10 +276,12 @@ def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
         tiny_model("llama"), tiny_documents(), tmp_path, label_smoothing_factor=SMOOTHING
     )
     trainer.model.eval()
-    trainer._evaluated = EvaluationSums()
-    with torch.no_grad():
-        assert trainer.compute_loss(trainer.model, trainer.data_collator([])).isnan()
-    assert trainer._evaluated.sums.tolist() == [[0, 0]]
+    step_loss, parent = StepLoss(trainer), partial(SFTTrainer.compute_loss, trainer)
+    with torch.no_grad(), step_loss.evaluating() as sums:
+        batch = trainer.data_collator([])
+        assert step_loss.compute(parent, trainer.model, batch, False, None, padded=False).isnan()
+    assert sums.sums.tolist() == [[0, 0]]
+    assert sums.is_scored
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])
@@ -296,12 +299,50 @@ def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypa
     monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin)
     batch = trainer.data_collator(documents) | {"other": torch.ones(1)}
     batch["loss_weights"] *= 257 / 256
-    try:
-        prepared = trainer._prepare_inputs(batch)
-    finally:
-        set_current_row(None)  # as the end of a run would: the row is that of a step to come
+    prepared = trainer._prepare_inputs(batch)
     assert prepared["other"].dtype == torch.bfloat16, "the control"
     assert torch.equal(prepared["loss_weights"], batch["loss_weights"])
+
+
+# --- without a trainer ----------------------------------------------------------------------------
+
+
+def test_a_micro_batch_gets_its_share_of_the_sums_of_all_ranks():
+    """Two ranks with the same two micro-batches; log-probabilities are -1, -2, -3."""
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(gather=lambda sums: torch.cat([sums, sums])),
+        args=SimpleNamespace(loss_type="nll"),
+        aux_loss_enabled=False,
+        compute_loss_func=None,
+        get_tp_size=lambda: 1,
+        label_smoother=None,
+        model=SimpleNamespace(training=True),
+    )
+
+    def model(**inputs):
+        assert "loss_weights" not in inputs
+        mask = inputs["labels"][:, 1:] != IGNORE_INDEX
+        return SimpleNamespace(
+            log_probs=torch.tensor([[-1.0, -2.0, -3.0]]) * mask,
+            label_mask=mask,
+            entropy=torch.zeros(1, 3),
+            is_top1=mask,
+        )
+
+    def parent(model, inputs, return_outputs, num_items):
+        return -model(**inputs, fused_lm_head=True).log_probs.sum() / num_items
+
+    batch = {
+        "input_ids": torch.tensor([[4, 5, 6, 7]]),
+        "labels": torch.tensor([[-100, 5, -100, 7]]),
+        "loss_weights": torch.tensor([[9.0, 2.0, 9.0, 0.5]]),
+    }
+    step_loss, num_items = StepLoss(trainer), torch.tensor(8)
+    step_loss.measure([batch, batch], num_items, "cpu", weighted=True)
+    loss = step_loss.compute(parent, model, batch, False, num_items, padded=False)
+    weights = 2 * 2 * (2.0 + 0.5)
+    assert loss.item() == pytest.approx((2.0 * 1 + 0.5 * 3) / weights)
+    assert step_loss.trained.take().tolist() == [0, 2, 2, 0, 4, 1, 2.5]
 
 
 # --- two ranks ------------------------------------------------------------------------------------

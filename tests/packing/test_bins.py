@@ -200,7 +200,7 @@ def test_a_small_set_takes_few_rounds_and_has_other_partners_under_another_seed(
 ):
     """255 rounds took 200 ms for three documents; a round takes about 0.2 ms."""
     rounds = []
-    for name in ("_exchange_tails", "_cut_pairs_anew"):
+    for name in ("_exchange_tails", "_recut_pairs"):
         move = getattr(remixing, name)
         monkeypatch.setattr(remixing, name, lambda *a, move=move: rounds.append(1) or move(*a))
     lengths = log_normal(number, distinct=kind == "distinct")
@@ -222,7 +222,7 @@ def test_a_small_set_takes_few_rounds_and_has_other_partners_under_another_seed(
     lengths=LENGTHS,
     capacity=st.integers(CAPACITY, 3 * CAPACITY),
     seed=st.integers(0, 9),
-    move=st.sampled_from([remixing._exchange_tails, remixing._cut_pairs_anew]),
+    move=st.sampled_from([remixing._exchange_tails, remixing._recut_pairs]),
 )
 def test_each_move_keeps_capacity_documents_and_bins(lengths, capacity, seed, move):
     plan = pack(lengths, capacity, "next_fit")
@@ -238,7 +238,7 @@ def test_each_move_keeps_capacity_documents_and_bins(lengths, capacity, seed, mo
     assert tokens.sum() == sum(lengths)
 
 
-@pytest.mark.parametrize("move", ["_exchange_tails", "_cut_pairs_anew"])
+@pytest.mark.parametrize("move", ["_exchange_tails", "_recut_pairs"])
 def test_each_move_changes_partners(move):
     lengths = np.sort(log_normal(300))[::-1].astype(np.int32)
     plan = pack(lengths, 4096)

@@ -1,4 +1,4 @@
-"""What the model gets: one flat row, its documents' boundaries, and neither a mask nor a cache."""
+"""The model gets one flat row with document boundaries, and neither a mask nor a cache."""
 
 import numpy as np
 import pytest

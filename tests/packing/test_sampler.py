@@ -382,5 +382,5 @@ def test_bad_arguments_are_named(options, sentence):
 
 
 def test_transformers_takes_it_for_a_sampler_that_knows_its_ranks():
-    """`Trainer._get_dataloader` asks for this very class (transformers 5.17)."""
+    """`Trainer._get_dataloader` checks for this class (transformers 5.17)."""
     assert issubclass(PackedBatchSampler, BatchRebalanceSampler)

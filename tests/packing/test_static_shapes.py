@@ -520,7 +520,7 @@ def test_a_model_has_one_graph_without_a_break(name, dynamo):
 
 @pytest.mark.slow
 def test_a_loop_over_documents_has_more(dynamo):
-    """What the custom op is for: the same shapes, and a graph for every set of boundaries."""
+    """The purpose of the custom op: the same shapes, and a graph for every set of boundaries."""
 
     def loop(q, k, v, cu_seqlens, options, max_length):
         return sdpa_by_document(q, k, v, cu_seqlens, options.scale, 0)
@@ -533,7 +533,7 @@ def test_a_loop_over_documents_has_more(dynamo):
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_graph_of_packed_calls_serves_no_other(name, dynamo):
-    """Of the very shape of a packed row, and without a mask: only boundaries tell them apart."""
+    """The shape of a packed row, without a mask: only boundaries tell the two apart."""
     model = tiny_model(name).eval()
     install_attention(model, resolve_attention(model))
     compiled = torch.compile(model, backend=counting([]))

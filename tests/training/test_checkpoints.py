@@ -168,7 +168,7 @@ def test_a_missing_optimizer_is_refused(missing, finished, tmp_path):
     checkpoint = copy_of(finished, tmp_path)
     for name in missing:
         (checkpoint / name).unlink()
-    words = f"has no {' and no '.join(missing)}: .*save_only_model=True to go on with new ones"
+    words = f"has no {' and no '.join(missing)}: .*save_only_model=True to continue with new ones"
     with pytest.raises(ValueError, match=words):
         trainer_for(tmp_path).train(resume_from_checkpoint=str(checkpoint))
 

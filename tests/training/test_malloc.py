@@ -10,7 +10,7 @@ from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.training import malloc as allocator
-from trl_packing.training.malloc import pages_kept
+from trl_packing.training.malloc import keep_freed_pages
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="mallopt is a function of Linux's C libraries"
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 STEPS = """
 import ctypes, resource, sys, torch
-from trl_packing.training.malloc import pages_kept
+from trl_packing.training.malloc import keep_freed_pages
 
 # Huge pages come and go with what else the machine does: without them a fault is a page of 4 KiB.
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
@@ -26,7 +26,7 @@ ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-with pages_kept(sys.argv[1] == "kept"):
+with keep_freed_pages(sys.argv[1] == "kept"):
     before = faults()
     for _ in range(40):
         tensors = [torch.ones(2**23) for _ in range(4)]  # 32 MiB each
@@ -55,16 +55,16 @@ def test_pages_are_zeroed_once_and_not_every_step():
 def test_whoever_has_tuned_malloc_is_left_alone(monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("was asked"))
-    with pages_kept(True):
+    with keep_freed_pages(True):
         pass
 
 
 def test_another_device_or_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
-    with pages_kept(True):
+    with keep_freed_pages(True):
         pass
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("was asked"))
-    with pages_kept(False):
+    with keep_freed_pages(False):
         pass
 
 

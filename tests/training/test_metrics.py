@@ -5,10 +5,11 @@ Time is a counted clock: a second a micro-batch, a hundred an evaluation, a thou
 
 import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
-import torch
 from datasets import Dataset
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
@@ -18,7 +19,8 @@ from transformers.trainer_callback import ProgressCallback
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.models.flops import model_flops
 from trl_packing.training import metrics as measured
-from trl_packing.training.metrics import MeasuredTrainer, ThroughputOnBar
+from trl_packing.training.loaders import PackedLoaders
+from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it
@@ -181,29 +183,27 @@ def test_evaluation_and_saving_take_no_time_of_training(tmp_path):
     assert_logged([result], room=CAPACITY)
     # The control: with a clock that never stops it would be another number.
     before = Scenario(str(tmp_path), LENGTHS, counted_clock=True, max_steps=2, save_steps=1)
-    counting = MeasuredTrainer._not_timed
-    MeasuredTrainer._not_timed = lambda self: torch.no_grad()
-    try:
+    with patch.object(ThroughputMeter, "pause", lambda self: nullcontext()):
         slow = run(before)
-    finally:
-        MeasuredTrainer._not_timed = counting
     assert slow["totals"]["train_seconds"] > 1000
 
 
-def test_the_gate_takes_no_time_of_training(tmp_path):
+def test_the_isolation_check_takes_no_time_of_training(tmp_path, monkeypatch):
     now = [0.0]
 
     class Counted(PackedSFTTrainer):
-        _clock = staticmethod(lambda: now[0])
-
-        def _pass_gate(self, *args, **kwargs):
-            now[0] += 1000
-            super()._pass_gate(*args, **kwargs)
-
         def training_step(self, *args, **kwargs):
             now[0] += 1
             return super().training_step(*args, **kwargs)
 
+    check = PackedLoaders.ensure_isolated
+
+    def slow_check(self, *args, **kwargs):
+        now[0] += 1000
+        check(self, *args, **kwargs)
+
+    monkeypatch.setattr(PackedLoaders, "ensure_isolated", slow_check)
+    monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
     rows = documents_of_lengths(LENGTHS)
     trainer = trainer_of(rows, tmp_path, cls=Counted, max_steps=3, isolation_check="error")
     assert trainer.train().metrics["train_seconds"] == 3
@@ -395,7 +395,7 @@ def test_no_model_is_given_what_is_for_the_host(tmp_path):
 @pytest.mark.parametrize("known", [True, False])
 def test_mfu_is_logged_where_the_peak_is_known(known, tmp_path, monkeypatch):
     peak = 1e9 if known else None
-    monkeypatch.setattr(MeasuredTrainer, "_peak_flops", lambda self: peak)
+    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: peak)
     trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path)
     metrics = trainer.train().metrics
     if not known:
@@ -410,7 +410,7 @@ def test_mfu_is_logged_where_the_peak_is_known(known, tmp_path, monkeypatch):
 
 
 def test_a_model_that_cannot_be_counted_has_no_mfu(tmp_path, monkeypatch):
-    monkeypatch.setattr(MeasuredTrainer, "_peak_flops", lambda self: 1e9)
+    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: 1e9)
 
     def refuse(model):
         raise measured.NotCountable("made for this test")

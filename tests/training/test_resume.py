@@ -3,8 +3,10 @@
 import shutil
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.training.epoch_record import FILE
+from trl_packing.training.sampling import Sampling
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3
@@ -215,14 +218,15 @@ class Layout:
     seed: int
 
 
-def epoch_of_rank(trainer, layout: Layout, rank: int, epoch: int, behind: int = 0) -> list:
+def epoch_of_rank(trainers, layout: Layout, rank: int, epoch: int, behind: int = 0) -> list:
     """Return the tokens of a rank's micro-batches in an epoch, without the first `behind`."""
+    trainer = trainers[layout.packing]
+    trainer.train_dataset = documents_of(layout)
     trainer.args.gradient_accumulation_steps = layout.accumulation
     trainer._train_batch_size = layout.batch_size
     trainer.args.seed = layout.seed
-    trainer._packing = layout.packing
-    trainer._data_ranks = lambda: (layout.ranks, rank)
-    dataloader = trainer.get_train_dataloader()
+    with mock.patch.object(Sampling, "ranks", (layout.ranks, rank)):
+        dataloader = trainer.get_train_dataloader()
     dataloader = skip_first_batches(dataloader, behind) if behind else dataloader
     dataloader.set_epoch(epoch)
     if behind:  # as `Trainer._run_epoch` does
@@ -241,29 +245,43 @@ layouts = st.builds(
 )
 
 
+@cache
+def _documents(lengths: tuple[int, ...]) -> Dataset:
+    return Dataset.from_list(documents_of_lengths(lengths, prompt=1))
+
+
+def documents_of(layout: Layout) -> Dataset:
+    return _documents(tuple(layout.lengths))
+
+
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
-    args = PackedSFTConfig(
-        output_dir=str(tmp_path_factory.mktemp("any_step")),
-        max_length=32,
-        bf16=False,
-        report_to="none",
-        use_cpu=True,
-        isolation_check="off",
-    )
-    documents = Dataset.from_list(documents_of_lengths(LENGTHS, prompt=1))
-    return PackedSFTTrainer(
-        tiny_model("llama"), args, train_dataset=documents, processing_class=tiny_tokenizer()
-    )
+def trainers(tmp_path_factory):
+    """Return a trainer that packs, and one that does not."""
+
+    def trainer_of(packing: bool) -> PackedSFTTrainer:
+        args = PackedSFTConfig(
+            output_dir=str(tmp_path_factory.mktemp("any_step")),
+            packing=packing,
+            max_length=32,
+            bf16=False,
+            report_to="none",
+            use_cpu=True,
+            isolation_check="off",
+        )
+        documents = Dataset.from_list(documents_of_lengths(LENGTHS, prompt=1))
+        return PackedSFTTrainer(
+            tiny_model("llama"), args, train_dataset=documents, processing_class=tiny_tokenizer()
+        )
+
+    return {packing: trainer_of(packing) for packing in (True, False)}
 
 
 @settings(max_examples=50, deadline=None)
 @given(layout=layouts, epoch=st.integers(0, 3), at=st.floats(0, 1, exclude_max=True))
-def test_any_layout_resumes_at_any_step(trainer, layout, epoch, at):
+def test_any_layout_resumes_at_any_step(trainers, layout, epoch, at):
     """Every document once an epoch over all ranks, and the rest of an epoch from any step of it."""
     documents = documents_of_lengths(layout.lengths, prompt=1)
-    trainer.train_dataset = Dataset.from_list(documents)
-    ranks = [epoch_of_rank(trainer, layout, rank, epoch) for rank in range(layout.ranks)]
+    ranks = [epoch_of_rank(trainers, layout, rank, epoch) for rank in range(layout.ranks)]
     assert len({len(batches) for batches in ranks}) == 1, "equally many micro-batches"
     seen = [batch for batches in ranks for batch in batches if batch != [0]]  # [0]: an idle rank
     assert Counter(token for batch in seen for token in batch) == Counter(
@@ -272,15 +290,14 @@ def test_any_layout_resumes_at_any_step(trainer, layout, epoch, at):
     steps = -(-len(ranks[0]) // layout.accumulation)
     behind = int(at * steps) * layout.accumulation
     for rank, batches in enumerate(ranks):
-        assert epoch_of_rank(trainer, layout, rank, epoch, behind) == batches[behind:]
+        assert epoch_of_rank(trainers, layout, rank, epoch, behind) == batches[behind:]
 
 
-def test_another_step_or_epoch_fails_the_same_comparison(trainer):
+def test_another_step_or_epoch_fails_the_same_comparison(trainers):
     """Control."""
     layout = Layout(LENGTHS, packing=True, batch_size=1, accumulation=2, ranks=2, seed=0)
-    trainer.train_dataset = Dataset.from_list(documents_of_lengths(LENGTHS, prompt=1))
-    batches = epoch_of_rank(trainer, layout, 0, 1)
-    assert epoch_of_rank(trainer, layout, 0, 1, 2) == batches[2:]
-    assert epoch_of_rank(trainer, layout, 0, 1, 4) != batches[2:]
-    assert epoch_of_rank(trainer, layout, 0, 0, 2) != batches[2:]
-    assert epoch_of_rank(trainer, layout, 1, 1, 2) != batches[2:]
+    batches = epoch_of_rank(trainers, layout, 0, 1)
+    assert epoch_of_rank(trainers, layout, 0, 1, 2) == batches[2:]
+    assert epoch_of_rank(trainers, layout, 0, 1, 4) != batches[2:]
+    assert epoch_of_rank(trainers, layout, 0, 0, 2) != batches[2:]
+    assert epoch_of_rank(trainers, layout, 1, 1, 2) != batches[2:]

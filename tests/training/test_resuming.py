@@ -4,18 +4,23 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from accelerate import skip_first_batches
 from datasets import Dataset
 from helpers.tiny import SPECIAL_TOKENS, documents_of_lengths, tiny_model, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from trl import SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.training.columns import documents_of as token_documents
 from trl_packing.training.epoch_record import FILE, EpochRecord
+from trl_packing.training.resuming import ResumedEpochs
+from trl_packing.training.sampling import Sampling
 
 NUMBER = 60
 LENGTHS = [3 + (i * 7) % 29 for i in range(NUMBER)]
@@ -31,12 +36,11 @@ def rows(lengths=tuple(LENGTHS)) -> list[dict]:
 
 
 class Recorder(PackedSFTTrainer):
-    """Notes the documents of every micro-batch that is trained, and the epoch after each step."""
+    """Notes the documents and the step of every micro-batch that one of several ranks trains."""
 
-    ranks = (1, 0)
-
-    def _data_ranks(self):
-        return self.ranks
+    def train(self, *args, **kwargs):
+        with mock.patch.object(Sampling, "ranks", self.ranks):
+            return super().train(*args, **kwargs)
 
     def training_step(self, model, inputs, *args, **kwargs):
         starts = inputs["input_ids"][inputs["position_ids"] == 0]
@@ -364,73 +368,81 @@ def trainer(tmp_path_factory):
     return trainer_for(tmp_path_factory.mktemp("property"))
 
 
-def train_part(trainer, layout: Layout, record: EpochRecord | None, epoch: int, *, last: bool):
+class OnRank(Sampling):
+    """The samplers of any rank of any number."""
+
+    ranks = (1, 0)
+
+
+def train_part(trainer, layout: Layout, checkpoint: Path | None, epoch: int, *, last: bool):
     """Return the documents that a part of `epoch` trains on all ranks, and the record behind it."""
     args = trainer.args
-    trainer._packing, trainer._train_batch_size = layout.packing, layout.batch_size
+    trainer._train_batch_size = layout.batch_size
     args.gradient_accumulation_steps, args.max_length = layout.accumulation, layout.max_length
     args.packing_strategy, args.documents_per_step = layout.strategy, layout.documents_per_step
     args.dataloader_drop_last = layout.drop_last
+    sampling, documents = OnRank(trainer), token_documents(trainer.train_dataset, None)
+    sampling.packing = layout.packing
     trained, numbers = [], set()
     for rank in range(layout.ranks):
-        trainer.ranks, trainer._record = (layout.ranks, rank), record
-        dataloader = trainer.get_train_dataloader()
-        values = trainer.set_initial_training_values(args, dataloader)
-        at, behind = (trainer._resumed or (epoch, 0))[:2]
+        sampling.ranks = (layout.ranks, rank)
+        epochs, sampler = ResumedEpochs(trainer, sampling), sampling.for_training(documents)
+        dataloader = DataLoader(documents, batch_sampler=sampler, collate_fn=list)
+        with epochs.resuming(checkpoint):
+            epochs.follow(sampler, documents)
+            found = SFTTrainer.set_initial_training_values(trainer, args, dataloader)
+            max_steps = epochs.schedule(found)[-1]
+            at, skipped = epochs.resume(epoch, 0, None)
         if at != epoch:  # nothing was left
-            return [], None
-        rest = trainer._rest_of(epoch)
-        micro_batches = len(dataloader) if rest is None else len(rest)
-        first = behind * layout.accumulation + (0 if rest is None else rest.num_skipped)
-        steps = -(-(micro_batches - first) // layout.accumulation)
-        steps = steps if last else int(steps * layout.share)
-        if first:
-            dataloader = skip_first_batches(dataloader, first)
-            dataloader.batch_sampler.batch_sampler.set_epoch(epoch)
-        dataloader.set_epoch(epoch)
-        stop = steps * layout.accumulation
-        batches = [batch for number, batch in enumerate(dataloader) if number < stop]
-        assert last is False or len(batches) == micro_batches - first
-        trained += [
-            int(token) - FIRST
-            for batch in batches
-            for token in batch["input_ids"][batch["position_ids"] == 0]
-            if token >= FIRST
+            return [], None, sampler
+        whole = {"steps_in_epoch": len(sampler), "num_update_steps_per_epoch": 0}
+        trainer.state.global_step = first = (
+            0 if checkpoint is None else record_in(checkpoint).global_step
+        )
+        micro_batches = epochs.begin_epoch(epoch, whole, epochs_trained=epoch, skipped=skipped)[
+            "steps_in_epoch"
         ]
-        step = 0 if record is None else record.global_step
-        trainer.state.global_step = step + steps
-        trainer._epoch, trainer._epoch_began = epoch, step - behind
-        numbers.add((steps, micro_batches, first, values[-1]))
+        steps = -(-(micro_batches - skipped) // layout.accumulation)
+        steps = steps if last else int(steps * layout.share)
+        sampler.set_epoch(epoch)
+        batches = list(sampler)[skipped : skipped + steps * layout.accumulation]
+        assert last is False or len(batches) == micro_batches - skipped
+        trained += [document for batch in batches for document in batch]
+        trainer.state.global_step = first + steps
+        numbers.add((steps, micro_batches, skipped, max_steps))
     assert len(numbers) == 1, "all ranks agree"
-    return trained, trainer._record_of_now(trainer._sampler)
+    return trained, epochs.record(), sampler
+
+
+def record_in(checkpoint: Path) -> EpochRecord:
+    return EpochRecord.load(checkpoint / FILE)
 
 
 @settings(max_examples=60, deadline=None)
 @given(parts=st.lists(layouts, min_size=1, max_size=4), epoch=st.integers(0, 2))
 def test_any_changes_train_every_document_once(trainer, tmp_path_factory, parts, epoch):
-    path = tmp_path_factory.mktemp("record") / FILE
-    counts, record = Counter(), None
+    folder = tmp_path_factory.mktemp("record")
+    counts, checkpoint = Counter(), None
     for number, layout in enumerate(parts):
-        trained, record = train_part(trainer, layout, record, epoch, last=number == len(parts) - 1)
+        last = number == len(parts) - 1
+        trained, record, sampler = train_part(trainer, layout, checkpoint, epoch, last=last)
         counts.update(trained)
         if record is None or record.epoch > epoch:
             break
         assert sorted(counts) == np.flatnonzero(record.trained).tolist()
-        record.save(path)
-        record = EpochRecord.load(path)
+        checkpoint = folder
+        record.save(checkpoint / FILE)
     assert set(counts.values()) == {1}
     missed = NUMBER - len(counts)
-    assert (
-        missed < trainer._sampler.documents_multiple_of
-    )  # documents that dataloader_drop_last drops
+    assert missed < sampler.documents_multiple_of  # documents that dataloader_drop_last drops
 
 
-def test_a_record_that_lacks_documents_fails_the_same_count(trainer):
+def test_a_record_that_lacks_documents_fails_the_same_count(trainer, tmp_path):
     """Control."""
     layout = Layout(True, "bfd", 1, 2, 1, 32, None, False, 0.5)
-    trained, record = train_part(trainer, layout, None, 0, last=False)
+    trained, record, _ = train_part(trainer, layout, None, 0, last=False)
     forgetful = record.trained.copy()
     forgetful[trained[0]] = False
-    other = replace(layout, accumulation=3)
-    rest, _ = train_part(trainer, other, replace(record, trained=forgetful), 0, last=True)
+    replace(record, trained=forgetful).save(tmp_path / FILE)
+    rest = train_part(trainer, replace(layout, accumulation=3), tmp_path, 0, last=True)[0]
     assert Counter(trained) + Counter(rest) == Counter(range(NUMBER)) + Counter([trained[0]])

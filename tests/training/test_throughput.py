@@ -1,8 +1,15 @@
 """The arithmetic of throughput: a clock that stands, rates of an interval and of a run."""
 
-import pytest
+import itertools
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from trl_packing import PackedCollator
+from trl_packing.loss.token_metrics import TokenSums
 from trl_packing.models.device_peaks import peak_flops
+from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.throughput import (
     GIB,
     Counts,
@@ -30,15 +37,15 @@ def test_a_stopwatch_counts_only_while_it_runs():
     watch = Stopwatch(clock)
     clock.now += 7  # not started
     assert watch.seconds() == 0
-    with watch.paused():  # of a watch that stands
+    with watch.pause():  # of a watch that stands
         clock.now += 1
     assert watch.seconds() == 0
     watch.start()
     clock.now += 3
     watch.start()  # once more changes nothing
-    with watch.paused():
+    with watch.pause():
         clock.now += 50
-        with watch.paused():  # a save inside an evaluation
+        with watch.pause():  # a save inside an evaluation
             clock.now += 5
         clock.now += 50
     clock.now += 2
@@ -51,7 +58,7 @@ def test_a_pause_ends_with_an_error_too():
     watch.start()
 
     def evaluate():
-        with watch.paused():
+        with watch.pause():
             clock.now += 9
             raise ZeroDivisionError
 
@@ -164,3 +171,28 @@ def test_the_bar_shows_rates_in_short(rate, words):
 
 def test_the_bar_shows_nothing_of_an_evaluation():
     assert in_short({"eval_loss": 2.0, "epoch": 1.0}) == ""
+
+
+def test_a_meter_counts_the_rows_of_a_run_without_a_trainer():
+    """A row of 3 and 2 tokens, twice; the clock advances by a second whenever it is read."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(world_size=1, device=torch.device("cpu")),
+        get_tp_size=lambda: 1,
+        state=SimpleNamespace(global_step=0, max_steps=4),
+    )
+    batch = PackedCollator(tensors_only=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    meter, times = ThroughputMeter(trainer, TokenSums()), itertools.count()
+    meter.clock = lambda: float(next(times))
+    meter.start_run(tokens_before=100)
+    assert meter.is_running
+    meter.count([batch, batch], room=8)
+    trainer.state.global_step = 1
+    means = {"num_tokens": [0]}
+    assert meter.share(means, log=True) == 110
+    assert means["num_tokens"] == [110]
+    logs = meter.take_logs()
+    assert (logs["tokens_per_second"], logs["utilization"]) == (10, 10 / 16)
+    assert meter.take_logs() == {}
+    assert meter.log_run(means, num_samples=2, first_step=0) == 4 / (1 / 4)
+    assert meter.take_logs()["train_documents"] == 4
+    assert not meter.is_running

@@ -14,6 +14,7 @@ from peft import LoraConfig
 import trl_packing
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.loss.lm_head import use_native_head
+from trl_packing.models.introspection import unwrap_peft
 from trl_packing.tools.tiny_models import tiny_model as architecture
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
@@ -100,7 +101,7 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
     if own_head:
         from trl_packing.attention.install import install_attention
 
-        use_native_head(trainer._gate.base_model)
+        use_native_head(unwrap_peft(trainer.model))
         install_attention(trainer.model, trainer.attention)
     trainer.train()
 
@@ -131,10 +132,10 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
 def _line_of_wait() -> str:
     import inspect
 
-    from trl_packing.training import metrics as measured
+    from trl_packing.training import metrics
 
-    lines, first = inspect.getsourcelines(measured.MeasuredTrainer._wait_for_device)
-    return str(first + next(i for i, line in enumerate(lines) if "wait_for(self.args" in line))
+    lines, first = inspect.getsourcelines(metrics.ThroughputMeter)
+    return str(first + next(i for i, line in enumerate(lines) if " wait_for(" in line))
 
 
 def test_a_step_that_is_not_logged_does_not_wait(tmp_path, monkeypatch):
@@ -145,8 +146,9 @@ def test_a_step_that_is_not_logged_does_not_wait(tmp_path, monkeypatch):
 
 
 def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
-    from trl_packing.training.metrics import MeasuredTrainer
-    from trl_packing.training.throughput import Counts, Throughput
+    from trl_packing.loss.token_metrics import TokenSums
+    from trl_packing.training.metrics import ThroughputMeter
+    from trl_packing.training.throughput import Counts
 
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path / "run")
@@ -157,8 +159,10 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
         trainer = PackedSFTTrainer(
             tiny_model("llama"), args, train_dataset=rows, processing_class=tiny_tokenizer()
         )
-        trainer._throughput = Throughput()
-        trainer._throughput.add(Counts(3, 30, 20, 32, 1e20))
+        meter = ThroughputMeter(trainer, TokenSums())
+        meter.start_run(tokens_before=0)
+        meter.throughput.add(Counts(3, 30, 20, 32, 1e20))
+        meter.throughput.watch.start()
         monkeypatch.setattr(type(args), "world_size", 2)
 
         def gather(tensor):
@@ -168,11 +172,12 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
 
         monkeypatch.setattr(trainer.accelerator, "gather", gather)
         waits.step = STEPS
-        MeasuredTrainer._share_counts(trainer)
-        trainer._wait_for_device()  # an evaluation after the log, in the same step
+        meter.share({}, log=False)
+        with meter.pause():  # an evaluation after the log, in the same step
+            pass
         waits.step = None
     assert waits.of("trl_packing")[-1] == 1
-    assert trainer._throughput.run == Counts(6, 60, 40, 64, 2e20)
+    assert meter.throughput.run == Counts(6, 60, 40, 64, 2e20)
 
 
 # --- the counting itself: each of these must be seen ----------------------------------------------

@@ -44,7 +44,7 @@ def document_attention(
     Raises:
         ValueError: `cu_seqlens` does not run from 0 to T.
 
-    Example:
+    Examples:
         >>> q, options = torch.randn(5, 2, 4), KernelOptions(scale=0.5)
         >>> out = document_attention(q, q, q, torch.tensor([0, 3, 5]), options)
         >>> alone = document_attention(q[3:], q[3:], q[3:], torch.tensor([0, 2]), options)

@@ -90,7 +90,7 @@ def group_documents(
         thresholds: lengths in tokens that separate forwards.
         equal_lengths: group only documents of the same length.
 
-    Example:
+    Examples:
         >>> list(group_documents([0, 8, 10, 18, 25]))
         [[0, 2, 3], [1]]
     """

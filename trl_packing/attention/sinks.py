@@ -21,7 +21,7 @@ def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
         lse: log-sum-exp of plain attention, ``(H, T)`` float32.
         sinks: sink logits, ``(H,)``.
 
-    Example:
+    Examples:
         >>> lse, sinks = torch.zeros(1, 2), torch.zeros(1)  # a key of weight 1, a sink of weight 1
         >>> torch.exp(lse_with_sinks(lse, sinks)).round().tolist()
         [[2.0, 2.0]]

@@ -55,7 +55,7 @@ def labels_from_masks(input_ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.
     Raises:
         ValueError: if a mask has another length.
 
-    Example:
+    Examples:
         >>> labels_from_masks(np.array([5, 6, 7]), [np.array([0, 1, 1])]).tolist()
         [-100, 6, 7]
     """

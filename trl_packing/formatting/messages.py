@@ -1,12 +1,12 @@
-"""Conversations as data: ShareGPT's keys and roles made into messages, bad messages named.
+"""Messages of a conversation: convert ShareGPT's keys and roles, check messages, read weights.
 
     {"from": "human", "value": "Hi"}                {"role": "user", "content": "Hi"}
     {"from": "gpt", "value": "Hello"}               {"role": "assistant", "content": "Hello"}
     {"from": "function_call", "value": "{…}"}       {"role": "assistant", "tool_calls": [{…}]}
     {"from": "observation", "value": "21°"}         {"role": "tool", "content": "21°"}
 
-A message may say whether it is trained: ``"train": true/false``, ``"weight": 0.5``. A chat template
-never sees these two.
+A message may set whether it is trained, ``"train": true/false``, and its ``"weight": 0.5``. The
+chat template never sees these two keys.
 """
 
 import json
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
 
-# What other projects write in "from".
+# Values of "from" in the data of other projects.
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -52,15 +52,18 @@ def is_sharegpt(messages: Any) -> bool:
 def messages_from_sharegpt(
     turns: Sequence[Mapping[str, Any]], *, tool_calls: bool
 ) -> list[Message]:
-    """Return messages with the keys and roles that chat templates know.
+    """Return messages with the keys and roles of chat templates.
 
-    tool_calls: whether the chat template renders tool calls; if not, a function call stays the text
-        that it is.
+    Args:
+        turns: messages with the keys "from" and "value".
+        tool_calls: The chat template renders tool calls. If not, function calls stay plain text.
 
-    Raises ValueError for a role that is not in `SHAREGPT_ROLES`.
+    Raises:
+        ValueError: a role is not in `SHAREGPT_ROLES`.
 
-    >>> messages_from_sharegpt([{"from": "human", "value": "Hi"}], tool_calls=True)
-    [{'role': 'user', 'content': 'Hi'}]
+    Example:
+        >>> messages_from_sharegpt([{"from": "human", "value": "Hi"}], tool_calls=True)
+        [{'role': 'user', 'content': 'Hi'}]
     """
     return [_from_sharegpt(number, turn, tool_calls) for number, turn in enumerate(turns)]
 
@@ -72,17 +75,17 @@ def _from_sharegpt(number: int, turn: Mapping[str, Any], tool_calls: bool) -> Me
             f"message {number} is from {quote(turn.get('from'))}, which is none of "
             f"{tuple(SHAREGPT_ROLES)}; rename it"
         )
-    rest = {key: turn[key] for key in turn if key not in ("from", "value")}
+    others = {key: turn[key] for key in turn if key not in ("from", "value")}
     if role == "function_call":
         calls = _calls(value) if tool_calls else None
         if calls:
-            return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+            return {"role": "assistant", "content": "", "tool_calls": calls, **others}
         role = "assistant"
-    return {"role": role, "content": value, **rest}
+    return {"role": role, "content": value, **others}
 
 
 def _calls(value: Any) -> list[dict[str, Any]] | None:
-    """Return the calls that `value` writes as JSON, one or a list of them; None if it does not."""
+    """Return the function calls in JSON, one or a list; None if `value` is something else."""
     try:
         calls = json.loads(value)
     except (TypeError, ValueError):
@@ -94,10 +97,15 @@ def _calls(value: Any) -> list[dict[str, Any]] | None:
 
 
 def tools_from_value(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
-    """Return the tools of a row: a list, or None; JSON is read.
+    """Return the tools of a row as a list, or None if there are none.
 
-    ShareGPT's tools are bare functions; templates expect {"type": "function", "function": …}.
-    Raises ValueError for text that is not JSON, and for what is no list of tools.
+    Args:
+        value: a list of tools, JSON text of one, or None.
+        sharegpt: Tools are bare functions, and get the form of chat templates,
+            {"type": "function", "function": …}.
+
+    Raises:
+        ValueError: `value` is text but not JSON, or not a list of tools.
     """
     if isinstance(value, str):
         try:
@@ -113,9 +121,12 @@ def tools_from_value(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
 
 
 def check_messages(messages: Any, chat_template: str, *, what: str = "messages") -> None:
-    """Raise ValueError, naming the message, for what a chat template would garble or leave out.
+    """Raise ValueError for the first message that a chat template would garble or leave out.
 
-    A role is known if it is in `ROLES`, or if `chat_template` names it.
+    Args:
+        messages: the value of a column.
+        chat_template: source of the template; roles that it names are known, beside `ROLES`.
+        what: name of the column in error messages.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"{what!r} must be a list of at least one message, got {_short(messages)}")
@@ -127,7 +138,7 @@ def check_messages(messages: Any, chat_template: str, *, what: str = "messages")
 
 
 def _is_plain(message: Any) -> bool:
-    """Whether a message is a known role and a text, as most are: nothing else need be asked."""
+    """Whether a message is a known role and a text, as most are, so that it needs no checks."""
     return (
         type(message) is dict
         and message.get("role") in ROLES
@@ -174,7 +185,7 @@ def _short(value: Any) -> str:
 
 
 def without_flags(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages` as a chat template sees them: without nulls, "train" and "weight"."""
+    """Return `messages` for a chat template, without nulls, "train" and "weight"."""
     return [
         {key: value for key, value in message.items() if value is not None and key not in _FLAGS}
         for message in messages
@@ -186,12 +197,14 @@ def trained_messages(
 ) -> dict[int, float]:
     """Return the weights of the messages that are trained, by index.
 
-    train_on: "assistant" or "last_assistant"; a message's own "train" says otherwise, and a
-        "weight" of 0 means no.
-    first: messages before it are a prompt.
+    Args:
+        messages: the whole conversation.
+        train_on: "assistant" or "last_assistant". The "train" of a message takes precedence, and a
+            message with "weight" 0 is not trained.
+        first: index of the first message behind the prompt.
 
-    Raises ValueError for a weight that is negative or not a number, and for another "train" than
-    true or false.
+    Raises:
+        ValueError: a weight is negative or no number, or "train" is neither true nor false.
     """
     assistants = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
     chosen = set(assistants if train_on == "assistant" else assistants[-1:])

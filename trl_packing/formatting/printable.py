@@ -1,4 +1,4 @@
-"""Text of a data set, safe to print: characters that a reader cannot see are written as escapes.
+"""Make the text of a data set safe to print, with invisible characters written as escapes.
 
     data                       printed
     ESC ] 52 ; c ; … BEL       \\x1b]52;c;…\\x07          a terminal would fill the clipboard
@@ -6,20 +6,20 @@
     ⟧                          \\u27e7                   it would fake the end of trained text
     \\x1b, spelled out          \\\\x1b                    a backslash before an escape is doubled
 
-Newlines and tabs stay. Text that holds none of these is printed as it is.
+Newlines and tabs stay. Text without such characters is printed unchanged.
 """
 
 import re
 import unicodedata
 from functools import cache
 
-# Between these a document shows its trained tokens; in its text they are escaped.
+# A document shows its trained tokens between these marks; in its text, the marks are escaped.
 MARKS = ("⟦", "⟧")
 
 # Control, format, surrogate; line and paragraph separators.
 _HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
-# Unicode's default-ignorable characters outside category Cf: nobody sees them either.
+# Unicode's default-ignorable characters outside category Cf are invisible, too.
 _IGNORABLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8"
     "\U000e0000-\U000e0fff]"
@@ -31,12 +31,13 @@ _TO_ESCAPE = re.compile(rf"(\\*)({_UNUSUAL})|(\\+)(?={_ESCAPE})")
 
 
 def escape_hidden(text: str) -> str:
-    """Return `text` with every hidden character as an escape; doing it twice changes nothing.
+    """Return `text` with every hidden character as an escape; a second call changes nothing.
 
-    It serves whole messages, which may quote data. `escape_text` serves the data themselves.
+    Use it for whole messages, which may quote data, and `escape_text` for the data itself.
 
-    >>> escape_hidden("clear\\x1b[2J")
-    'clear\\\\x1b[2J'
+    Example:
+        >>> escape_hidden("clear\\x1b[2J")
+        'clear\\\\x1b[2J'
     """
     return re.sub(_UNUSUAL, lambda found: _escape_of(found[0]), text)
 
@@ -44,10 +45,11 @@ def escape_hidden(text: str) -> str:
 def escape_text(text: str) -> str:
     """Return `text` with every hidden character as an escape, so that no two texts look alike.
 
-    A backslash that stands before an escape, or before text that reads like one, is doubled.
+    A backslash before an escape, or before text that looks like one, is doubled.
 
-    >>> print(escape_text("\\x1b"), escape_text(r"\\x1b"), escape_text(r"\\frac"))
-    \\x1b \\\\x1b \\frac
+    Example:
+        >>> print(escape_text("\\x1b"), escape_text(r"\\x1b"), escape_text(r"\\frac"))
+        \\x1b \\\\x1b \\frac
     """
     return _TO_ESCAPE.sub(_escaped, text)
 
@@ -61,7 +63,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def quote(value: object) -> str:
-    """Return `value` on one line, a text in quotes, as `repr` does; nothing in it is hidden."""
+    """Return the `repr` of `value`, with every hidden character as an escape."""
     return escape_hidden(repr(value))
 
 

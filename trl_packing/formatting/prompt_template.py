@@ -1,9 +1,9 @@
-"""Prompts made of the fields of a row: a named template, a text with fields in braces, or a file.
+"""Prompts from the fields of a row, by a named template, a text with fields in braces, or a file.
 
     {"query": "2 + 3?", "response": "5"}     "alpaca"      Below is an instruction … ### Response:
     {"q": "2 + 3?", "a": "5"}                "Q: {q}\\nA:"   Q: 2 + 3?\\nA:
 
-{query} is the column that `query_field` names, in a named template and in one of your own.
+{query} stands for the column that `query_field` names, in named and in user-defined templates.
 """
 
 import os
@@ -19,7 +19,7 @@ _ALPACA = (
     "### Instruction:\n{{query}}\n\n{input}### Response:\n"
 )
 
-# name -> template, and another one for rows with a non-empty "input" (tatsu-lab/stanford_alpaca)
+# name -> template, template for rows with a non-empty "input" (tatsu-lab/stanford_alpaca)
 NAMED: dict[str, tuple[str, str | None]] = {
     "alpaca": (
         _ALPACA.format(paired="", input=""),
@@ -34,7 +34,13 @@ NAMED: dict[str, tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A prompt with the fields of a row in braces; another where the row has an "input"."""
+    """A prompt with the fields of a row in braces.
+
+    Attributes:
+        template: text with names of columns in braces.
+        with_input: template for rows with a non-empty "input", or None.
+        query_field: the column that {query} stands for.
+    """
 
     template: str
     with_input: str | None = None
@@ -42,9 +48,10 @@ class PromptTemplate:
 
     @classmethod
     def from_setting(cls, given: str, query_field: str = "query") -> "PromptTemplate":
-        """Return the template: of a name, of a file, or the text itself.
+        """Return the template of a name, of a file, or of the text itself.
 
-        Raises ValueError for text without a field, and for braces that cannot be read.
+        Raises:
+            ValueError: the text has no field, or braces that cannot be read.
         """
         if given in NAMED:
             return cls(*NAMED[given], query_field)
@@ -54,7 +61,7 @@ class PromptTemplate:
                 f"prompt_template={given!r} is no file, names no template ({', '.join(NAMED)}) and "
                 "has no field in braces, as 'Question: {question}\\nAnswer: ' would"
             )
-        # A shell hands over a line break as two characters.
+        # A shell passes a line break as two characters.
         text = Path(given).read_text(encoding="utf-8") if is_name else given.replace("\\n", "\n")
         template = cls(text, None, query_field)
         if not template.fields:
@@ -63,7 +70,7 @@ class PromptTemplate:
 
     @property
     def fields(self) -> list[str]:
-        """The columns that the template needs, the prompt's under its own name."""
+        """The columns that the template needs, with {query} as `query_field`."""
         try:
             names = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
         except ValueError as error:
@@ -73,7 +80,7 @@ class PromptTemplate:
         return [self.column(name) for name in names]
 
     def prompt(self, row: Mapping[str, Any]) -> str:
-        """Return the prompt of a row. Raises ValueError for a column that it lacks."""
+        """Return the prompt of a row. Raises ValueError for a missing column."""
         template = self.with_input if self.with_input and row.get("input") else self.template
         return _Columns().vformat(template, (), _Fields(row, self))
 
@@ -82,7 +89,7 @@ class PromptTemplate:
 
 
 class _Columns(Formatter):
-    """Takes all that is in braces for the name of a column: "q.text", "q[0]" or "the question"."""
+    """Treats everything in braces as the name of a column: "q.text", "q[0]" or "the question"."""
 
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -91,7 +98,7 @@ class _Columns(Formatter):
 
 
 class _Fields(dict[str, Any]):
-    """The fields of a row as a template asks for them."""
+    """The fields of a row, by their names in a template."""
 
     def __init__(self, row: Mapping[str, Any], template: PromptTemplate):
         super().__init__()

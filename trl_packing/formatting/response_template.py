@@ -1,16 +1,16 @@
-"""Where a template is in a document, and so which tokens answer it.
+"""Find response templates in documents, and the tokens that answer them.
 
     text        ### Question: Why?\\n### Answer: Because.
     tokens      …  Why  ?  \\n##  #  Answer  :   Because  .
     template             [ ###     Answer  : ]
     trained                                   Because  .
 
-A tokenizer reads "### Answer:" one way alone and another way after a line break, so its ids are
-often not in the document. A template given as text is therefore looked for in the decoded text, and
-its characters are traced back to tokens.
+A tokenizer splits "### Answer:" differently after a line break than alone, so the ids of the
+template are often not in the document. A template given as text is therefore searched for in the
+decoded text, and its characters are mapped back to tokens.
 
-A token that holds any character of a template is masked, also if it holds some of the answer: its
-other half would teach the model to write the template.
+A token that holds any character of a template is masked, even if it also holds a part of the
+answer: its other part would teach the model to write the template.
 """
 
 from bisect import bisect_left, insort
@@ -28,18 +28,22 @@ Span = tuple[int, int]  # [start, stop), in tokens or in characters
 
 @dataclass(frozen=True)
 class Marker:
-    """What is looked for: `token_ids`, if it was given so, else each of `texts` in turn."""
+    """A template to search for: by `token_ids` if there are any, else by `texts` in turn."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
 
     @classmethod
     def from_setting(cls, tokenizer: Any, template: str | Sequence[int], name: str) -> "Marker":
-        """Return the template. Raises ValueError if it is empty."""
+        """Return the marker of a setting; `name` is the setting's name in the error message.
+
+        Raises:
+            ValueError: the template is empty.
+        """
         if len(template) == 0:
             raise ValueError(f"{name} is empty: it would be found everywhere")
         if isinstance(template, str):
-            # The second text is the template as a tokenizer that changes text gives it back.
+            # Some tokenizers change text: the second text is the template as such a one decodes it.
             again = _decode(tokenizer, tokenizer.encode(template, add_special_tokens=False))
             return cls((), tuple(dict.fromkeys(text for text in (template, again) if text)))
         ids = tuple(int(token) for token in template)
@@ -69,7 +73,10 @@ class Marker:
 
 @dataclass(frozen=True)
 class ResponseTemplate:
-    """Says which tokens of a document are trained; without state, so that `map` can cache it."""
+    """A response template, with or without an instruction template.
+
+    It has no state, so that `map` of `datasets` can cache its results.
+    """
 
     tokenizer: Any
     response: Marker
@@ -91,7 +98,7 @@ class ResponseTemplate:
         )
 
     def trained(self, input_ids: np.ndarray) -> np.ndarray | None:
-        """Return ``(T,)`` bool, True on trained tokens; None if a template is not there."""
+        """Return ``(T,)`` bool, True on trained tokens; None if a template is not found."""
         document = DecodedDocument(self.tokenizer, input_ids.tolist())
         responses = self.response.spans(document, last=self.instruction is None)
         instruction = self.instruction
@@ -105,14 +112,20 @@ class ResponseTemplate:
         return mask
 
     def answers(self, text: str) -> list[Span] | None:
-        """Return the characters of `text` that answer a template; None if one is not there."""
+        """Return the characters of `text` that answer a template; None if one is not found."""
         responses = self.response.places(text, last=self.instruction is None)
         instruction = self.instruction
         instructions = None if instruction is None else instruction.places(text, last=False)
         return _answers(responses, instructions, len(text))
 
     def not_found(self, number: int, of: int, input_ids: np.ndarray) -> str:
-        """Return the sentence on `number` of `of` documents, `input_ids` being one of them."""
+        """Return a sentence on documents without a template.
+
+        Args:
+            number: documents without one.
+            of: all documents.
+            input_ids: tokens of one of them, to quote from.
+        """
         names = f"response_template {self.response.texts[0]!r}"
         if self.instruction is not None:
             names += f" or no instruction_template {self.instruction.texts[0]!r}"
@@ -126,16 +139,16 @@ class ResponseTemplate:
 def _answers(
     responses: list[Span], instructions: list[Span] | None, length: int
 ) -> list[Span] | None:
-    """Return what follows each response template, up to the next instruction template.
+    """Return the span behind each response template, up to the next instruction template.
 
-    Without instructions it is what follows the last one, to the end.
+    Without instructions, return the span behind the last response template, up to the end.
     """
     if not responses or instructions == []:
         return None
     responses = responses[-1:] if instructions is None else responses
     answers = []
     for _, stop in responses:
-        # By its end: an instruction template may be the beginning of the response template.
+        # Compare ends: an instruction template may be the beginning of the response template.
         later = (start for start, end in instructions or () if end > stop)
         answers.append((stop, next(later, length)))
     return answers
@@ -156,34 +169,34 @@ def _decode(tokenizer: Any, input_ids: list[int]) -> str:
 
 
 class DecodedDocument:
-    """A document as text, and the way back from characters to tokens.
+    """A document as text, and a map from its characters back to tokens.
 
-    The way back needs nothing but `decode`, since offsets are lost with the text that was
-    tokenized, and tokenizing the decoded text again need not give the same tokens.
+    The map uses `decode` alone: the offsets of the original text are lost, and tokenizing the
+    decoded text again may give other tokens.
     """
 
     def __init__(self, tokenizer: Any, input_ids: list[int]):
         self.tokenizer = tokenizer
         self.input_ids = input_ids
         self._num_chars = {0: 0}
-        self._clean = [0]  # numbers of tokens after which no character is cut, in order
-        self._cut: set[int] = set()  # and after which one is
+        self._clean = [0]  # numbers of tokens that end between two characters, in order
+        self._cut: set[int] = set()  # numbers of tokens that end inside a character
 
     @cached_property
     def text(self) -> str:
-        """What the tokens read as, special tokens included."""
+        """The decoded tokens, special tokens included."""
         return _decode(self.tokenizer, self.input_ids)
 
     def tokens_of(self, first: int, last: int) -> Span:
         """Return the tokens that hold any of the characters [first, last)."""
         start = self._tokens_up_to(first)
         if self._chars(start) > first or start in self._cut:
-            start -= 1  # that token ends inside the characters asked for
+            start -= 1  # this token ends inside [first, last)
         return start, self._tokens_up_to(last)
 
     def _tokens_up_to(self, char: int) -> int:
         """Return the least number of tokens that hold all characters before `char`."""
-        # A search around an estimate, usually exact: two or three decodings, O(log T) at worst.
+        # Search around an estimate, usually exact: two or three decodings, O(log T) at worst.
         guess = int(np.searchsorted(self._estimated_chars, char))
         low = high = min(guess, len(self.input_ids))
         step = 1
@@ -200,7 +213,7 @@ class DecodedDocument:
         return ends * (len(self.text) / max(ends[-1], 1))
 
     def _chars(self, num_tokens: int) -> int:
-        """Return how many whole characters of the text the first `num_tokens` tokens hold."""
+        """Return the number of whole characters in the first `num_tokens` tokens."""
         if num_tokens not in self._num_chars:
             nearest = self._clean[bisect_left(self._clean, num_tokens) - 1]
             chars = self._chars_after(nearest, num_tokens) if nearest else None
@@ -220,8 +233,8 @@ class DecodedDocument:
         return self._num_chars[num_tokens]
 
     def _chars_after(self, clean: int, num_tokens: int) -> int | None:
-        """Count from token `clean`, which no character crosses; None if the text says otherwise."""
-        # With one token of context: a decoder may treat the first one differently.
+        """Count from token `clean`, where a character begins; None if the text disagrees."""
+        # With one token of context: a decoder may treat the first token differently.
         before = _decode(self.tokenizer, self.input_ids[clean - 1 : clean])
         both = _decode(self.tokenizer, self.input_ids[clean - 1 : num_tokens])
         more, first = both[len(before) :], self._num_chars[clean]
@@ -230,15 +243,15 @@ class DecodedDocument:
         return None
 
 
-# How the vocabularies of byte-level and of SentencePiece tokenizers write the bytes 0x80 to 0xBF,
-# which continue a character. A letter that is meant as itself is among them rarely enough.
+# Byte-level and SentencePiece vocabularies write the bytes 0x80 to 0xBF, which continue a
+# character, as these letters. They rarely occur as letters themselves.
 _CONTINUATIONS = str.maketrans(
     "", "", "¡¢£¤¥¦§¨©ª«¬®¯°±²³´µ¶·¸¹º»¼½¾¿" + "".join(map(chr, range(0x122, 0x144)))
 )
 
 
 def _characters_begun(piece: str) -> int:
-    """Return about how many characters begin in a token of the vocabulary."""
+    """Return the approximate number of characters that begin in a token of the vocabulary."""
     if len(piece) == 6 and piece.startswith("<0x"):
         return int(not "<0x80>" <= piece <= "<0xBF>")
     return len(piece.translate(_CONTINUATIONS))

@@ -1,7 +1,7 @@
-"""Isolation: measure on this model whether documents of a row see each other, before training.
+"""Isolation: measures on the user's model whether documents of a row affect each other.
 
-Belongs here: probes, the comparison, its verdict, and the fallback to a slower backend. Does not:
-the backends themselves (attention).
+Belongs here: probes, the comparison, its verdict, the fallback to slower backends, and the guard
+that runs all of it before training. Does not: the backends themselves (attention).
 
 Read `check.py` first.
 """

@@ -143,11 +143,12 @@ def check_isolation(
     inner, collate = unwrap_model(model), collator or PackedCollator()
     order = ("leaks", "inconclusive", "isolated")
     with preserve_state(model, training):
-        judged = []
+        reports = []
         for probe in probes(inner, documents, max_length, thorough):
             measured = measure_probe(model, inner, probe, fused_head, collate)
-            judged.append((_judge(measured, probe.name, inner, attention, model.training), probe))
-        report, probe = min(judged, key=lambda j: (order.index(j[0].verdict), -j[0].difference))
+            report = _report(measured, probe.name, inner, attention, model.training)
+            reports.append((report, probe))
+        report, probe = min(reports, key=lambda r: (order.index(r[0].verdict), -r[0].difference))
         leaks = report.verdict == "leaks"
         # Ranks of a sharded model wait for each other in every forward: all search, or none.
         if all_reduce_max_if_sharded(int(leaks), model):
@@ -191,7 +192,7 @@ def check_fused_head(model: nn.Module) -> bool:
     return largest_difference(fused, expected) <= NOISE_FACTOR * max(noise, resolution)
 
 
-def _judge(
+def _report(
     measured: Measurement,
     name: str,
     model: nn.Module,

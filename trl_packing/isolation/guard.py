@@ -195,7 +195,7 @@ class IsolationGuard:
         self.trust(documents, training=training, precision=precision)
 
     def check_head(self, wrapped: nn.Module) -> None:
-        """Score the model's own logits where TRL's fused LM head computes something else."""
+        """Score the native logits where TRL's fused LM head computes something else."""
         announce_head(self.base_model)
         if self._head_is_checked:
             return

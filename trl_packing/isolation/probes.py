@@ -1,7 +1,7 @@
-"""Documents that probe isolation: what to put before B, and B.
+"""Test inputs for the isolation check: a document B, and the documents placed before it.
 
-Probes reach as far as the data: some rope variants look at the longest position of the whole batch,
-so a short probe passes on a model that a long document contaminates (by 5.0, Phi-3 longrope).
+Probes are as long as the data. Some rope variants depend on the longest position of the batch, so a
+short probe passes on a model that a long document contaminates (by 5.0, Phi-3 longrope).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,25 @@ from trl_packing.models.introspection import length_constants, rope_thresholds
 
 SHORT = "short documents"
 
-# Fewer tokens than these say little about attention: the first one sees only itself.
+# Shorter documents show little of attention: the first token attends only to itself.
 MIN_TOKENS = 17
-_ROOM = 40
+_ROOM = 40  # tokens of the longest document in a short probe
 
 
 class Probe(NamedTuple):
+    """A document B and the documents placed before it.
+
+    Attributes:
+        name: what the report calls it.
+        before: the documents before B in each packed row, token ids ``(T,)`` int64.
+        document: token ids of B, ``(T,)`` int64.
+        room: most tokens of one document, within the positions that the model has learned.
+    """
+
     name: str
-    before: list[list[np.ndarray]]  # documents to put before B, of two contents and two lengths
-    document: np.ndarray  # B
-    room: int  # tokens that one document may have: learned positions end somewhere
+    before: list[list[np.ndarray]]
+    document: np.ndarray
+    room: int
 
 
 def probes(
@@ -32,37 +41,42 @@ def probes(
     max_length: int,
     thorough: bool = False,
 ) -> list[Probe]:
-    """Return the probes of a run on `documents`, or of any run up to `max_length` without them.
+    """Return the probes for a run on `documents`.
 
-    `thorough` adds documents of like length beside each other, which padded rows put into one
-    forward: an index that looks for the best keys goes wrong there for some contents only.
+    Args:
+        model: the model to probe.
+        documents: token ids ``(T,)`` of documents of the run. Without them, probes cross every
+            length constant of the model below `max_length`.
+        max_length: in tokens.
+        thorough: add documents of similar length beside each other, which padded rows put into one
+            forward. Sparse attention that selects keys by an index fails there, on some contents.
     """
     rng = np.random.default_rng(0)
     draw = random_tokens(model, rng)
-    # 23 tokens twice, for what depends on content alone; 19, to share a padded forward with B, and
-    # as many as B, to share one of equal lengths.
+    # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
+    # B; and as many tokens as B, which share a forward of equal lengths.
     before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(MIN_TOKENS)], []]
     made = [Probe(SHORT, before, draw(MIN_TOKENS), _ROOM)]
     given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
     if given and len(given[-1]) > 1:
         longest = given[-1]
-        # As short as the data has them: what tells the longest document's row from a short one's
-        # shows beside a document on the other side of a threshold.
+        # As short as the data's shortest document: a model that treats rows with the longest
+        # document differently shows it on a document at the other side of a threshold.
         least = max(MIN_TOKENS, len(given[0]))
         other = next((d for d in given if len(d) >= least), longest)[:least]
     else:
         reach = [c for c in length_constants(model) if c < max_length]
         if given or not reach:
             return made
-        # Beyond a threshold of rope there must be room for two lengths.
+        # Beyond a threshold of rope there must be room for two different lengths.
         beyond = max(reach) // 4 + 23 if max(reach) in rope_thresholds(model) else 7
         longest, other = draw(max(reach) + beyond), draw(19)
     size = len(longest)
-    # Contaminated, B continues what is before it, which takes room.
+    # In the contaminated layout, B continues the document before it and needs room.
     room = max(size, _ROOM)
     other, most = other[: room - 13], longest[: room - 13]
     made.append(Probe(f"after {size:,} tokens", [[longest]], other, room))
-    # Long after long: two may share a forward of padded rows, and dynamic NTK's frequencies.
+    # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
     shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
     made.append(Probe(f"of {len(shorter):,} tokens", [[draw(len(most)), draw(13)]], shorter, room))
     if thorough:
@@ -71,12 +85,12 @@ def probes(
 
 
 def _alike(draw: Callable[[int], np.ndarray], length: int, room: int) -> list[Probe]:
-    """Return a probe for each of four documents that fill one forward, with all padding allowed."""
+    """Return a probe for each of four documents that fill one padded forward."""
     documents = [draw(max(2, length * percent // 100)) for percent in (100, 88, 84, 80)]
-    filler = draw(length // 2)  # no forward has more cells than the row has tokens
+    filler = draw(length // 2)  # a padded forward has at most as many cells as the row has tokens
     return [
         Probe(
-            f"of {len(document):,} tokens among its like",
+            f"of {len(document):,} tokens among similar ones",
             [[filler, *(other for other in documents if other is not document)]],
             document,
             room,
@@ -86,17 +100,17 @@ def _alike(draw: Callable[[int], np.ndarray], length: int, room: int) -> list[Pr
 
 
 def random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
-    """Return a function that draws so many tokens that `model` can read and write."""
+    """Return a function that draws a number of tokens which `model` can read and predict."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     size = getattr(embeddings, "num_embeddings", None) or next(
         (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2
     )
-    # An image token without an image is an error in vision-language models.
+    # Vision-language models raise an error for an image token without an image.
     config = getattr(model, "config", None)
     named = [v for k, v in vars(config).items() if k.endswith("token_id")] if config else []
     special = [i for v in named for i in (v if isinstance(v, (list, tuple)) else [v])]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    # Not every token that goes in can come out (mllama's image tokens, cpmant's prompts).
+    # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).
     size = min(size, getattr(head, "out_features", None) or size)
     usable = np.setdiff1d(np.arange(size), [i for i in special if isinstance(i, int)])
     usable = usable if len(usable) > 1 else np.arange(size)

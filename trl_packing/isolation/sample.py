@@ -22,7 +22,7 @@ def representative_documents(lengths: np.ndarray) -> list[int]:
     Args:
         lengths: tokens of each document, ``(N,)`` int64, at least one document.
 
-    Example:
+    Examples:
         >>> representative_documents(np.array([5, 90, 7, 30, 2]))
         [1, 2, 4]
     """

@@ -1,6 +1,6 @@
-"""The loss of a whole evaluation set, whatever it was cut into and whoever computed it.
+"""The loss of a whole evaluation set, independent of its batches and of the number of ranks.
 
-a batch            Σ w · loss, Σ w        of all tokens, and of those of each source
+a batch            Σ w · loss, Σ w        of all tokens, and of the tokens of each source
     │  add
 a rank             the same sums, of all of its batches
     │  reduce
@@ -19,17 +19,18 @@ from torch import Tensor
 from trl_packing.documents.arrow import num_documents_by_row, stored_rows
 from trl_packing.loss.token_metrics import TokenSums
 
-# Every source is a metric of its own: a column of texts or ids was meant for something else.
+# Each source becomes a metric. A column with more values holds texts or ids, not sources.
 _MOST_SOURCES = 1000
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the rows of an evaluation set come from.
+    """The source of each row of an evaluation set.
 
-    names: the values of the column, in order (of a ClassLabel, their names).
-    ids: the index in `names` for every row, ``(rows,)`` int64.
-    num_documents: how many documents each source has, ``(names,)`` int64.
+    Attributes:
+        names: the values of the column, in order (of a ClassLabel, their names).
+        ids: the index in `names` for every row, ``(rows,)`` int64.
+        num_documents: number of documents of each source, ``(names,)`` int64.
     """
 
     names: tuple[str, ...]
@@ -38,9 +39,10 @@ class Sources:
 
     @classmethod
     def of(cls, dataset: datasets.Dataset | datasets.IterableDataset, column: str) -> "Sources":
-        """Return those that `column` names.
+        """Return the sources that `column` names.
 
-        Raises ValueError for a column that is not there or names no sources, and for a stream.
+        Raises:
+            ValueError: the column is missing or names no sources, or `dataset` is a stream.
         """
         check_source_column(dataset, column)
         encoded = dataset.data.column(column).dictionary_encode().combine_chunks()
@@ -69,7 +71,7 @@ class Sources:
 
 
 def check_source_column(dataset: datasets.Dataset | datasets.IterableDataset, column: str) -> None:
-    """Raise ValueError if `column` of an evaluation set is not there, or holds no names."""
+    """Raise ValueError if `column` of an evaluation set is missing or holds no names."""
     if isinstance(dataset, datasets.IterableDataset):
         raise ValueError(
             f"source_column={column!r} needs to know all sources before the first batch, and a "
@@ -91,33 +93,40 @@ def check_source_column(dataset: datasets.Dataset | datasets.IterableDataset, co
 
 
 class EvaluationSums:
-    """Σ w · loss and Σ w of what this rank has evaluated: of all, then of each source.
+    """Σ w · loss and Σ w of the batches that this rank has evaluated.
 
-    sums: ``(1 + sources, 2)`` float64 on the CPU.
-    tokens: entropy and accuracy of the same tokens.
+    Attributes:
+        sums: ``(1 + sources, 2)`` float64 on the CPU: of all batches, then of each source.
+        tokens: entropy and accuracy of the same tokens.
+        is_scored: whether any batch was added. A user's `compute_loss` may never add one.
     """
 
     def __init__(self, sources: Sources | None = None):
         self.sources = sources
+        self.is_scored = False
         self.tokens = TokenSums()
         self.sums = torch.zeros(1 + (len(sources.names) if sources else 0), 2, dtype=torch.float64)
 
     def add(self, loss: Tensor, total: Tensor) -> None:
-        """Add a batch: its mean loss, and the sum of its weights."""
-        # Of a batch without trained tokens label smoothing makes 0 / 0.
+        """Add a batch by its mean loss and the `total` of its weights."""
+        self.is_scored = True
+        # Label smoothing computes 0 / 0 for a batch without trained tokens.
         share = torch.where(total > 0, loss.detach().float() * total, 0.0)
         self.sums[0] += torch.stack([share, total]).double().cpu()
 
     def add_by_source(self, losses: Tensor, weights: Tensor, source_ids: Tensor) -> None:
-        """Add the weighted losses of all targets, ``(rows, T - 1)`` as their weights and ids."""
+        """Add the weighted losses of all targets; each argument is ``(rows, T - 1)``."""
         rows = 1 + source_ids.flatten().cpu()
         for column, values in enumerate((losses, weights)):
             self.sums[:, column].index_add_(0, rows, values.flatten().cpu().double())
 
     def metrics(self, reduced: Tensor, prefix: str, *, is_likelihood: bool) -> dict[str, float]:
-        """Return the metrics of `reduced`, the `sums` of all ranks; none without trained tokens.
+        """Return the metrics of all ranks; none without trained tokens.
 
-        is_likelihood: the loss is a mean negative log-likelihood, which has a perplexity.
+        Args:
+            reduced: the `sums` of all ranks.
+            prefix: of the names of metrics.
+            is_likelihood: the loss is a mean negative log-likelihood, which has a perplexity.
         """
         (loss, total), *by_source = reduced.tolist()
         if not total:

@@ -1,4 +1,4 @@
-"""Entropy and token accuracy: one mean over the trained tokens, whatever micro-batches hold them.
+"""Entropy and token accuracy as one mean over the trained tokens of all micro-batches.
 
     micro-batch           Σ entropy, hits, trained tokens             on the device
         │  add
@@ -7,9 +7,9 @@
     entropy               Σ entropy / trained tokens
     mean_token_accuracy   hits / trained tokens
 
-TRL logs a mean of the means of micro-batches, in which one without trained tokens counts as 0 and
-one of three tokens as much as one of three thousand. `aux_loss`, the balance of experts, is weighed
-by the tokens of micro-batches, as it is in the loss.
+TRL logs a mean of the means of micro-batches: a micro-batch without trained tokens counts as 0,
+and one of three tokens as much as one of three thousand. `aux_loss`, the balance of experts, is
+weighted by the tokens of micro-batches, as in the loss.
 """
 
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -22,15 +22,18 @@ NUM_SUMS = 7  # entropy, hits, trained tokens, aux_loss × tokens, tokens, micro
 
 
 class TokenSums:
-    """The sums of what one rank has scored, ``(NUM_SUMS,)``; they stay on the device."""
+    """The sums of the micro-batches of one rank, ``(NUM_SUMS,)``; they stay on the device."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
     def add(self, scored: Any, num_tokens: int, total_weight: Tensor) -> None:
-        """Add a micro-batch of `num_tokens`, padding included: a fused head's output on it.
+        """Add a micro-batch.
 
-        total_weight: what all of its targets count in the loss.
+        Args:
+            scored: the output of a fused head on it.
+            num_tokens: its tokens, padding included.
+            total_weight: the sum of the weights of its targets.
         """
         dtype = sums_dtype(scored.entropy.device)
         trained = scored.label_mask.sum().to(dtype)
@@ -70,16 +73,19 @@ def added(rows: Iterable[Sequence[float]]) -> list[float]:
 
 
 def write_means(metrics: MutableMapping[str, list[float]], sums: Sequence[float]) -> None:
-    """Put the means of `sums` in place of TRL's lists; a mean over no tokens is left out.
+    """Replace TRL's lists by the means of `sums`; a mean over no tokens is left out.
 
-    No-op where nothing was scored: a user's `compute_loss` may have written its own.
+    Without scored micro-batches the lists stay: a user's `compute_loss` may have written them.
 
-    metrics: TRL's `_metrics` of a mode, a list for every name, of which it logs the mean.
+    Args:
+        metrics: TRL's `_metrics` of a mode: a list for every name, of which TRL logs the mean.
+        sums: as `TokenSums.take` returns them, ``(NUM_SUMS,)``.
 
-    >>> metrics = {"entropy": [5.0, 0.0], "mean_token_accuracy": [0.5, 0.0], "aux_loss": [1.0]}
-    >>> write_means(metrics, [20.0, 2.0, 4.0, 18.0, 9.0, 2.0, 4.0])
-    >>> metrics
-    {'entropy': [5.0], 'mean_token_accuracy': [0.5], 'aux_loss': [2.0]}
+    Example:
+        >>> metrics = {"entropy": [5.0, 0.0], "mean_token_accuracy": [0.5, 0.0], "aux_loss": [1.0]}
+        >>> write_means(metrics, [20.0, 2.0, 4.0, 18.0, 9.0, 2.0, 4.0])
+        >>> metrics
+        {'entropy': [5.0], 'mean_token_accuracy': [0.5], 'aux_loss': [2.0]}
     """
     entropy, hits, trained, aux_loss, tokens, micro_batches, _ = sums
     if not micro_batches:
@@ -96,5 +102,5 @@ def write_means(metrics: MutableMapping[str, list[float]], sums: Sequence[float]
 
 
 def counts_for_nothing(sums: Sequence[float]) -> bool:
-    """Whether tokens were trained, and every one of them with a weight of 0."""
+    """Return whether tokens were trained, and all of them with a weight of 0."""
     return sums[2] > 0 and not sums[6]

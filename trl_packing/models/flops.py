@@ -74,7 +74,7 @@ class ModelFlops:
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
     """Return the number of pairs of a query and a visible key in each document, ``(N,)``.
 
-    Example:
+    Examples:
         >>> _pairs(np.array([4.0, 2.0]), None).tolist(), _pairs(np.array([4.0, 2.0]), 2).tolist()
         ([10.0, 3.0], [7.0, 3.0])
     """

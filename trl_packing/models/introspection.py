@@ -42,7 +42,7 @@ def layer_values(config: Any, *names: str) -> list[Any]:
         *names: names of the field; each layer's value is that of the first name that it has. A
             list counts as several values.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> layer_values(SimpleNamespace(head_dim=None, sliding_window=[8, None]), "sliding_window")
         [8]

@@ -64,6 +64,19 @@ def check_deepspeed_can_train(trainer: Any) -> None:
         )
 
 
+def forget_evaluation_wrapper(trainer: Any) -> None:
+    """Make `train` wrap the model in DDP, although `evaluate` has marked it as prepared.
+
+    Without this, every rank silently trains by itself (transformers 5.23, accelerate 1.15).
+    """
+    if trainer.args.world_size == 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return
+    if getattr(trainer.model, "_is_accelerate_prepared", False):
+        trainer.model._is_accelerate_prepared = False
+        trainer.model_wrapped = trainer.model  # compiled by then, under torch_compile
+        trainer.accelerator._models.remove(trainer.model)
+
+
 def keep_outputs_precise(accelerator: Any) -> None:
     """Keep FSDP2 from casting log-probabilities to bf16, in which a loss has 3 digits.
 

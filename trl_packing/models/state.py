@@ -18,7 +18,7 @@ from trl_packing.recognition.current_row import other_rows
 def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of `owner` inside the block, and restore them at its end.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> args = SimpleNamespace(save_total_limit=3)
         >>> with temporarily(args, save_total_limit=None):

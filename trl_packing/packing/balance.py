@@ -53,7 +53,7 @@ def balanced_order(
         window: number of steps that exchange bins; 1 leaves every step as it is.
         rng: shuffles the new steps of each window.
 
-    Example:
+    Examples:
         >>> order = balanced_order(
         ...     np.array([9, 1, 1, 9, 9, 1, 1, 9]),
         ...     tokens=np.full(8, 8),

@@ -69,7 +69,7 @@ class PackingPlan:
         tokens: tokens in each bin, (bins,) int64, at most `capacity`.
         capacity: tokens that a bin may hold.
 
-    Example:
+    Examples:
         >>> plan = pack([5, 3, 2, 2, 1, 1], 7)
         >>> len(plan), plan.utilization, [documents.tolist() for documents in plan]
         (2, 1.0, [[0, 2], [1, 3, 4, 5]])
@@ -136,7 +136,7 @@ def pack(
         ValueError: the strategy is unknown, a capacity or a length is below 1, lengths are missing
             or no integers, or a document is longer than `capacity`.
 
-    Example:
+    Examples:
         >>> [documents.tolist() for documents in pack([2, 4, 3, 1], 5, "next_fit")]
         [[0], [1], [2, 3]]
     """

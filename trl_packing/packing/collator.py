@@ -67,7 +67,7 @@ class PackedCollator:
             pass to their models what is left out.
         host_row: False leaves `host` None, for batches that are changed before they are used.
 
-    Example:
+    Examples:
         >>> collate = PackedCollator()
         >>> batch = collate(
         ...     [

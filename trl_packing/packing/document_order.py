@@ -4,15 +4,16 @@
     random                     accelerate's SeedableRandomSampler          seed + epoch
     batch_rebalance            transformers' BatchRebalanceSampler         42 + epoch
     group_by_length            LengthGroupedSampler, in mega-batches       torch's generator
-    sequential                 nothing: the order of the data set
+    sequential                 not drawn: the order of the data set
 
-A padded run takes the order in slices, a slice an optimizer step. Drawing the same order here lets
-two runs, padded and padding-free, train on the same documents at every step
-(transformers 5.23, accelerate 1.15).
+A padded run takes this order in slices, one slice per optimizer step. A padding-free run with the
+same order therefore trains on the same documents at every step (transformers 5.23, accelerate
+1.15).
 """
 
 import numpy as np
 import torch
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 #: The seed that transformers gives `BatchRebalanceSampler`, whatever the seed of the run.
@@ -24,10 +25,13 @@ def document_order(
 ) -> np.ndarray:
     """Return all documents in the order of training in `epoch`, ``(documents,)`` int64.
 
-    strategy: a `train_sampling_strategy` of transformers.
-    lengths: tokens of every document, ``(documents,)``.
-    seed: what `order_seed` returns.
-    documents_per_rank: of an optimizer step; `group_by_length` sorts in multiples of it.
+    Args:
+        strategy: a `train_sampling_strategy` of transformers.
+        lengths: tokens of every document, ``(documents,)``.
+        seed: the seed that `order_seed` returns.
+        epoch: number of the epoch, from 0.
+        documents_per_rank: documents of a rank in an optimizer step; `group_by_length` sorts in
+            multiples of it.
     """
     if strategy == "sequential":
         return np.arange(len(lengths))
@@ -37,10 +41,18 @@ def document_order(
     return torch.randperm(len(lengths), generator=generator).numpy()
 
 
+def packing_seed(args: TrainingArguments) -> int:
+    """Return the seed of bins and windows: `data_seed`, or `seed` if there is none."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
 def order_seed(strategy: str, *, data_seed: int | None, torch_seed: int) -> int:
     """Return the seed from which transformers draws the order of documents.
 
-    torch_seed: that of torch's global generator when training starts, `args.seed` as a rule.
+    Args:
+        strategy: a `train_sampling_strategy` of transformers.
+        data_seed: `args.data_seed`.
+        torch_seed: seed of torch's global generator when training starts, usually `args.seed`.
     """
     if strategy == "batch_rebalance":
         return REBALANCE_SEED
@@ -52,11 +64,11 @@ def order_seed(strategy: str, *, data_seed: int | None, torch_seed: int) -> int:
 def _grouped_by_length(
     lengths: np.ndarray, documents_per_rank: int, seed: int, epoch: int
 ) -> np.ndarray:
-    """Return documents of similar length next to each other.
+    """Return the documents with similar lengths next to each other.
 
-    `LengthGroupedSampler` draws from torch's global generator. Its epochs follow from the seed only
-    where nothing else draws from it, and this is that order: every dataloader draws a seed for its
-    workers first, then the sampler a permutation.
+    `LengthGroupedSampler` draws from torch's global generator, so its epochs follow from the seed
+    only if nothing else draws from that generator. This order assumes so: every dataloader draws a
+    seed for its workers first, then the sampler draws a permutation.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epoch):

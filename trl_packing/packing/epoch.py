@@ -129,7 +129,7 @@ def split_bins(
         number: bins that are wanted. Bins that are more stay as they are.
         repeatedly: A half may be halved again. If False, each bin is halved at most once.
 
-    Example:
+    Examples:
         >>> bins = [np.arange(5), np.array([5])]
         >>> [documents.tolist() for documents in split_bins(bins, 4)]
         [[0, 1], [5], [2], [3, 4]]

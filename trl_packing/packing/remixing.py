@@ -1,7 +1,7 @@
-"""Other partners for documents, in as many bins: two seeds share no more pairs than chance would.
+"""Exchange documents between bins, so that two seeds share no more pairs than chance would give.
 
-With few equal lengths best-fit decreasing gives nearly the same bins for every seed. Two moves
-change partners without a new bin, each in rounds over all bins at once:
+If few documents have equal lengths, best-fit decreasing gives nearly the same bins for every seed.
+Two moves change the partners of documents without a new bin, in rounds over all bins at once:
 
     tails exchanged between two bins        5 3 | 2 1    →    5 3 | 3        cut where both hold
     that are cut at the same place          6 2 | 3           6 2 | 2 1      8 tokens
@@ -9,73 +9,80 @@ change partners without a new bin, each in rounds over all bins at once:
     two bins laid out as one, in random     2 6 [3 1 5 2] 3   →  the stretch is one bin, what is
     order, and cut where both halves fit                         around it the other
 
-The first finds a partner for most bins where there are many documents, the second where few are.
+The first move finds a partner for most bins if there are many documents, the second if there are
+few.
 """
 
 import numpy as np
 
-# A set of so many documents is not re-mixed: those of equal length already meet other partners.
-# Smaller sets get the more rounds the smaller they are: 2 at 1M documents, 8 at 200k. The smallest
-# get fewer again: their plan takes a few milliseconds, and windows of a stream are planned often.
+# Sets this large are not re-mixed: enough documents share a length that shuffling ties suffices.
+# Smaller sets get more rounds: 2 at 1M documents, 8 at 200k. The smallest sets get fewer rounds,
+# because windows of a stream are planned often; their plan takes a few milliseconds.
 _REMIX_BELOW = 5_000_000
 _MAX_ROUNDS = 40
 _SMALL, _MAX_ROUNDS_OF_SMALL = 1000, 12
 
-# Cuts that are tried for each bin, and how often the bins left over look for a partner.
+# Cuts that are tried for each bin, and how often bins without a partner look for one.
 _CUTS_PER_BIN = 1.5
 _MATCHINGS = 2
 
 
-def remix(sizes: np.ndarray, homes: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
+def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
     """Move documents between bins, in place, so that two seeds give them different partners.
 
-    sizes, homes: tokens and bin of each document, ``(documents,)``. The number of bins stays, and
-    none exceeds `capacity`. O(documents · log documents) a round.
+    The number of bins stays the same, and none exceeds `capacity`. O(documents · log documents) per
+    round.
+
+    Args:
+        sizes: tokens of each document, ``(documents,)``.
+        bin_of: bin of each document, ``(documents,)``, changed in place.
+        capacity: tokens that a bin may hold.
+        rng: draws the moves.
     """
-    num_bins = int(homes.max()) + 1
+    num_bins = int(bin_of.max()) + 1
     if num_bins == 1:
         return
-    # A cut behind every document, each within a bin's free tokens of as many others as chance has
-    # it: do cuts of most bins meet one?
+    # With a cut behind every document: does the cut of most bins come, by chance, within the free
+    # tokens of a bin of another cut?
     free = capacity - int(sizes.sum(dtype=np.int64)) / num_bins
     meets = len(sizes) ** 2 * (1 + free) > capacity * num_bins
     rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
     most = _MAX_ROUNDS if len(sizes) >= _SMALL else _MAX_ROUNDS_OF_SMALL
     for _ in range(min(rounds, most)):
-        (_exchange_tails if meets else _cut_pairs_anew)(sizes, homes, num_bins, capacity, rng)
+        (_exchange_tails if meets else _recut_pairs)(sizes, bin_of, num_bins, capacity, rng)
 
 
 # --- tails ----------------------------------------------------------------------------------------
 
 
 def _exchange_tails(
-    sizes: np.ndarray, homes: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
+    sizes: np.ndarray, bin_of: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
 ) -> None:
-    """Cut bins, their documents in random order, and exchange tails where two cuts are close."""
-    order = random_order_within(homes, num_bins, rng)
-    stops = np.cumsum(np.bincount(homes, minlength=num_bins))
+    """Cut bins, with their documents in random order, and exchange tails if two cuts are close."""
+    order = random_order_within(bin_of, num_bins, rng)
+    stops = np.cumsum(np.bincount(bin_of, minlength=num_bins))
     filled = np.cumsum(sizes[order], dtype=np.int64)
     before = np.concatenate([[0], filled[stops[:-1] - 1]])  # tokens in the bins before
     room = capacity - (filled[stops - 1] - before)
 
-    # A cut stands behind a document; heads are the tokens up to it, in ascending order.
+    # A cut is behind a document; heads are the tokens up to the cut, in ascending order.
     number = int(max(_CUTS_PER_BIN * num_bins, 2 * (num_bins * capacity) ** 0.5))
     cuts = rng.integers(0, len(sizes), min(number, len(sizes)))
-    heads = filled[cuts] - before[homes[order[cuts]]]
+    heads = filled[cuts] - before[bin_of[order[cuts]]]
     ascending = stable_argsort(heads, capacity)
     cuts, heads = cuts[ascending], heads[ascending]
-    bins = homes[order[cuts]]
+    bins = bin_of[order[cuts]]
 
     # The bin with the lower cut receives the tail of the other, which is no longer than its own,
     # and gives its own to the other, which has room for the difference if the lower one had it.
     fits = (np.diff(heads) <= room[bins[:-1]]) & (bins[:-1] != bins[1:])
     lower, upper = _matched(bins, np.flatnonzero(fits), num_bins, rng)
-    partner = np.arange(num_bins, dtype=homes.dtype)
+    partner = np.arange(num_bins, dtype=bin_of.dtype)
     partner[bins[lower]], partner[bins[upper]] = bins[upper], bins[lower]
     tails = stops.copy()  # where each tail starts
     tails[bins[lower]], tails[bins[upper]] = cuts[lower] + 1, cuts[upper] + 1
     is_tail = np.arange(len(sizes)) >= np.repeat(tails, np.diff(stops, prepend=0))
-    homes[order[is_tail]] = np.repeat(partner, stops - tails)
+    bin_of[order[is_tail]] = np.repeat(partner, stops - tails)
 
 
 def _matched(
@@ -102,21 +109,21 @@ def _matched(
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-def _cut_pairs_anew(
-    sizes: np.ndarray, homes: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
+def _recut_pairs(
+    sizes: np.ndarray, bin_of: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
 ) -> None:
-    """Pair the bins at random and re-partition the pairs that a single cut can re-partition.
+    """Pair the bins at random, and partition each pair again if one stretch allows it.
 
-    The documents of a pair are laid out in random order. Any stretch of them whose tokens lie in
-    [total − capacity, capacity] can be one bin and the remaining documents the other.
+    The documents of a pair are laid out in random order. Any stretch of them with a number of
+    tokens in [total − capacity, capacity] can be one bin, and the remaining documents the other.
     """
     num_pairs = num_bins // 2
     bins = rng.permutation(num_bins)
     pair_of_bin = np.empty(num_bins, dtype=np.int64)
     pair_of_bin[bins] = np.arange(num_bins) // 2  # with an odd number, the last bin has no partner
     shuffled = rng.permutation(len(sizes))
-    shuffled = shuffled[stable_argsort(pair_of_bin[homes[shuffled]], num_pairs)]
-    pair = pair_of_bin[homes[shuffled]]
+    shuffled = shuffled[stable_argsort(pair_of_bin[bin_of[shuffled]], num_pairs)]
+    pair = pair_of_bin[bin_of[shuffled]]
     paired = int(np.searchsorted(pair, num_pairs))
     shuffled, pair = shuffled[:paired], pair[:paired]
 
@@ -124,8 +131,8 @@ def _cut_pairs_anew(
     ends = np.cumsum(np.bincount(pair, minlength=num_pairs))
     starts = np.concatenate([[0], ends[:-1]])
     least = np.maximum(before[ends] - before[starts] - capacity, 1)
-    # One search finds, for a stretch that starts at each document, the first end that leaves no
-    # more than a bin holds to the others.
+    # For a stretch that starts at each document, one search finds the first end that leaves at most
+    # `capacity` tokens to the other bin.
     first = np.arange(paired)
     last = np.searchsorted(before, before[:-1] + least[pair])
     legal = (last <= ends[pair]) & (last - first < (ends - starts)[pair])
@@ -137,16 +144,19 @@ def _cut_pairs_anew(
     inside = (first >= cut[0, pair]) & (first < cut[1, pair])
     moved = cut[1, pair] > 0
     dealt = bins[2 * pair + inside]
-    homes[shuffled[moved]] = dealt[moved]
+    bin_of[shuffled[moved]] = dealt[moved]
 
 
 # --- orders ---------------------------------------------------------------------------------------
 
 
 def random_order_within(groups: np.ndarray, largest: int, rng: np.random.Generator) -> np.ndarray:
-    """Return indices ``(documents,)`` int64 in ascending order of `groups`, random in each.
+    """Return indices ``(documents,)`` int64 in ascending order of `groups`, random in each group.
 
-    groups: in [0, largest].
+    Args:
+        groups: integers in [0, largest], ``(documents,)``.
+        largest: upper bound of `groups`.
+        rng: draws the order inside groups.
     """
     random_bits = min(32, 64 - _bits(len(groups) - 1) - _bits(largest))
     keys = groups.astype(np.uint64)
@@ -165,8 +175,8 @@ def stable_argsort(keys: np.ndarray, largest: int) -> np.ndarray:
 def _order_of(keys: np.ndarray) -> np.ndarray:
     """Return the stable sorting order of `keys`, which are overwritten.
 
-    Indices are sorted along, as the low bits: numpy sorts numbers with the vector unit, several
-    times faster than it finds their order.
+    The indices are the low bits of the sorted numbers: NumPy sorts numbers with vector
+    instructions, several times faster than `argsort` finds their order.
     """
     index_bits = _bits(len(keys) - 1)
     keys <<= np.uint64(index_bits)

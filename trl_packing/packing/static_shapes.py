@@ -73,7 +73,7 @@ class StaticShapes:
     def padding(self, num_tokens: int) -> list[int]:
         """Return the lengths of the masked documents behind `num_tokens` tokens.
 
-        Example:
+        Examples:
             >>> StaticShapes(16, max_length=8, num_documents=8, longest_tail=8).padding(5)
             [8, 3]
         """
@@ -84,7 +84,7 @@ class StaticShapes:
     def empty_documents(self, num_documents: int) -> int:
         """Return how many documents without tokens a row with `num_documents` needs, at least one.
 
-        Example:
+        Examples:
             >>> shapes = StaticShapes(16, max_length=8, num_documents=8, longest_tail=8)
             >>> shapes.empty_documents(3), shapes.empty_documents(8)
             (5, 8)

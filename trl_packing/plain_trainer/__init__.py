@@ -1,7 +1,7 @@
-"""Plain trainer: packing for `transformers.Trainer`, or a loop of your own, without TRL's trainer.
+"""Plain trainer: packing for `transformers.Trainer` or your training loop, without TRL's.
 
 Belongs here: `enable_packing` and the data sets that go with it. Does not: anything of `training`,
-which serves `PackedSFTTrainer` alone.
+which serves `PackedSFTTrainer` only.
 
 Read `enable.py` first.
 """

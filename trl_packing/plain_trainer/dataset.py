@@ -1,15 +1,15 @@
-"""A tokenized data set as packed rows, for trainers that know nothing of packing.
+"""Turns a tokenized data set into packed rows, for trainers without support for packing.
 
     documents        [5 6 7] [8 9] [4 4 4 4]                pack_len 6
 
     row 0  input_ids        4   4   4   4   8   9           PackedDataset[0]
-           labels        -100   4   4   4 -100  9           document starts are no targets
+           labels        -100   4   4   4 -100  9           first tokens are not trained
            attention_mask   1   1   1   1   2   2           the number of each token's document
     row 1  input_ids        5   6   7                       nothing is padded
 
-A micro-batch is one flat row: a data loader that asks for several rows gets them joined, numbered
-on, so that any collator that stacks what it is given will do. What the numbers mean, only a model
-knows on which `enable_packing` was called (plain_trainer); without one the rows are not given out.
+A micro-batch is one flat row. A data loader that requests several rows gets them joined, with
+document numbers that continue, so any collator that stacks its input works. Only a model prepared
+with `enable_packing` understands these numbers, so rows are refused until one exists.
 """
 
 import weakref
@@ -38,32 +38,44 @@ from trl_packing.packing.epoch import split_bins
 from trl_packing.recognition.known_documents import remember_documents
 
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
+_REFUSED_COLUMNS = {
+    TOKEN_WEIGHTS: "a plain loss has no weights",
+    DOCUMENT_WEIGHT: "a plain loss has no weights",
+    SEQ_LENGTHS: "rows are packed already",
+}
 
-# Models on which `enable_packing` was called, as long as they live.
+# Living models on which `enable_packing` was called.
 enabled_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class PackedDataset(torch.utils.data.Dataset):
     """Packed rows of tokenized documents, each a mapping of three tensors ``(T,)`` int64.
 
-    dataset: a `datasets.Dataset`, or any sequence of rows, with `input_ids`; `labels`, or masks as
-        `PackedCollator` takes them, or every token is trained; `attention_mask`, 0 on padding,
-        which is left out.
-    tokenizer: gives an empty row its token (`rows_multiple_of`); may be None.
-    pack_len: tokens a row may hold.
-    shuffle_seed: draws which documents share a row; None or negative: none are shuffled.
-    strategy: as in `pack`.
-    rows_multiple_of: split rows, then add empty ones, until their number is a multiple. On several
-        ranks accelerate fills the last batches up with the first rows of the set, which are then
-        trained twice; with `per_device_train_batch_size` × ranks here it has nothing to fill up.
+    Rows are the same in every epoch, and the trainer draws their order. `RepackEveryEpoch` draws
+    new rows. Any collator works that stacks or pads all columns (Trainer's default does), and so
+    does `PackedCollator`. A collator that drops `attention_mask` does not work: transformers'
+    `DataCollatorWithFlattening` would turn the row into one document.
 
-    Rows are the same every epoch, in an order that the trainer draws; `RepackEveryEpoch` draws new
-    ones. Any collator will do that stacks or pads all columns (Trainer's default is one), and
-    `PackedCollator`. One that drops `attention_mask` will not: transformers' own
-    `DataCollatorWithFlattening` would make one document of the row.
+    Args:
+        dataset: a `datasets.Dataset`, or any sequence of rows, with `input_ids`. Optional columns
+            are `labels`, or masks as in `PackedCollator` (without either, every token is trained),
+            and `attention_mask`, 0 on padding, which is removed.
+        tokenizer: its padding token fills empty rows (`rows_multiple_of`); may be None.
+        pack_len: most tokens of a row.
+        shuffle_seed: draws which documents share a row. If None or negative, none are shuffled.
+        strategy: as in `pack`.
+        rows_multiple_of: the number of rows becomes a multiple of this: rows are split, then empty
+            ones are added. On several ranks, accelerate fills the last batches with the first rows,
+            which are then trained twice. With `per_device_train_batch_size` × ranks here, there is
+            nothing to fill.
 
-    Raises ValueError for a document longer than `pack_len`, for negative ids, for weights, which a
-    plain trainer does not know, and for rows that are packed already.
+    Attributes:
+        lengths: tokens of each document, ``(N,)`` int64.
+        plan: the documents of each row, before rows are split.
+
+    Raises:
+        ValueError: a document is longer than `pack_len`; an id is negative; the data set has
+            weights, which a plain trainer ignores; or its rows are packed already.
     """
 
     def __init__(
@@ -77,12 +89,11 @@ class PackedDataset(torch.utils.data.Dataset):
         rows_multiple_of: int = 1,
     ):
         columns = _column_names(dataset)
-        for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
+        for column, reason in _REFUSED_COLUMNS.items():
             if column in columns:
-                what = "rows are packed already" if column == SEQ_LENGTHS else "a plain loss has"
                 raise ValueError(
-                    f"the data set has {column}: {what + (' none' * (column != 'seq_lengths'))}; "
-                    f"take PackedSFTTrainer, or drop it: dataset.remove_columns({column!r})"
+                    f"the data set has {column}: {reason}; use PackedSFTTrainer, or drop the "
+                    f"column: dataset.remove_columns({column!r})"
                 )
         if rows_multiple_of < 1:
             raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
@@ -128,12 +139,13 @@ class PackedDataset(torch.utils.data.Dataset):
             at = int(np.argmax(lengths > self.pack_len))
             raise ValueError(
                 f"document {at} has {lengths[at]} tokens but pack_len is {self.pack_len}; raise "
-                "pack_len, or cut it before: make_supervised_dset does, and says what is lost"
+                "pack_len, or cut the document before (make_supervised_dset does, and logs what is "
+                "lost)"
             )
         return lengths
 
     def repack(self, epoch: int) -> None:
-        """Draw the rows of an epoch, as many in every one."""
+        """Draw the rows of an epoch. Every epoch has equally many."""
         epoch = 0 if find_strategy(self.strategy).order_dependent else epoch
         seed = None if self.shuffle_seed is None else (self.shuffle_seed, epoch)
         self.plan: PackingPlan = pack(self.lengths, self.pack_len, self.strategy, seed)
@@ -145,25 +157,26 @@ class PackedDataset(torch.utils.data.Dataset):
         return len(self._rows)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a row: `input_ids`, `labels` and, in `attention_mask`, document numbers from 1."""
+        """Return a row: `input_ids`, `labels`, and document numbers from 1 in `attention_mask`."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._joined([self._rows[index]])
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Tensor]]:
-        """Return the rows of a micro-batch as a single one; a data loader calls this.
+        """Return the rows of a micro-batch as one row; a data loader calls this.
 
-        Raises RuntimeError if there is no model that keeps their documents apart.
+        Raises:
+            RuntimeError: `enable_packing` was called on no model.
         """
         if not (enabled_models or self._enabled_where_pickled):
             raise RuntimeError(
-                "packed rows are for a model that keeps their documents apart, and there is none: "
-                "call enable_packing(model) before training"
+                "packed rows need a model that isolates their documents, and there is none: call "
+                "enable_packing(model) before training"
             )
         return [self._joined([self._rows[index] for index in indices])]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that is spawned has no model.
+        # A spawned worker has no model.
         return self.__dict__ | {"_enabled_where_pickled": bool(enabled_models)}
 
     def _joined(self, rows: Sequence[np.ndarray]) -> dict[str, Tensor]:
@@ -199,11 +212,11 @@ class PackedDataset(torch.utils.data.Dataset):
 
     @property
     def filler_ids(self) -> np.ndarray:
-        """Return the `input_ids` of a row of no document; empty if there is no such row."""
+        """The `input_ids` of an empty row, ``(1,)`` int64; ``(0,)`` if there is no such row."""
         return self._empty()[0] if self.rows_multiple_of > 1 else np.zeros(0, np.int64)
 
     def stat(self) -> None:
-        """Print documents and rows, their mean tokens, and how full rows are."""
+        """Print the number of documents and rows, their mean tokens, and the utilization."""
         documents, rows, tokens = len(self.lengths), len(self), int(self.lengths.sum())
         print(
             f"Number of sequences: {documents:,} documents -> {rows:,} rows of {self.pack_len:,}\n"
@@ -213,7 +226,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
 
 def _is_stored(dataset: Any) -> bool:
-    """Whether its rows are what its Arrow table holds, and not what a transform makes of them."""
+    """Return whether rows are read from the Arrow table, without a transform of the user."""
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
@@ -224,15 +237,16 @@ def _column_names(dataset: Any) -> list[str]:
 class RepackEveryEpoch(TrainerCallback):
     """Draw new rows of a `PackedDataset` before every epoch, the same ones on all ranks.
 
-    dataset: the one that is trained on; its number of rows stays. Raises nothing.
-
-    Data loader workers that live on (`dataloader_persistent_workers`) keep the rows of their first
+    Persistent data loader workers (`dataloader_persistent_workers`) keep the rows of their first
     epoch.
+
+    Args:
+        dataset: the training set. Its number of rows does not change.
     """
 
     def __init__(self, dataset: PackedDataset):
         self.dataset = dataset
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Resumed, `state.epoch` is in the middle of the epoch that goes on.
+        # In a resumed run, `state.epoch` is in the middle of the epoch that continues.
         self.dataset.repack(int((state.epoch or 0) + 1e-6))

@@ -1,8 +1,8 @@
-"""Queries and responses in files → packed rows for a plain trainer, in one call.
+"""Turns files of queries and responses into packed rows for a plain trainer, in one call.
 
-{"query": "2 + 3?", "response": "5"}     read, prompted, tokenized, cut at pack_len, counted
+{"query": "2 + 3?", "response": "5"}     read, formatted, tokenized, cut at pack_len, counted
     ▼
-PackedDataset                            the response trained, to its EOS
+PackedDataset                            the response is trained, including its EOS
 """
 
 import json
@@ -26,7 +26,7 @@ from trl_packing.plain_trainer.dataset import PackedDataset
 
 logger = logging.getLogger(__name__)
 
-_NO_LIMIT = 10**9  # tokenizers without a limit say 10**30
+_NO_LIMIT = 10**9  # tokenizers without a limit report 10**30
 
 
 def make_supervised_dset(
@@ -42,23 +42,28 @@ def make_supervised_dset(
     overflow: str = "truncate",
     rows_multiple_of: int = 1,
 ) -> "PackedDataset | Dataset":
-    """Return queries and responses as packed rows, the responses trained to their EOS.
+    """Return queries and responses as packed rows. Responses are trained, including their EOS.
 
-    data_path: a .json, .jsonl or .parquet file, a folder of such files, or a hub id; or several.
-    query_field, resp_field: the columns, one name for all paths or one for each.
-    tokenized_cache_home: where `datasets` caches what it has read and tokenized; None or "": where
-        it always does.
-    shuffle_seed: as in `PackedDataset`.
-    pack_len: tokens a row may hold; None or not positive: the documents, unpacked, as a
-        `datasets.Dataset` with `input_ids`, `labels` and `attention_mask`.
-    prompt_template: "alpaca", "qa", a file, a text with columns in braces (prompt_templates), a
-        `PromptTemplate`, or a mapping (or .json file) of DART-Math's parts: sys_prompt,
-        query_prompt, prompt_after_query, resp_prompt, prompt_before_resp.
-    overflow: what becomes of documents beyond `pack_len` or the tokenizer's `model_max_length`:
-        "truncate", "truncate_prompt", "drop", "split" or "error". What is lost is logged.
-    rows_multiple_of: as in `PackedDataset`.
+    Args:
+        tokenizer: of the model.
+        data_path: a .json, .jsonl or .parquet file, a folder of such files, or a hub id; or several
+            of these.
+        query_field: the column of queries, one name for all paths or one for each.
+        resp_field: the column of responses, one name for all paths or one for each.
+        tokenized_cache_home: the cache folder of `datasets`. If None or "", its default.
+        shuffle_seed: as in `PackedDataset`.
+        pack_len: most tokens of a row. If None or not positive, the documents are returned
+            unpacked, as a `datasets.Dataset` with `input_ids`, `labels` and `attention_mask`.
+        prompt_template: "alpaca", "qa", a file, a text with columns in braces, a `PromptTemplate`,
+            or a mapping (or .json file) of DART-Math's parts: sys_prompt, query_prompt,
+            prompt_after_query, resp_prompt, prompt_before_resp.
+        overflow: the policy for documents longer than `pack_len` or the tokenizer's
+            `model_max_length`: "truncate", "truncate_prompt", "drop", "split" or "error". Losses
+            are logged.
+        rows_multiple_of: as in `PackedDataset`.
 
-    Raises ValueError, in one sentence, for data that cannot be read.
+    Raises:
+        ValueError: the data cannot be read.
     """
     paths = [data_path] if isinstance(data_path, (str, os.PathLike)) else list(data_path)
     queries, responses = _for_each(paths, query_field), _for_each(paths, resp_field)
@@ -97,8 +102,8 @@ def _for_each(paths: Sequence[Any], given: str | Sequence[str]) -> list[str]:
     names = names * len(paths) if len(names) == 1 else names
     if len(names) != len(paths):
         raise ValueError(
-            f"{len(names)} fields {names} are given for {len(paths)} data paths; give one, or one "
-            "for each"
+            f"{len(names)} fields {names} were given for {len(paths)} data paths; give one field, "
+            "or one for each path"
         )
     return names
 
@@ -124,7 +129,7 @@ def _prompt_template(given: Any, query_field: str) -> PromptTemplate:
             "sys_prompt, prompt_after_query, resp_prompt and prompt_before_resp"
         )
     before, *after = (_escaped(parts.get(name, "")) for name in _PARTS)
-    # The response follows without a space or line break between, as in DART-Math.
+    # As in DART-Math, no space or line break separates the prompt from the response.
     prompt = f"{before}{{query}}{''.join(after)}".rstrip()
     return PromptTemplate(_escaped(parts.get("sys_prompt", "")) + prompt, None, query_field)
 

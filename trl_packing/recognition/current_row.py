@@ -43,6 +43,17 @@ def set_current_row(batch: Mapping[str, Any] | None) -> None:
         remember_row(batch)
 
 
+def replace_current_row(batch: Mapping[str, Any]) -> None:
+    """Make `batch` the current row in place of another, such as its copy on the CPU.
+
+    Outside of steps there is no current row, and the tokens of `batch` are only remembered.
+    """
+    if _current is None:
+        remember_row(batch)
+    else:
+        set_current_row(batch)
+
+
 @contextmanager
 def restore_current_row() -> Iterator[None]:
     """Restore the current row at the end of the block, also after an error."""
@@ -97,7 +108,7 @@ def other_rows() -> Iterator[None]:
     Inside the block, each row of ``(B, T)`` tokens is one document, as in any model, even if it
     contains tokens of the batch, and no call is refused.
 
-    Example:
+    Examples:
         >>> with other_rows():
         ...     pass  # replayed = model(input_ids=ids, attention_mask=mask)
     """

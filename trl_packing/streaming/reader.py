@@ -91,7 +91,7 @@ class PackedStream(IterableDataset):
             than `capacity` or exceeds `limits`, or the documents before `place` are not those that
             were there when the place was saved.
 
-    Example:
+    Examples:
         >>> documents = [{"input_ids": [0] * length} for length in (3, 2, 1, 4)]
         >>> stream = PackedStream(documents, StreamSettings(capacity=4))
         >>> [[len(document["input_ids"]) for document in batch] for batch, _, _ in stream]

@@ -81,7 +81,7 @@ def assign_shards(
             files are often sorted by source or length. If False, ranks read the same shards as in
             a padded run.
 
-    Example:
+    Examples:
         >>> assign_shards([], num_ranks=2, num_workers=4)
         ShardAssignment(num_shards=1, by_rank=False, num_readers=1, contiguous=False)
     """

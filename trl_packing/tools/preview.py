@@ -16,12 +16,9 @@ from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.previewed_run import PreviewedRun
 from trl_packing.tools.show import show_document
-from trl_packing.training.epoch_report import (
-    PackingReport,
-    plan_report,
-    settings_in_steps,
-    training_sampler,
-)
+from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.run_report import plan_report, settings_in_steps
+from trl_packing.training.sampling import training_sampler
 
 
 @dataclass(frozen=True)

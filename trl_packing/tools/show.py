@@ -121,7 +121,7 @@ def show_rows(
     Raises:
         ValueError: a row is longer than `capacity`, or a cell or line would have no token.
 
-    Example:
+    Examples:
         >>> print(show_rows([[3, 2], [4]], capacity=6))
         AAABB·
         CCCC··

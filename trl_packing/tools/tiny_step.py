@@ -42,7 +42,7 @@ Documents = Sequence[dict[str, list[int]]]
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step computes.
+    """The results of one optimizer step.
 
     Attributes:
         logits: all tokens of all documents, in data-set order, ``(T, vocabulary)`` float32.

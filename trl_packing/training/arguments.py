@@ -1,14 +1,14 @@
-"""What the arguments of `SFTTrainer` mean to `PackedSFTTrainer`, checked before anything is built.
+"""Checks of the arguments of `PackedSFTTrainer`, and their meaning beside TRL's.
 
-data_collator of your own, images, with_transform    TRL's path, untouched
-DataCollatorForCompletionOnlyLM                      ours: it says which tokens are trained
-formatting_func                                      for one example, or for a batch as it once was
+a user's data_collator, images, with_transform       TRL's path, unchanged
+DataCollatorForCompletionOnlyLM                      ours: it finds the trained tokens
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
 packing_strategy, overflow, truncation_mode          one overflow policy
 split_batches, dispatch_batches                      refused by name on several processes
+loss_weights, loss_weight, source_column             refused where no loss can use them
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,14 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.overflow import Overflow
+from trl_packing.documents.labels import WEIGHT_COLUMNS
+from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.loss.evaluation import check_source_column
+from trl_packing.loss.weighted_forward import check_weights_can_be_used
+from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 _PREPARATION_OPTIONS = (
@@ -50,7 +56,7 @@ def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
 
 
 def refuse_options(options: PackingOptions, reason: str) -> None:
-    """Raise ValueError for a setting of ours that TRL's path would ignore without a word."""
+    """Raise ValueError for a setting of ours that TRL's path would silently ignore."""
     default = PackingOptions()
     for name in _PREPARATION_OPTIONS:
         value = getattr(options, name)
@@ -67,18 +73,13 @@ def packs_by_default(args: Any) -> bool:
 
 
 @contextmanager
-def packing_hidden(args: Any) -> Iterator[tuple[bool, bool]]:
-    """Keep TRL from packing while its constructor runs; yields (packing, eval_packing)."""
+def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
+    """Keep TRL's constructor from packing inside the block; yields (packing, eval_packing)."""
     hidden = {"packing": False, "padding_free": False, "eval_packing": None}
-    before = {name: getattr(args, name) for name in hidden if hasattr(args, name)}
-    packing, eval_packing = before.get("packing", False), before.get("eval_packing")
-    for name in before:
-        setattr(args, name, hidden[name])
-    try:
+    hidden = {name: value for name, value in hidden.items() if hasattr(args, name)}
+    packing, eval_packing = getattr(args, "packing", False), getattr(args, "eval_packing", None)
+    with temporarily(args, **hidden):
         yield packing, packing if eval_packing is None else eval_packing
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
 
 
 def check_arguments(args: Any, train_dataset: Any) -> None:
@@ -86,7 +87,7 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)
-    # One process has nobody to share batches with: there the trainer turns both off.
+    # On a single process the trainer turns both off.
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):
             if getattr(getattr(args, "accelerator_config", None), name, None):
@@ -101,7 +102,10 @@ def check_loss_options(
 ) -> None:
     """Raise ValueError for `loss_weighting` and `source_column` where tokens cannot be told apart.
 
-    trl_path: why the run takes TRL's path, if it does.
+    Args:
+        options: the settings of packing.
+        compute_loss_func: a user's loss, which may be None.
+        trl_path: why the run takes TRL's path; None if it is ours.
     """
     if compute_loss_func is not None:
         reason = "compute_loss_func computes the loss; leave that out, or"
@@ -121,12 +125,98 @@ def check_loss_options(
         )
 
 
+def check_parallelism(
+    args: SFTConfig,
+    options: PackingOptions,
+    *,
+    packs: bool,
+    shards_sequences: bool,
+    balances_experts: bool,
+    pad_to_multiple_of: int | None,
+) -> None:
+    """Raise ValueError for settings that documents in one row, or unequal ranks, cannot serve.
+
+    Args:
+        args: the settings of the run.
+        options: the settings of packing.
+        packs: whether packed or padding-free rows were requested.
+        shards_sequences: whether context or sequence parallelism cuts rows.
+        balances_experts: whether the loss has a term for the balance of experts.
+        pad_to_multiple_of: of rows.
+    """
+    if shards_sequences and packs:
+        raise ValueError(
+            "Packing is not compatible with context parallelism (`cp_size > 1`) or sequence "
+            "parallelism: sharding a row drops the boundaries between its documents. Set "
+            "`packing=False` and `padding_free=False` for padded rows, or disable it."
+        )
+    settings = {"pad_to_multiple_of": pad_to_multiple_of, "static_shapes": options.static_shapes}
+    for name, value in settings.items():
+        if balances_experts and value:
+            raise ValueError(
+                f"{name}={value} would let padding take part in the balance of experts; leave "
+                "it unset, or set router_aux_loss_coef=0.0"
+            )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False weights a token by the rank that it falls on, "
+            "and packed ranks hold unequal numbers of trained tokens; leave it True"
+        )
+
+
+def check_nothing_is_weighted(datasets: Iterable[Any], options: PackingOptions) -> None:
+    """Raise ValueError for weights where context or sequence parallelism cuts rows."""
+    columns = {column for dataset in datasets for column in columns_of(dataset)}
+    for column in WEIGHT_COLUMNS:
+        if column in columns:
+            raise ValueError(
+                f"{column} are not applied under context or sequence parallelism; disable "
+                f"it, or drop the column: dataset.remove_columns({column!r})"
+            )
+    check_loss_options(options, None, "context or sequence parallelism drops document boundaries")
+
+
+def check_weights_and_sources(
+    train_dataset: Any, eval_datasets: list[Any], options: PackingOptions, compute_loss_func: Any
+) -> None:
+    """Raise ValueError for weights that no loss can use, and for sources that are not there."""
+    if compute_loss_func is not None:
+        for dataset in [train_dataset, *eval_datasets]:
+            check_weights_can_be_used(compute_loss_func, columns_of(dataset))
+    for dataset in eval_datasets:
+        if options.source_column is not None and dataset is not None:
+            check_source_column(dataset, options.source_column)
+        if isinstance(dataset, Dataset):
+            documents_of(dataset, compute_loss_func)  # refuses damaged weights
+
+
+def check_nothing_is_skipped(options: PackingOptions, completion_only: Any) -> None:
+    """Raise ValueError for changes of the data that ``skip_prepare_dataset=True`` skips."""
+    if completion_only is not None:
+        raise ValueError(
+            "skip_prepare_dataset=True skips the labels that DataCollatorForCompletionOnlyLM "
+            "finds; leave it out (a tokenized data set is not tokenized again)"
+        )
+    if options.append_eos:
+        raise ValueError(
+            "skip_prepare_dataset=True skips append_eos=True; leave one of them out (a "
+            "tokenized data set is not tokenized again)"
+        )
+
+
+def check_some_weights(datasets: Iterable[Any], compute_loss_func: Any) -> None:
+    """Raise ValueError for a set whose weights are all 0: it would train or report nothing."""
+    for dataset in datasets:
+        if isinstance(dataset, Dataset) and has_weights(dataset):
+            check_some_weight(documents_of(dataset, compute_loss_func))
+
+
 def generation_config_of(model: Any, args: Any) -> Any:
-    """Return the generation config of `model`, an object or the name of one; None without one."""
+    """Return the generation config of `model`, a model or its name; None without one."""
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
     revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision") or "main"
     try:
         return GenerationConfig.from_pretrained(model, revision=revision)
-    except (OSError, ValueError):  # it has none, or TRL will say what is wrong with the name
+    except (OSError, ValueError):  # there is none, or TRL will report what is wrong with the name
         return None

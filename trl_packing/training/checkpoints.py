@@ -1,12 +1,12 @@
-"""Which checkpoints are whole: one that is being written is marked until every rank has written.
+"""Whole checkpoints: one that is being written is marked until every rank has written.
 
     checkpoint-20/    model.safetensors, optimizer.pt, ...
     checkpoint-40/    model.safetensors, being_written    killed here: resume from checkpoint-20
 
 Trainer writes checkpoints in place and resumes from the highest number, whatever it holds
-(transformers 5.23). A checkpoint without the mark is whole, whoever wrote it. Its files are looked
-at before anything is read: one that a full disk or a broken copy has cut short, or an optimizer
-that is missing, which Trainer replaces by a new one.
+(transformers 5.23). A checkpoint without the mark is whole, whoever wrote it. Its files are checked
+before anything is read: a full disk or a broken copy may have cut one short, and Trainer silently
+replaces a missing optimizer by a new one.
 """
 
 import json
@@ -19,7 +19,9 @@ from typing import Any
 from accelerate.logging import get_logger
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from trl_packing.models.state import temporarily
 
 logger = get_logger(__name__)
 
@@ -35,8 +37,22 @@ _JSON_THAT_IS_READ = (
 
 
 @contextmanager
-def marked_while_written(checkpoint: Path, accelerator: Any) -> Iterator[None]:
-    """Mark `checkpoint` as half-written; on all ranks together, until all have left."""
+def write_whole(checkpoint: Path, trainer: Any) -> Iterator[None]:
+    """Mark a checkpoint while the block writes it, and delete older ones when it is whole."""
+    args, limit = trainer.args, trainer.args.save_total_limit
+    with (
+        temporarily(args, save_total_limit=None),
+        mark_as_half_written(checkpoint, trainer.accelerator),
+    ):
+        yield
+    if args.should_save:
+        best = trainer.state.best_model_checkpoint
+        rotate_checkpoints(str(checkpoint.parent), limit, best, use_mtime=True)
+
+
+@contextmanager
+def mark_as_half_written(checkpoint: Path, accelerator: Any) -> Iterator[None]:
+    """Mark `checkpoint` inside the block, on all ranks together, until all have left it."""
     mark = checkpoint / MARK
     if accelerator.is_main_process:
         checkpoint.mkdir(parents=True, exist_ok=True)
@@ -49,7 +65,7 @@ def marked_while_written(checkpoint: Path, accelerator: Any) -> Iterator[None]:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Return whether nobody was stopped while writing `checkpoint`."""
+    """Return whether `checkpoint` was written to its end."""
     return not (checkpoint / MARK).exists()
 
 
@@ -66,9 +82,10 @@ def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[Path]]:
 
 
 def checkpoint_to_resume(asked: Any, output_dir: str) -> Any:
-    """Return what `Trainer.train` is to resume from: `asked`, or the last whole one for True.
+    """Return the checkpoint to resume from: `asked`, or the last whole one for True.
 
-    Raises ValueError for a half-written checkpoint, and if there are no others.
+    Raises:
+        ValueError: the checkpoint is half-written, and so are all others.
     """
     if asked is True:
         whole, skipped = last_whole_checkpoint(Path(output_dir))
@@ -89,8 +106,17 @@ def checkpoint_to_resume(asked: Any, output_dir: str) -> Any:
     return asked
 
 
+def check_resumable(checkpoint: Any, trainer: Any) -> None:
+    """Raise ValueError before anything is read, if part of the checkpoint is missing."""
+    if not isinstance(checkpoint, (str, Path)):
+        return
+    check_readable(Path(checkpoint))
+    if not trainer.is_deepspeed_enabled:
+        check_optimizer(Path(checkpoint), save_only_model=trainer.args.save_only_model)
+
+
 def check_readable(checkpoint: Path) -> None:
-    """Raise ValueError naming a file of `checkpoint` that is damaged; tensors are not read."""
+    """Raise ValueError naming a damaged file of `checkpoint`; tensors are not read."""
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         raise ValueError(
             f"resume_from_checkpoint={str(checkpoint)!r} has no {TRAINER_STATE_NAME}, so it is no "
@@ -105,10 +131,10 @@ def check_readable(checkpoint: Path) -> None:
 
 
 def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
-    """Raise ValueError where the optimizer or its schedule is missing, for Trainer makes new ones.
+    """Raise ValueError if the optimizer or its schedule is missing: Trainer would make new ones.
 
     A checkpoint of the model alone, as `save_only_model` saves it, is resumed with a warning.
-    Not for DeepSpeed, which keeps the optimizer in files of its own and stops without them.
+    DeepSpeed stores the optimizer in other files, and stops without them.
     """
     missing = [
         name
@@ -125,23 +151,23 @@ def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
     if save_only_model or (len(missing) == 2 and not list(checkpoint.glob("rng_state*.pth"))):
         logger.warning(
             f"{checkpoint} has no {words}, as save_only_model=True saves it: the optimizer and the "
-            "learning rate's schedule begin anew"
+            "learning rate's schedule restart"
         )
         return
     raise ValueError(
-        f"{checkpoint} has no {words}: the optimizer and the learning rate's schedule would begin "
-        f"anew. Resume from another checkpoint{_others(checkpoint)}, or set save_only_model=True "
-        "to go on with new ones"
+        f"{checkpoint} has no {words}: the optimizer and the learning rate's schedule would "
+        f"restart. Resume from another checkpoint{_others(checkpoint)}, or set "
+        "save_only_model=True to continue with new ones"
     )
 
 
 def _has_optimizer(checkpoint: Path) -> bool:
-    """Whether there is an optimizer: a file, one of each rank, or the folder of a sharded one."""
+    """Return whether there is an optimizer: a file, one file a rank, or a folder of shards."""
     return any("optimizer" in path.name for path in checkpoint.iterdir())
 
 
 def _damage(path: Path) -> str | None:
-    """Return what is wrong with a file, as far as its frame shows; None if nothing is."""
+    """Return what is wrong with the header or the end of a file; None if nothing is."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt"):
@@ -152,7 +178,7 @@ def _damage(path: Path) -> str | None:
         return str(problem)
     if path.suffix in (".bin", ".npz", ".pt", ".pth") and path.name != "training_args.bin":
         with path.open("rb") as file:
-            is_archive = file.read(2) in (b"PK", b"")  # other formats tell nothing of their end
+            is_archive = file.read(2) in (b"PK", b"")  # other formats do not mark their end
         if is_archive and not zipfile.is_zipfile(path):
             return "its end is missing"
     return None

@@ -1,11 +1,11 @@
-"""A checkpoint's record of its epoch: which documents are trained, and what tells them from others.
+"""A checkpoint's record of its epoch: the trained documents, and marks that identify all documents.
 
     epoch.npz    progress          the epoch, its optimizer steps so far, the user's settings
                  lengths, tails    tokens of every document; checksums of the last tokens of some
                  before            documents that the epoch trained under earlier settings
                  trained           documents that it has trained in all; a bit each
 
-The record holds documents, not the plan: whatever plan follows, those left to train are known.
+The record holds documents, not the plan, so the documents left to train are known under any plan.
 """
 
 import json
@@ -21,18 +21,19 @@ from trl_packing.documents.arrow import ArrowDocuments
 
 FILE = "epoch.npz"
 
-_NUM_TAILS = 1024  # documents whose last tokens are compared: any other order of them is noticed
+_NUM_TAILS = 1024  # documents whose last tokens are compared: enough to notice another order
 _TAIL_TOKENS = 32
 _TRUNCATING = ("truncate", "truncate_start", "truncate_prompt")
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentMarks:
-    """What tells documents from others: their order and lengths, and how some of them end.
+    """Marks that identify documents: their order and lengths, and the ends of some of them.
 
-    lengths: tokens of every document, (documents,).
-    tails: checksums of the last tokens of up to 1,024 documents, evenly spread. The first tokens
-        may differ: a chat template may write the date there.
+    Attributes:
+        lengths: tokens of every document, ``(documents,)``.
+        tails: checksums of the last tokens of up to 1,024 documents, evenly spread. The first
+            tokens may differ: a chat template may write the date there.
     """
 
     lengths: np.ndarray
@@ -46,9 +47,12 @@ class DocumentMarks:
         return cls(lengths, np.array([zlib.crc32(tail.tobytes()) for tail in tails], np.int64))
 
     def difference(self, now: "DocumentMarks", *, clipped_to: int | None = None) -> str | None:
-        """Return in which way the documents of `now` are others, or None if they are the same.
+        """Return in words how the documents of `now` differ; None if they are the same.
 
-        clipped_to: compare lengths up to there, as documents longer than that were truncated.
+        Args:
+            now: marks of the current documents.
+            clipped_to: compare lengths only up to this one, because longer documents were
+                truncated.
         """
         if len(self.lengths) != len(now.lengths):
             return f"{len(self.lengths)} documents then, {len(now.lengths)} now"
@@ -73,14 +77,17 @@ class DocumentMarks:
 
 @dataclass(frozen=True, eq=False)
 class EpochRecord:
-    """How far an epoch was when a checkpoint was written.
+    """The progress of an epoch when a checkpoint was written.
 
-    global_step: optimizer steps of the whole run.
-    epoch: the one that comes next where one had just ended.
-    steps: its optimizer steps, since the settings changed last.
-    steps_per_epoch: of a whole epoch under these settings.
-    settings: all that the plan of an epoch follows from, beside the documents.
-    before, trained: (documents,) bool; see above.
+    Attributes:
+        global_step: optimizer steps of the whole run.
+        epoch: its number; the next one where an epoch had just ended.
+        steps: its optimizer steps since the last change of settings.
+        steps_per_epoch: of a whole epoch under these settings.
+        settings: the settings on which the plan of an epoch depends.
+        marks: of all documents.
+        before: documents that the epoch trained under earlier settings, ``(documents,)`` bool.
+        trained: all documents that the epoch has trained, ``(documents,)`` bool.
     """
 
     global_step: int
@@ -107,7 +114,7 @@ class EpochRecord:
 
     @classmethod
     def load(cls, path: Path) -> "EpochRecord":
-        """Read what `save` has written."""
+        """Read the record that `save` has written."""
         with np.load(path, allow_pickle=False) as found:
             progress = json.loads(str(found["progress"]))
             lengths = found["lengths"].astype(np.int64)
@@ -127,15 +134,15 @@ class EpochRecord:
         )
 
     def check(self, settings: Mapping[str, Any], marks: DocumentMarks) -> None:
-        """Raise ValueError if the epoch cannot go on with these documents or this seed."""
+        """Raise ValueError if the epoch cannot continue with these documents or this seed."""
         then = self.settings
         strategies = {of_run["train_sampling_strategy"] for of_run in (then, settings)}
         if strategies != {"sequential"} and then["seed"] != settings["seed"]:
             raise ValueError(
                 f"the checkpoint was saved within an epoch with seed={then['seed']}, and now it is "
                 f"seed={settings['seed']}: another seed is another run. Set "
-                f"data_seed={then['seed']} to go on with that one, or ignore_data_skip=True to "
-                "begin the epoch anew"
+                f"data_seed={then['seed']} to continue that one, or ignore_data_skip=True to "
+                "restart the epoch"
             )
         difference = self.marks.difference(marks, clipped_to=self._clipped_to(settings))
         if difference is None:
@@ -144,13 +151,13 @@ class EpochRecord:
         words = ", ".join(f"{name}={value}" for name, value in cut.items())
         raise ValueError(
             f"the checkpoint was saved within an epoch of other documents ({difference}), so those "
-            "left to train cannot be told. Resume with "
+            "left to train are unknown. Resume with "
             + (f"{words} as then, by which documents are cut" if cut else "the former data")
-            + ", or set ignore_data_skip=True to begin the epoch anew"
+            + ", or set ignore_data_skip=True to restart the epoch"
         )
 
     def _clipped_to(self, settings: Mapping[str, Any]) -> int | None:
-        """Return up to which length documents must agree where both runs truncate, else None."""
+        """Return the length up to which documents must agree if both runs truncate, else None."""
         both = (self.settings, settings)
         if all(self.settings[name] == settings[name] for name in ("max_length", "overflow")):
             return None

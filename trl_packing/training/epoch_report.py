@@ -1,34 +1,34 @@
-"""What an epoch of a run is made of: its sampler, and the report on it, before anything is trained.
+"""`PackingReport`: the documents, bins and optimizer steps of an epoch, printed before the first.
 
-documents, settings, ranks  →  PackedBatchSampler  →  PackingReport
+print(trainer.packing_report)
 """
 
 import json
 from dataclasses import asdict, dataclass, field
-from itertools import islice
-from typing import Any
 
-import numpy as np
-from trl import SFTConfig
-
-from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts, quantity
-from trl_packing.data.overflow import Overflow
-from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.packing.document_order import order_seed
-from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 
-# Below so many optimizer steps an epoch it warns: few steps learn little, whatever their size.
+# The report warns of fewer optimizer steps an epoch: few steps learn little, whatever their size.
 WARN_STEPS = 20
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What a training run is made of, as the plan of its first epoch knows it.
+    """The documents, bins and optimizer steps of the first epoch of a run.
 
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
-    `tokens_per_micro_batch` is None unless shapes are held; then it counts the padding too.
-    `given_in_steps` are settings that count optimizer steps, by name.
+
+    Attributes:
+        micro_batch: the size of a micro-batch in words.
+        attention: what keeps documents apart, in words.
+        capacity: most tokens of a bin.
+        documents_per_step: mean over the optimizer steps of the epoch.
+        padded_documents_per_step: of a padded run with the same settings.
+        largest_micro_batch: tokens of the largest micro-batch of the first steps.
+        loss: the weighting of the loss, in words.
+        tokens_per_micro_batch: padding included; None unless static shapes hold it constant.
+        preparation: what was kept and lost when documents were prepared.
+        given_in_steps: settings that count optimizer steps, by name.
     """
 
     ranks: int
@@ -59,7 +59,7 @@ class PackingReport:
 
     @property
     def padding(self) -> float | None:
-        """Share of an epoch's tokens that fills up rows of one shape; None without such rows."""
+        """Share of padding in an epoch's tokens; None unless all rows have one shape."""
         held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
         if not held or not batches or self.tokens is None:
             return None
@@ -71,7 +71,7 @@ class PackingReport:
 
     @property
     def padded_steps(self) -> int | None:
-        """Optimizer steps an epoch of a padded run of the same settings; None for packed rows."""
+        """Optimizer steps an epoch of a padded run with the same settings; None for packed rows."""
         if self.documents is None or self.padded_documents_per_step is None:
             return None
         return -(-self.documents // self.padded_documents_per_step)
@@ -135,7 +135,7 @@ class PackingReport:
         )
 
     def _in_epochs(self, steps: int, padded_steps: int) -> str:
-        """Return what settings in steps come to: a packed step may hold many padded ones."""
+        """Return settings in steps as epochs: a packed step may hold many padded ones."""
         epochs = {n: (v, v / steps, v / padded_steps) for n, v in self.given_in_steps.items()}
         return "; ".join(
             f"{name}={value} is {here:.1f} epochs here, {padded:.1f} padded"
@@ -143,7 +143,7 @@ class PackingReport:
         )
 
     def _padded(self) -> list[str]:
-        """Return what a padded run would be, and what keeps its steps; a warning for few steps."""
+        """Return the steps of a padded run, how to keep them, and a warning for few steps."""
         lines = []
         steps, size = self.steps_per_epoch, self.padded_documents_per_step
         if steps and self.padded_steps and size and steps != self.padded_steps:
@@ -164,221 +164,3 @@ class PackingReport:
                 "documents_per_step, if the run has few epochs"
             )
         return lines
-
-
-# Steps looked at for the largest micro-batch: enough to see it coming, in well under a second.
-_STEPS_LOOKED_AT = 200
-
-_DEFAULT_SAVE_STEPS = 500  # of transformers; nobody has asked for it
-
-
-def training_sampler(
-    documents: ArrowDocuments,
-    args: SFTConfig,
-    *,
-    packing: bool,
-    batch_size: int,
-    ranks: int = 1,
-    rank: int = 0,
-    hidden_size: int | None = None,
-    torch_seed: int | None = None,
-    subset: np.ndarray | None = None,
-) -> PackedBatchSampler:
-    """Return the sampler of one rank's training micro-batches.
-
-    batch_size: `per_device_train_batch_size`, times the devices of this process.
-    hidden_size: the model's, for the cost of attention; None leaves that out.
-    torch_seed: that of torch's global generator when training starts; None stands for `args.seed`.
-    subset: the documents to sample from, which it then counts from 0; None for all of them.
-
-    Raises ValueError for documents_per_step on rows that were packed before.
-    """
-    accumulation, options = args.gradient_accumulation_steps, PackingOptions.of(args)
-    per_step, rows = options.documents_per_step, is_packed(documents)
-    if rows and per_step is not None:
-        raise ValueError(
-            f"documents_per_step={per_step} cannot regroup rows that were packed before (they have "
-            "seq_lengths); leave it out, or pass the documents"
-        )
-    if per_step is None and not packing and not rows:
-        per_step = batch_size * accumulation * ranks
-    sampling = args.train_sampling_strategy
-    seed = args.data_seed if args.data_seed is not None else args.seed
-    if per_step is not None:
-        torch_seed = args.seed if torch_seed is None else torch_seed
-        seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
-    lengths = documents.lengths()
-    return PackedBatchSampler(
-        lengths if subset is None else lengths[subset],
-        args.max_length,
-        bins_per_batch=batch_size,
-        documents_per_step=per_step,
-        rows=rows,
-        num_ranks=ranks,
-        rank=rank,
-        accumulation=accumulation,
-        strategy=args.packing_strategy,
-        seed=seed,
-        shuffle=sampling != "sequential",
-        sampling=sampling,
-        attention_cost=attention_cost(hidden_size),
-        drop_last=args.dataloader_drop_last,
-        allow_idle_ranks=subset is not None,
-    )
-
-
-def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int) -> dict[str, Any]:
-    """Return all that the micro-batches of an epoch follow from, beside the documents and lengths.
-
-    Settings that decide how documents are cut are among them. batch_size: as above.
-    """
-    return {
-        "ranks": ranks,
-        "per_device_train_batch_size": batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "max_length": args.max_length,
-        "overflow": Overflow.from_args(args, packing).policy,
-        "packing": packing,
-        "packing_strategy": args.packing_strategy,
-        "documents_per_step": PackingOptions.of(args).documents_per_step,
-        "train_sampling_strategy": str(args.train_sampling_strategy),
-        "dataloader_drop_last": args.dataloader_drop_last,
-        "seed": args.data_seed if args.data_seed is not None else args.seed,
-    }
-
-
-def plan_report(
-    documents: ArrowDocuments,
-    sampler: PackedBatchSampler,
-    *,
-    attention: str | None,
-    loss: str | None,
-    preparation: PreparationCounts,
-    tokens_per_micro_batch: int | None = None,
-    given_in_steps: dict[str, int] | None = None,
-) -> PackingReport:
-    """Return what the first epoch of `sampler` is made of; `attention` and `loss` in words.
-
-    tokens_per_micro_batch: of every one, its padding too; None if they differ.
-    given_in_steps: what `settings_in_steps` returns.
-    """
-    ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
-    steps = -(-len(sampler) // accumulation)
-    return PackingReport(
-        ranks=ranks,
-        accumulation=accumulation,
-        micro_batch=_micro_batch_words(sampler),
-        attention=attention,
-        capacity=sampler.capacity,
-        documents=documents.num_documents,
-        tokens=int(documents.lengths().sum()),
-        trained_tokens=int(documents.num_trained().sum()),
-        bins=sampler.num_bins,
-        micro_batches_per_epoch=len(sampler) * ranks,
-        steps_per_epoch=steps,
-        documents_per_step=documents.num_documents / steps,
-        padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
-        largest_micro_batch=_largest_micro_batch(sampler),
-        loss=loss,
-        tokens_per_micro_batch=tokens_per_micro_batch,
-        preparation=preparation,
-        given_in_steps=given_in_steps or {},
-    )
-
-
-def settings_in_steps(args: Any) -> dict[str, int]:
-    """Return the settings of `args` that somebody has given as a number of optimizer steps."""
-    given = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
-    if args.eval_strategy == "steps":
-        given["eval_steps"] = args.eval_steps
-    if args.save_strategy == "steps" and args.save_steps != _DEFAULT_SAVE_STEPS:
-        given["save_steps"] = args.save_steps
-    # Below 1 they are shares of the run.
-    return {name: int(value) for name, value in given.items() if value and value >= 1}
-
-
-def _micro_batch_words(sampler: PackedBatchSampler) -> str:
-    if sampler.documents_per_step is None:
-        return _words(sampler.bins_per_batch, "bin")
-    per_batch = sampler.documents_per_step / (sampler.num_ranks * sampler.accumulation)
-    return _words(per_batch, "document")
-
-
-def _words(number: float, what: str) -> str:
-    return f"{number:g} {what}{'s' * (number != 1)}"
-
-
-def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
-    """Return the tokens of the largest micro-batch by documents; bins say themselves what fits."""
-    if sampler.documents_per_step is None:
-        return None
-    steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
-    return max(int(sampler.lengths[group].sum()) for step in steps for group in step if group)
-
-
-def report_of_any_sampler(
-    documents: ArrowDocuments,
-    args: SFTConfig,
-    *,
-    micro_batches: int | None,
-    batch_size: int,
-    ranks: int,
-    attention: str,
-    loss: str | None,
-    preparation: PreparationCounts,
-) -> PackingReport:
-    """Return the report on documents that a sampler of the user's draws, one after another.
-
-    micro_batches: of an epoch of one rank, None where it is not known yet.
-    """
-    accumulation = args.gradient_accumulation_steps
-    return PackingReport(
-        ranks=ranks,
-        accumulation=accumulation,
-        micro_batch=_words(batch_size, "document"),
-        attention=attention,
-        capacity=args.max_length,
-        documents=documents.num_documents,
-        tokens=int(documents.lengths().sum()),
-        trained_tokens=int(documents.num_trained().sum()),
-        micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
-        steps_per_epoch=None if micro_batches is None else -(-micro_batches // accumulation),
-        documents_per_step=batch_size * accumulation * ranks,
-        loss=loss,
-        preparation=preparation,
-    )
-
-
-def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
-    """Return what a micro-batch of a stream is, in words."""
-    return _words(batch_size, "bin" if packing else "document")
-
-
-def without_plan(
-    args: Any,
-    *,
-    ranks: int,
-    micro_batch: str,
-    attention: str,
-    loss: str | None,
-    tokens_per_micro_batch: int | None = None,
-) -> PackingReport:
-    """Return the report on a stream, which tells its documents only as it is read.
-
-    Raises ValueError for documents_per_step.
-    """
-    per_step = PackingOptions.of(args).documents_per_step
-    if per_step is not None:
-        raise ValueError(
-            f"documents_per_step={per_step} needs to know the documents, but a stream is packed as "
-            "it is read; leave it out, or load the data set without streaming"
-        )
-    return PackingReport(
-        ranks=ranks,
-        accumulation=args.gradient_accumulation_steps,
-        micro_batch=micro_batch,
-        attention=attention,
-        loss=loss,
-        capacity=args.max_length,
-        tokens_per_micro_batch=tokens_per_micro_batch,
-    )

@@ -1,12 +1,12 @@
 """Keep the pages of freed tensors between training steps, on a CPU under glibc.
 
-    default    a large block freed goes back to the system; the next step asks for it again, and
-               the kernel zeroes every page of it: up to a sixth of a packed step
-    here       freed blocks stay in the heap, and the next step finds them as they are
+    default    a large freed block goes back to the system; the next step requests it again, and
+               the kernel zeroes each of its pages: up to a sixth of a packed step
+    here       freed blocks stay in the heap, and the next step reuses them
 
-PyTorch's CPU allocator is malloc; its tuning guide recommends jemalloc or tcmalloc for the same
-reason, which have to be preloaded. glibc can be asked to while a process runs (mallopt(3)). No more
-memory is held at any time than the largest step needs.
+PyTorch's CPU allocator is malloc. Its tuning guide recommends jemalloc or tcmalloc for the same
+reason, but they must be preloaded; glibc can be tuned while a process runs (mallopt(3)). The heap
+never holds more memory than the largest step needs.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ _SETTINGS = (
 
 
 @contextmanager
-def pages_kept(on_cpu: bool) -> Iterator[None]:
-    """Keep freed pages inside; give them back at the end. Does nothing off CPU and off glibc.
+def keep_freed_pages(on_cpu: bool) -> Iterator[None]:
+    """Keep freed pages inside the block, and return them to the system at its end.
 
-    Whoever has set malloc's own environment variables has chosen, and is left alone.
+    No-op off the CPU, without glibc, and if the user has set malloc's environment variables.
     """
     libc = _glibc() if on_cpu else None
     if libc is None:

@@ -1,17 +1,16 @@
-"""The trainer that says how fast it trains, and keeps the host from waiting for the device.
+"""Measure how fast a run trains, without making the CPU wait for the device between logs.
 
-    get_batch_samples          counts micro-batches, from what their collator knows     (host)
-    _maybe_log_save_evaluate   sums the counts of all ranks, once a log                 (throughput)
-    log                        adds them to what is logged, in `log_history` and trackers
-    evaluate, save             stop the clock
-    _finalize_training         the totals, also in what `train()` returns
+    count           micro-batches of a step, from the CPU copy of each row
+    share           the counts of all ranks, once a log; the only wait for the device
+    log_run         the totals, which `train()` returns too
+    pause           the clock, while the run evaluates or saves
 
 docs/metrics.md defines each of the names.
 """
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
-from trl_packing.documents.host_row import HostRow, PackedBatch, host_row, wait_for
-from trl_packing.loss.step_loss import WeightedMeanTrainer
+from trl_packing.documents.host_row import HostRow, host_row, wait_for
 from trl_packing.loss.token_metrics import (
     NUM_SUMS,
     TokenSums,
@@ -35,207 +34,230 @@ from trl_packing.training.throughput import Counts, Machine, Throughput, in_shor
 
 logger = get_logger(__name__)
 
+_NOTHING = (0.0,) * NUM_SUMS
 
-class MeasuredTrainer(WeightedMeanTrainer):
-    """`WeightedMeanTrainer` that logs its throughput."""
+# TRL's `_metrics` of training: a list for every name, of which it logs the mean.
+Means = MutableMapping[str, list[float]]
 
-    _throughput: Throughput | None = None  # while it trains
-    _room: int | None = None  # tokens that a micro-batch of bins has room for
-    _model_flops: ModelFlops | None = None
-    _own_logs: dict[str, float] | None = None  # for the next call of `log`
-    _waited_after: int | None = None  # the optimizer step after which the device was waited for
-    _tokens_of_earlier_runs = 0
-    # Entropy and accuracy: of this rank, read from the device; of all ranks since the last log.
-    _own_token_sums: Sequence[float] = (0.0,) * NUM_SUMS
-    _token_sums_of_log: Sequence[float] = (0.0,) * NUM_SUMS
-    _clock = staticmethod(time.perf_counter)
+
+class ThroughputMeter:
+    """Counts what a run trains, and writes its throughput and token metrics into the log.
+
+    Args:
+        trainer: its model, accelerator, arguments and state are read.
+        trained: entropy and accuracy of the micro-batches of this rank.
+    """
+
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self, trainer: SFTTrainer, trained: TokenSums):
+        self.trainer = trainer
+        self.trained = trained
+        self.throughput: Throughput | None = None  # while the run trains
+        self._machine = Machine()
+        self._logs: dict[str, float] = {}  # for the next log
+        self._waited_after: int | None = None  # the optimizer step of the last wait
+        self._tokens_before = 0
+        self._model_flops: ModelFlops | None = None
+        self._must_count_flops = False
+        # Entropy and accuracy: of this rank, read from the device; of all ranks since the last log.
+        self._rank_sums: Sequence[float] = _NOTHING
+        self._log_sums: Sequence[float] = _NOTHING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run trains."""
+        return self.throughput is not None
 
     # --- counting -----------------------------------------------------------------------------
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Count anew with every run, also one that begins again with smaller batches."""
-        found = super()._init_training_state(*args, **kwargs)
-        if not self._trl_path:
-            self._own_logs = None
-            self._waited_after = None
-            self._throughput = Throughput(self.state.global_step, self._clock)
-            self._trained_sums = TokenSums()
-            self._own_token_sums = self._token_sums_of_log = (0.0,) * NUM_SUMS
-            self._tokens_of_earlier_runs = self._total_train_tokens
-            self._model_flops = self._count_flops() if self._peak_flops() else None
-        return found
+    def start_run(self, tokens_before: int) -> None:
+        """Start from zero; a run that finds a smaller batch size starts more than once.
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the micro-batches of a step: `training_step` may be a user's, which counts none."""
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        if self._throughput is not None:
-            # From here on: before, readers start up, and a resumed run skips what it has seen.
-            self._throughput.watch.start()
-            for row in map(host_row, batches):
-                if row is not None:
-                    self._throughput.add(self._counts(row))
-        return batches, num_items
+        Args:
+            tokens_before: tokens that TRL has counted in earlier runs of this trainer.
+        """
+        self.throughput = Throughput(self.trainer.state.global_step, self.clock)
+        self.trained.take()
+        self._rank_sums = self._log_sums = _NOTHING
+        self._logs = {}
+        self._waited_after = None
+        self._tokens_before = tokens_before
+        self._model_flops = None
+        self._must_count_flops = True
 
-    def _counts(self, row: HostRow) -> Counts:
+    def count(self, batches: Sequence[Any], room: int | None) -> None:
+        """Add the micro-batches of a step. A user's `training_step` need not count any.
+
+        Args:
+            batches: micro-batches of this rank.
+            room: tokens that fit into a micro-batch of bins; None where nothing is packed.
+        """
+        if self.throughput is None:
+            return
+        if self._must_count_flops:
+            self._must_count_flops = False
+            self._model_flops = self._count_flops() if self.peak_flops() else None
+        # The clock starts here: before, readers start up, and a resumed run skips batches.
+        self.throughput.watch.start()
+        for row in map(host_row, batches):
+            if row is not None:
+                self.throughput.add(self._counts(row, room))
+
+    def _counts(self, row: HostRow, room: int | None) -> Counts:
         lengths, num_trained = row.lengths, int(row.is_trained.sum())
         return Counts(
             documents=len(lengths),
             tokens=int(lengths.sum()),
             trained_tokens=num_trained,
-            room=self._room or row.num_tokens,
+            room=room or row.num_tokens,
             flops=self._model_flops.of(lengths, num_trained) if self._model_flops else 0.0,
         )
 
     def _count_flops(self) -> ModelFlops | None:
+        model = self.trainer.model
         try:
-            return model_flops(self.model)
+            return model_flops(model)
         except NotCountable as reason:
-            logger.info(f"no MFU is logged for {type(self.model).__name__}: {reason}")
+            logger.info(f"no MFU is logged for {type(model).__name__}: {reason}")
             return None
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Keep what the host knows of the row with the tensors that the model is given."""
-        prepared, row = super()._prepare_inputs(inputs), host_row(inputs)
-        return prepared if row is None else PackedBatch(prepared, row)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Tell padding by its place: by its id, transformers leaves out EOS where it is the pad."""
-        row = host_row(inputs)
-        if row is not None and self.args.include_num_input_tokens_seen == "non_padding":
-            inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
-        super()._track_num_input_tokens(inputs)
-
-    # --- logging ------------------------------------------------------------------------------
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        step, control = self.state.global_step, self.control
-        logs = control.should_log and step > self._globalstep_last_logged  # as the parent asks
-        if self._throughput is not None and (logs or control.should_evaluate):
-            machine = self._share_counts()
-            if logs:
-                self._own_logs = self._throughput.interval_metrics(step, machine)
-                self._write_token_means()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
-        """Log the totals too, and let transformers' samples be documents, not bins."""
-        if self._throughput is not None:
-            machine, step = self._share_counts(), self.state.global_step
-            self._own_logs = self._throughput.run_metrics(step, machine)
-            self._write_token_means()
-            # Since transformers 5.19 it takes the share of the schedule that this call has run.
-            start = getattr(self, "_initial_global_step", None)
-            share = 1.0 if start is None else (step - start) / max(self.state.max_steps, 1)
-            if share:
-                num_train_samples = self._throughput.run.documents / share
-            self._throughput = self._trained_sums = None
-        return super()._finalize_training(trial, num_train_samples, start_time)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Not by TRL's `_metrics`: the totals would be lost where the last step was evaluated, for
-        # TRL adds those of training only to a model in training mode.
-        logs.update(self._own_logs or {})
-        self._own_logs = None
-        super().log(logs, start_time)
-
-    def _write_token_means(self) -> None:
-        """Let TRL log the means over the trained tokens of all ranks since the last log."""
-        write_means(self._metrics["train"], self._token_sums_of_log)
-        if counts_for_nothing(self._token_sums_of_log):
-            logger.warning(
-                f"all tokens that were trained up to step {self.state.global_step} since the last "
-                "log have a weight of 0: they changed nothing; raise loss_weights and loss_weight"
-            )
-        self._token_sums_of_log = (0.0,) * NUM_SUMS
-
-    def _share_counts(self) -> Machine:
-        """Add the counts of all ranks, waiting for the device once."""
-        assert self._throughput is not None
-        own = [
-            *astuple(self._throughput.take_local()),
-            self._peak_flops() or 0.0,
-            peak_memory_bytes(self.args.device) or 0.0,
-        ]
-        ranks = self._of_all_ranks(own)
-        counts = Counts.summed([row[:-2] for row in ranks])
-        self._throughput.add_shared(counts.shared_by(self.get_tp_size()))
-        # TRL counts the padding of `pad_to_multiple_of` and of ranks without documents too.
-        tokens = self._tokens_of_earlier_runs + self._throughput.run.tokens
-        self._total_train_tokens = tokens
-        if self._metrics["train"].get("num_tokens"):
-            self._metrics["train"]["num_tokens"] = [tokens]
-        return machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
-
-    def _of_all_ranks(self, own: list[float]) -> list[list[float]]:
-        """Return `own` of every rank; adds up entropy and accuracy of all, by the same wait."""
-        if self.args.world_size == 1:
-            self._wait_for_device()
-            rows = [[*self._own_token_sums, *own]]
-        else:
-            sent = torch.tensor([[*self._own_token_sums, *own]], dtype=torch.float64)
-            sent = sent.to(self.args.device, non_blocking=True)
-            pending = None if self._trained_sums is None else self._trained_sums.take()
-            if pending is not None:
-                sent[0, :NUM_SUMS] += pending
-            rows = self.accelerator.gather(sent).tolist()
-            self._waited_after = self.state.global_step
-        self._own_token_sums = (0.0,) * NUM_SUMS
-        self._token_sums_of_log = added([self._token_sums_of_log, *(r[:NUM_SUMS] for r in rows)])
-        return [row[NUM_SUMS:] for row in rows]
-
-    def _wait_for_device(self) -> None:
-        """Let the device finish what is queued, at most once after an optimizer step."""
-        if self._waited_after == self.state.global_step:
-            return
-        self._waited_after = self.state.global_step
-        pending = None if self._trained_sums is None else self._trained_sums.take()
-        if pending is not None:
-            pending = pending.to("cpu", non_blocking=True)  # there when the device has finished
-        wait_for(self.args.device)
-        if pending is not None:
-            self._own_token_sums = added([self._own_token_sums, pending.tolist()])
-
-    def _peak_flops(self) -> float | None:
-        """Return the peak of this process' devices in FLOP/s, None if it is not known."""
-        device = self.args.device
-        if device.type != "cuda":
+    def peak_flops(self) -> float | None:
+        """Return the peak of this process' devices in FLOP/s, None if unknown."""
+        args = self.trainer.args
+        if args.device.type != "cuda":
             return None
-        peak = peak_flops(torch.cuda.get_device_name(device), self._matrix_dtype())
-        return None if peak is None else peak * max(self.args.n_gpu, 1)
+        peak = peak_flops(torch.cuda.get_device_name(args.device), self._matrix_dtype())
+        return None if peak is None else peak * max(args.n_gpu, 1)
 
     def _matrix_dtype(self) -> str:
         """Return the type in which matrix products are computed."""
-        if self.args.bf16 or self.args.fp16:
-            return "bfloat16" if self.args.bf16 else "float16"
-        dtype = str(self.model.dtype).removeprefix("torch.")
+        args = self.trainer.args
+        if args.bf16 or args.fp16:
+            return "bfloat16" if args.bf16 else "float16"
+        dtype = str(self.trainer.model.dtype).removeprefix("torch.")
         is_tf32 = dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return "tf32" if is_tf32 else dtype
 
-    # --- what is not training -----------------------------------------------------------------
+    # --- logging ------------------------------------------------------------------------------
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._not_timed():
-            return super().evaluate(*args, **kwargs)
+    def share(self, means: Means, *, log: bool) -> int:
+        """Add up the counts of all ranks, waiting for the device once.
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._not_timed():
-            return super().predict(*args, **kwargs)
+        Args:
+            means: of training.
+            log: whether the metrics since the last log go into the next one.
+
+        Returns:
+            The tokens that all runs of the trainer have trained. TRL would also count the padding
+            of `pad_to_multiple_of`, and of ranks without documents.
+        """
+        assert self.throughput is not None
+        device = self.trainer.args.device
+        ranks = self._gather(
+            [
+                *astuple(self.throughput.take_local()),
+                self.peak_flops() or 0.0,
+                peak_memory_bytes(device) or 0.0,
+            ]
+        )
+        counts = Counts.summed([row[:-2] for row in ranks])
+        self.throughput.add_shared(counts.shared_by(self.trainer.get_tp_size()))
+        self._machine = machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
+        tokens = self._tokens_before + self.throughput.run.tokens
+        if means.get("num_tokens"):
+            means["num_tokens"] = [tokens]
+        if log:
+            step = self.trainer.state.global_step
+            self._logs = self.throughput.interval_metrics(step, self._machine)
+            self._write_token_means(means)
+        return tokens
+
+    def log_run(self, means: Means, num_samples: float, first_step: int | None) -> float:
+        """Add the totals to the next log: the run is over.
+
+        Args:
+            means: of training.
+            num_samples: number of bins in the schedule of transformers.
+            first_step: optimizer step at which this call of `train` began. transformers 5.19 and
+                later multiply the samples by the share of the schedule since; None means earlier.
+
+        Returns:
+            The samples for transformers, counted as documents instead of bins.
+        """
+        assert self.throughput is not None
+        state, documents = self.trainer.state, self.throughput.run.documents
+        self._logs = self.throughput.run_metrics(state.global_step, self._machine)
+        self._write_token_means(means)
+        self.throughput = None
+        share = 1.0
+        if first_step is not None:
+            share = (state.global_step - first_step) / max(state.max_steps, 1)
+        return documents / share if share else num_samples
+
+    def take_logs(self) -> dict[str, float]:
+        """Return the metrics for the log that is written now."""
+        logs, self._logs = self._logs, {}
+        return logs
+
+    def _write_token_means(self, means: Means) -> None:
+        """Make TRL log the means over the trained tokens of all ranks since the last log."""
+        write_means(means, self._log_sums)
+        if counts_for_nothing(self._log_sums):
+            logger.warning(
+                f"all tokens that were trained up to step {self.trainer.state.global_step} since "
+                "the last log have a weight of 0: they changed nothing; raise loss_weights and "
+                "loss_weight"
+            )
+        self._log_sums = _NOTHING
+
+    def _gather(self, counted: list[float]) -> list[list[float]]:
+        """Return `counted` of every rank; entropy and accuracy are added up by the same wait."""
+        if self.trainer.args.world_size == 1:
+            self._wait_for_device()
+            rows = [[*self._rank_sums, *counted]]
+        else:
+            sent = torch.tensor([[*self._rank_sums, *counted]], dtype=torch.float64)
+            sent = sent.to(self.trainer.args.device, non_blocking=True)
+            pending = self.trained.take()
+            if pending is not None:
+                sent[0, :NUM_SUMS] += pending
+            rows = self.trainer.accelerator.gather(sent).tolist()
+            self._waited_after = self.trainer.state.global_step
+        self._rank_sums = _NOTHING
+        self._log_sums = added([self._log_sums, *(row[:NUM_SUMS] for row in rows)])
+        return [row[NUM_SUMS:] for row in rows]
+
+    # --- waiting ------------------------------------------------------------------------------
 
     @contextmanager
-    def _not_timed(self) -> Iterator[None]:
-        """Stop the clock, when the device has done what was queued."""
-        if self._throughput is None or not self._throughput.watch.is_running:
+    def pause(self) -> Iterator[None]:
+        """Stop the clock inside the block, once the device has finished what is queued."""
+        if self.throughput is None or not self.throughput.watch.is_running:
             yield
             return
         self._wait_for_device()
-        with self._throughput.watch.paused():
+        with self.throughput.watch.pause():
             yield
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has finished what is queued, at most once an optimizer step."""
+        if self._waited_after == self.trainer.state.global_step:
+            return
+        self._waited_after = self.trainer.state.global_step
+        pending = self.trained.take()
+        if pending is not None:
+            pending = pending.to("cpu", non_blocking=True)  # readable after the wait
+        wait_for(self.trainer.args.device)
+        if pending is not None:
+            self._rank_sums = added([self._rank_sums, pending.tolist()])
 
 
 def peak_memory_bytes(device: torch.device) -> float | None:
-    """Return the most memory that PyTorch held on `device`, of a CPU the process; None if unknown.
+    """Return the peak memory in bytes, None if unknown.
 
-    Of a device since the process began or `reset_peak_memory_stats` was called.
+    On a CPU it is that of the process. Otherwise it is the memory of PyTorch on `device` since the
+    process began, or since `reset_peak_memory_stats` was called.
     """
     if device.type != "cpu":
         most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
@@ -249,9 +271,9 @@ def peak_memory_bytes(device: torch.device) -> float | None:
 
 
 class ThroughputOnBar(TrainerCallback):
-    """Show the throughput beside the progress bar, in a terminal and in a notebook, once a log."""
+    """Shows the throughput of each log on the progress bar, in a terminal or a notebook."""
 
-    def __init__(self, trainer: MeasuredTrainer):
+    def __init__(self, trainer: SFTTrainer):
         self.trainer = trainer
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -1,144 +1,163 @@
-"""The trainer whose epochs train every document once, also where one is resumed otherwise.
+"""Train every document of an epoch once, also if a run is resumed within it with other settings.
 
     a checkpoint within an epoch, resumed with
     the same settings          the same micro-batches follow
-    other settings             the same, if the first optimizer steps hold the same documents,
+    other settings             the same, if the first optimizer steps hold the same documents;
                                otherwise a new plan of the documents that are left to train
     other documents or seed    refused, unless no document of the epoch is trained yet
 
-`Trainer` computes epoch and steps from the number of optimizer steps alone, as if the whole run had
-been planned with the settings of now. Here they come from the record in the checkpoint.
+`Trainer` computes epoch and steps from the number of optimizer steps, as if the current settings
+had planned the whole run. Here they come from the record in the checkpoint. A stream saves its
+position instead.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate.logging import get_logger
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import SFTTrainer
 
 from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.models.state import temporarily
 from trl_packing.packing.sampler import PackedBatchSampler, ResumedEpoch
+from trl_packing.streaming.loader import StreamBatches
 from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord
-from trl_packing.training.metrics import MeasuredTrainer
+from trl_packing.training.sampling import Sampling
 
 logger = get_logger(__name__)
 
 
 class Resumption(NamedTuple):
-    """Where a run goes on: in which epoch, and behind how many steps of its sampler, or its rest.
+    """The place at which a resumed run continues.
 
-    is_planned_anew: for documents that other steps would have held.
+    Attributes:
+        epoch: its number.
+        steps: optimizer steps to skip, of the epoch's sampler or of its rest.
+        is_new_plan: for documents that other steps would have held.
     """
 
     epoch: int
     steps: int
-    is_planned_anew: bool = False
+    is_new_plan: bool = False
 
 
-class ResumingTrainer(MeasuredTrainer):
-    """`MeasuredTrainer` that trains what an epoch has left, if settings changed within it."""
+class ResumedEpochs:
+    """Knows which documents of the current epoch are trained, and where a resumed run continues.
 
-    _record: EpochRecord | None = None  # of the checkpoint that `train` resumes from
-    _sampler: PackedBatchSampler | None = None  # of the training that runs
-    _sampled: ArrowDocuments  # by it
-    _marks: DocumentMarks | None = None
-    _resumed: Resumption | None = None
-    _epoch = 0
-    _epoch_began = 0  # the step of the run before the first of the epoch, or of its rest
+    Args:
+        trainer: its arguments and state are read.
+        sampling: plans the rest of an epoch.
 
-    def _training_sampler(
-        self, documents: ArrowDocuments, subset: np.ndarray | None = None
-    ) -> PackedBatchSampler:
-        raise NotImplementedError
+    Attributes:
+        stream: that the run trains; None for a data set with a length.
+    """
 
-    def _plan_settings(self) -> Mapping[str, Any]:
-        raise NotImplementedError
+    def __init__(self, trainer: SFTTrainer, sampling: Sampling):
+        self.trainer = trainer
+        self.sampling = sampling
+        self.stream: StreamBatches | None = None
+        self._record: EpochRecord | None = None  # of the checkpoint to resume from
+        self._sampler: PackedBatchSampler | None = None  # of the training that runs
+        self._documents: ArrowDocuments  # of that sampler
+        self._marks: DocumentMarks | None = None
+        self._resumed: Resumption | None = None
+        self._epoch = 0
+        self._first_step = 0  # the step of the run at which the epoch, or its rest, began
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(resume_from_checkpoint, (str, Path)):
-            path = Path(resume_from_checkpoint) / FILE
-            self._record = EpochRecord.load(path) if path.is_file() else None
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self._record = None
+    @contextmanager
+    def resuming(self, checkpoint: Any) -> Iterator[None]:
+        """Continue inside the block where the record in `checkpoint` says, if it has one."""
+        record = None
+        if isinstance(checkpoint, (str, Path)):
+            path = Path(checkpoint) / FILE
+            record = EpochRecord.load(path) if path.is_file() else None
+        with temporarily(self, _record=record):
+            yield
 
-    # --- where an epoch goes on ---------------------------------------------------------------
+    # --- the place in an epoch ----------------------------------------------------------------
 
-    def _follow_epochs(self, sampler: Any, documents: Any) -> None:
-        """Let `sampler`, which trains now, go on with the epoch that a checkpoint has recorded."""
-        self._sampler = self._marks = self._resumed = None
-        if not isinstance(sampler, PackedBatchSampler):
-            return
-        self._sampler, self._sampled = sampler, documents
+    def forget(self) -> None:
+        """Follow nothing: no sampler of ours trains now."""
+        self.stream = self._sampler = self._marks = self._resumed = None
+
+    def follow_stream(self, stream: StreamBatches) -> None:
+        """Follow a stream, which trains now."""
+        self.forget()
+        self.stream = stream
+
+    def follow(self, sampler: PackedBatchSampler, documents: ArrowDocuments) -> None:
+        """Follow `sampler`, which trains now, and give it the rest of a recorded epoch."""
+        self.forget()
+        self._sampler, self._documents = sampler, documents
         record = self._record
         if record is None:
             return
-        if self.args.ignore_data_skip:
+        if self.trainer.args.ignore_data_skip:
             if record.epoch != record.global_step // self._num_steps(len(sampler)):
                 self._resumed = Resumption(record.epoch, 0)
         else:
             self._resumed = self._place_in_epoch(record, sampler)
 
     def _place_in_epoch(self, record: EpochRecord, sampler: PackedBatchSampler) -> Resumption:
-        """Return where the run goes on; `sampler` is given the rest of that epoch, if need be."""
+        """Return where the run continues; `sampler` gets the rest of that epoch if it needs one."""
         sampler.set_epoch(record.epoch)
         if not record.trained.any():
             return Resumption(record.epoch, 0)
-        record.check(self._plan_settings(), self._marks_of_documents())
+        record.check(self.sampling.settings(), self._marks_of_documents())
         began_whole = not record.before.any()
-        rest = None if began_whole else self._rest(record.epoch, record.before)
+        rest = None if began_whole else self._rest_after(record.epoch, record.before)
         running = sampler if rest is None else rest.sampler
         trained = record.trained[~record.before]
         if (began_whole or rest) and _holds(running, record.steps, trained):
             sampler.resumed_epoch = rest
             return Resumption(record.epoch, record.steps)
-        sampler.resumed_epoch = self._rest(record.epoch, record.trained)
+        sampler.resumed_epoch = self._rest_after(record.epoch, record.trained)
         epoch = record.epoch + (sampler.resumed_epoch is None)
-        return Resumption(epoch, 0, is_planned_anew=True)
+        return Resumption(epoch, 0, is_new_plan=True)
 
-    def _rest(self, epoch: int, trained: np.ndarray) -> ResumedEpoch | None:
-        """Return what `epoch` has left where it has `trained` those, None if that is nothing."""
+    def _rest_after(self, epoch: int, trained: np.ndarray) -> ResumedEpoch | None:
+        """Return the rest of `epoch` after the `trained` documents, None if nothing is left."""
         left = np.flatnonzero(~trained)
         if not len(left) or not self._fills_a_micro_batch(len(left)):
             return None
-        sampler = self._training_sampler(self._sampled, left)
+        sampler = self.sampling.for_training(self._documents, left)
         sampler.set_epoch(epoch)
         share = trained.sum() / len(left)
         behind = round(self._num_steps(len(sampler)) * share) * sampler.accumulation
         return ResumedEpoch(epoch, left, sampler, behind)
 
     def _fills_a_micro_batch(self, num_documents: int) -> bool:
-        """Whether something is left of so many documents, as `dataloader_drop_last` asks."""
+        """Return whether `dataloader_drop_last` leaves anything of so many documents."""
         assert self._sampler is not None
         return num_documents >= self._sampler.documents_multiple_of
 
     def _num_steps(self, num_micro_batches: int) -> int:
-        """Return the optimizer steps of so many micro-batches of a rank."""
-        return -(-num_micro_batches // self.args.gradient_accumulation_steps)
+        """Return the optimizer steps of `num_micro_batches` of one rank."""
+        return -(-num_micro_batches // self.sampling.accumulation)
 
-    def _rest_of(self, epoch: int) -> ResumedEpoch | None:
+    def rest_of(self, epoch: int) -> ResumedEpoch | None:
+        """Return the rest of `epoch` that is trained; None if the whole epoch is."""
         rest = None if self._sampler is None else self._sampler.resumed_epoch
         return rest if rest is not None and rest.epoch == epoch else None
 
-    # --- what `Trainer` counts by itself ------------------------------------------------------
+    # --- numbers that `Trainer` computes ------------------------------------------------------
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Count the epochs and steps that are left from where the resumed epoch goes on."""
-        found = super().set_initial_training_values(args, dataloader)
+    def schedule(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return `Trainer.set_initial_training_values` for a run that continues in an epoch."""
         if self._resumed is None:
             return found
         num_epochs, per_epoch, *others, max_steps = found
         num_epochs, max_steps = self._schedule(num_epochs, per_epoch, max_steps)
         assert self._record is not None
-        changed = self._record.changed(self._plan_settings())
-        if changed or self._resumed.is_planned_anew:
+        changed = self._record.changed(self.sampling.settings())
+        if changed or self._resumed.is_new_plan:
             logger.warning(
                 f"resumed with {changed or 'another order of documents'}: "
-                f"{self._what_follows(max_steps)}; training ends after step {max_steps:,}"
+                f"{self._continuation(max_steps)}; training ends after step {max_steps:,}"
             )
         return (num_epochs, per_epoch, *others, max_steps)
 
@@ -146,132 +165,138 @@ class ResumingTrainer(MeasuredTrainer):
         """Return the number of epochs and of optimizer steps of the whole run."""
         assert self._record is not None
         assert self._resumed is not None
+        args = self.trainer.args
         epoch, behind, _ = self._resumed
-        step, rest = self._record.global_step, self._rest_of(epoch)
+        step, rest = self._record.global_step, self.rest_of(epoch)
         if rest is None and step == epoch * per_epoch + behind:
             return num_epochs, max_steps  # as `Trainer` counts
         in_epoch = per_epoch
         if rest is not None:
             in_epoch = self._num_steps(len(rest))
             behind += self._num_steps(rest.num_skipped)
-        if self.args.max_steps > 0:
+        if args.max_steps > 0:
             later = max(max_steps - step - (in_epoch - behind), 0)
             num_epochs = epoch + 1 + -(-later // per_epoch)
         else:
-            asked = self.args.num_train_epochs - epoch
-            left = max(_ceil(min(asked, 1) * in_epoch) - behind, 0)
-            max_steps = step + left + max(_ceil((asked - 1) * per_epoch), 0)
+            requested = args.num_train_epochs - epoch
+            left = max(_ceil(min(requested, 1) * in_epoch) - behind, 0)
+            max_steps = step + left + max(_ceil((requested - 1) * per_epoch), 0)
         return (num_epochs if max_steps > step else epoch), max_steps
 
-    def _what_follows(self, max_steps: int) -> str:
+    def _continuation(self, max_steps: int) -> str:
+        """Return in words what is trained from here on."""
         assert self._record is not None
         assert self._resumed is not None
         if max_steps <= self._record.global_step:
             return "nothing is left to train"
-        rest = self._rest_of(self._resumed.epoch)
+        rest = self.rest_of(self._resumed.epoch)
         if rest is not None:
-            left, number = len(rest.documents), len(self._sampled)
-            return f"the epoch goes on with the {left:,} of {number:,} documents that it had left"
-        if self.args.ignore_data_skip:
-            return "the epoch begins anew, as ignore_data_skip=True asks"
+            left, number = len(rest.documents), len(self._documents)
+            return f"the epoch continues with the {left:,} of {number:,} documents that it had left"
+        if self.trainer.args.ignore_data_skip:
+            return "the epoch restarts, because ignore_data_skip=True"
         if self._resumed.steps == 0:
             return "a whole epoch begins"
-        return "the optimizer steps hold the same documents as then, and go on"
+        return "the optimizer steps hold the same documents as then, and continue"
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
-        """Go on where the record in the checkpoint says."""
-        epoch, skipped = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+    def resume(self, epoch: int, skipped: int, checkpoint: str | None) -> tuple[int, int]:
+        """Return the epoch in which the run continues, and the micro-batches to skip in it.
+
+        Args:
+            epoch: as `Trainer` computes it.
+            skipped: micro-batches, likewise.
+            checkpoint: the folder to resume from; None for a new run.
+
+        Raises:
+            ValueError: it was saved within a packed epoch, and now nothing is packed by lengths.
+        """
         if self._resumed is not None:
             epoch, behind, _ = self._resumed
-            rest = self._rest_of(epoch)
-            skipped = behind * self.args.gradient_accumulation_steps
+            rest = self.rest_of(epoch)
+            skipped = behind * self.sampling.accumulation
             return epoch, skipped + (0 if rest is None else rest.num_skipped)
         if skipped and self._record is not None and self._record.trained.any():
             raise ValueError(
                 "the checkpoint was saved within an epoch that was packed by its lengths; on a "
                 "stream, or on TRL's path, documents come in another order, so those left to train "
-                "cannot be told. Resume as then, or set ignore_data_skip=True to begin the epoch "
-                "anew"
+                "are unknown. Resume with the former data and settings, or set "
+                "ignore_data_skip=True to restart the epoch"
             )
         if skipped and self._sampler is not None:
             logger.warning(
-                f"{resume_from_checkpoint} has no {FILE}: an earlier version or another trainer "
-                f"wrote it. The first {skipped:,} micro-batches of epoch {epoch} are skipped as if "
-                "data and settings were those of now, which cannot be verified; documents are lost "
-                "and repeated if they were not"
+                f"{checkpoint} has no {FILE}: an earlier version or another trainer wrote it. The "
+                f"first {skipped:,} micro-batches of epoch {epoch} are skipped as if data and "
+                "settings had not changed, which cannot be verified; if they have changed, "
+                "documents are lost and repeated"
             )
-        return epoch, skipped
+        if self.stream is None or checkpoint is None or not skipped:
+            return epoch, skipped
+        # A stream has no length from which `Trainer` could compute the epoch.
+        epoch, steps = self.stream.load(self._stream_file(checkpoint))
+        return epoch, steps * self.sampling.accumulation
 
-    def _run_epoch(
-        self,
-        model: Any,
-        epoch: int,
-        train_dataloader: Any,
-        steps_in_epoch: int,
-        num_update_steps_per_epoch: int,
-        **kwargs: Any,
-    ) -> None:
-        """Run an epoch, or its rest, which has other numbers of micro-batches and steps."""
-        rest = self._rest_of(epoch)
-        if rest is not None:
-            steps_in_epoch = len(rest)
-            num_update_steps_per_epoch = self._num_steps(steps_in_epoch)
-        self._epoch, self._epoch_began = epoch, self.state.global_step
+    def begin_epoch(
+        self, epoch: int, numbers: dict[str, int], *, epochs_trained: int, skipped: int
+    ) -> dict[str, int]:
+        """Return the micro-batches and steps of an epoch, or of its rest, which has others.
+
+        Args:
+            epoch: its number.
+            numbers: `steps_in_epoch` and `num_update_steps_per_epoch` of a whole one.
+            epochs_trained: the epoch in which the run began.
+            skipped: micro-batches that the run skips in it.
+        """
+        self._epoch, self._first_step = epoch, self.trainer.state.global_step
         if self._resumed is not None and self._resumed.epoch == epoch:
-            self._epoch_began -= self._resumed.steps
-        elif kwargs["epochs_trained"] == epoch and not self.args.ignore_data_skip:
-            self._epoch_began -= self._num_steps(kwargs["steps_trained_in_current_epoch"])
-        super()._run_epoch(
-            model=model,
-            epoch=epoch,
-            train_dataloader=train_dataloader,
-            steps_in_epoch=steps_in_epoch,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
-            **kwargs,
-        )
+            self._first_step -= self._resumed.steps
+        elif epochs_trained == epoch and not self.trainer.args.ignore_data_skip:
+            self._first_step -= self._num_steps(skipped)
+        rest = self.rest_of(epoch)
+        if rest is None:
+            return numbers
+        steps = self._num_steps(len(rest))
+        return {"steps_in_epoch": len(rest), "num_update_steps_per_epoch": steps}
 
     # --- saving -------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save which documents of the epoch are trained, before the checkpoint may be uploaded."""
-        if self._sampler is not None and self.args.should_save:
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            folder = Path(self._get_output_dir(trial=trial)) / name
-            folder.mkdir(parents=True, exist_ok=True)
-            self._record_of_now(self._sampler).save(folder / FILE)
-        super()._save_checkpoint(model, trial)
+    def save(self, checkpoint: Path) -> None:
+        """Save which documents of the epoch are trained, before the checkpoint is uploaded."""
+        if self._sampler is not None and self.trainer.args.should_save:
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            self.record().save(checkpoint / FILE)
 
-    def _record_of_now(self, sampler: PackedBatchSampler) -> EpochRecord:
-        rest, epoch = self._rest_of(self._epoch), self._epoch
-        steps = self.state.global_step - self._epoch_began
-        before = np.zeros(len(self._sampled), bool)
+    def save_stream(self, checkpoint: str) -> None:
+        """Save the position of this rank in a stream."""
+        if self.stream is not None:
+            self.stream.save(self._stream_file(checkpoint))
+
+    def _stream_file(self, checkpoint: str) -> str:
+        return str(Path(checkpoint) / f"stream_{self.trainer.args.process_index}.json")
+
+    def record(self) -> EpochRecord:
+        """Return the record of the epoch as it is trained so far."""
+        assert self._sampler is not None
+        rest, epoch = self.rest_of(self._epoch), self._epoch
+        steps = self.trainer.state.global_step - self._first_step
+        before = np.zeros(len(self._documents), bool)
         trained = before.copy()
-        running = sampler if rest is None else rest.sampler
-        running.set_epoch(epoch)  # a callback may have asked for a dataloader of its own
+        running = self._sampler if rest is None else rest.sampler
+        running.set_epoch(epoch)  # a callback may have made a data loader too
         if steps >= self._num_steps(len(running)):
             epoch, steps = epoch + 1, 0
         elif rest is None:
-            trained[sampler.documents_in_first_steps(steps)] = True
+            trained[self._sampler.documents_in_first_steps(steps)] = True
         else:
             before[:] = True
             before[rest.documents] = False
             trained[before] = True
             trained[rest.documents[rest.sampler.documents_in_first_steps(steps)]] = True
         return EpochRecord(
-            global_step=self.state.global_step,
+            global_step=self.trainer.state.global_step,
             epoch=epoch,
             steps=steps,
-            steps_per_epoch=self._num_steps(len(sampler)),
-            settings=self._plan_settings(),
+            steps_per_epoch=self._num_steps(len(self._sampler)),
+            settings=self.sampling.settings(),
             marks=self._marks_of_documents(),
             before=before,
             trained=trained,
@@ -279,17 +304,17 @@ class ResumingTrainer(MeasuredTrainer):
 
     def _marks_of_documents(self) -> DocumentMarks:
         if self._marks is None:
-            self._marks = DocumentMarks.of(self._sampled)
+            self._marks = DocumentMarks.of(self._documents)
         return self._marks
 
 
 def _holds(sampler: PackedBatchSampler, steps: int, trained: np.ndarray) -> bool:
-    """Whether the first `steps` optimizer steps of `sampler` hold the `trained` documents alone."""
+    """Return whether the first `steps` steps of `sampler` hold exactly the `trained` documents."""
     found = np.zeros(len(trained), bool)
     found[sampler.documents_in_first_steps(steps)] = True
     return np.array_equal(found, trained)
 
 
 def _ceil(number: float) -> int:
-    """Round up, but not what is whole but for the rounding of floats."""
+    """Round up, except for a whole number with the rounding error of a float."""
     return math.ceil(number - 1e-9)

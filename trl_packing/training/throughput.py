@@ -1,6 +1,6 @@
-"""How fast a run trains: counts of what was trained, over the seconds that training took.
+"""The speed of a run: counts of trained documents and tokens, over the seconds of training.
 
-    micro-batch        `Counts` of one rank, on the host
+    micro-batch        `Counts` of one rank, on the CPU
         │  add
     interval           since the last log, all ranks        tokens_per_second, utilization, mfu, ...
         │  add
@@ -19,12 +19,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Counts:
-    """What was trained.
+    """Counts of trained documents.
 
-    tokens: without padding; trained_tokens: targets of the loss.
-    room: tokens that would have fitted (bins × capacity), or, where nothing is packed into bins,
-        tokens computed, padding included.
-    flops: what the documents need on this model (model_flops); 0 if that is not known.
+    Attributes:
+        documents: number of documents.
+        tokens: without padding.
+        trained_tokens: targets of the loss.
+        room: tokens that fit (bins × capacity). Where nothing is packed into bins: tokens that
+            were computed, padding included.
+        flops: operations that the documents need on this model (`models.flops`); 0 if unknown.
     """
 
     documents: int = 0
@@ -37,7 +40,7 @@ class Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def shared_by(self, ranks: int) -> "Counts":
-        """Return the counts of `ranks` ranks that all counted the same, as of one of them."""
+        """Return the counts of one rank, given the sum of `ranks` ranks that counted the same."""
         return Counts(
             self.documents // ranks,
             self.tokens // ranks,
@@ -48,7 +51,7 @@ class Counts:
 
     @staticmethod
     def summed(rows: Sequence[Sequence[float]]) -> "Counts":
-        """Return the sum of counts that came as rows of numbers."""
+        """Return the sum of counts, each given as a row of numbers."""
         documents, tokens, trained, room, flops = (
             sum(numbers) for numbers in zip(*rows, strict=True)
         )
@@ -59,8 +62,9 @@ class Counts:
 class Machine:
     """The devices of a run.
 
-    peak_flops: FLOP/s of all of them; None if that of any is not known.
-    peak_memory_bytes: of the rank that took most; None if unknown.
+    Attributes:
+        peak_flops: FLOP/s of all devices; None if that of any is unknown.
+        peak_memory_bytes: of the rank that used most; None if unknown.
     """
 
     peak_flops: float | None = None
@@ -68,12 +72,12 @@ class Machine:
 
 
 class Stopwatch:
-    """Seconds of training, without those that are not.
+    """Seconds of training, without the pauses.
 
     >>> times = iter([0.0, 2.0, 10.0, 13.0])
     >>> watch = Stopwatch(lambda: next(times))
     >>> watch.start()
-    >>> with watch.paused():  # from 2 to 10
+    >>> with watch.pause():  # from 2 to 10
     ...     pass
     >>> watch.seconds()
     5.0
@@ -85,7 +89,7 @@ class Stopwatch:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Go, if it does not yet."""
+        """Start the clock; no-op if it is running."""
         if self._since is None:
             self._since = self._clock()
 
@@ -97,8 +101,8 @@ class Stopwatch:
         return self._before + (0.0 if self._since is None else self._clock() - self._since)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop meanwhile; nothing happens if it stands already."""
+    def pause(self) -> Iterator[None]:
+        """Stop the clock inside the block; no-op if it is not running."""
         if self._since is None:
             yield
             return
@@ -125,12 +129,12 @@ class Throughput:
         self._local += counts
 
     def take_local(self) -> Counts:
-        """Return what this rank has added since it was last asked."""
+        """Return the counts that this rank has added since the last call."""
         local, self._local = self._local, Counts()
         return local
 
     def add_shared(self, counts: Counts) -> None:
-        """Add what all ranks together have taken."""
+        """Add counts of all ranks together."""
         self._interval += counts
         self.run += counts
 
@@ -144,7 +148,7 @@ class Throughput:
         return found
 
     def run_metrics(self, step: int, machine: Machine) -> dict[str, float]:
-        """Return the metrics of the whole run, with totals, under names that begin with train_."""
+        """Return the metrics and totals of the whole run; their names begin with train_."""
         seconds = self.watch.seconds()
         totals = {
             "documents": self.run.documents,
@@ -157,9 +161,9 @@ class Throughput:
 
 
 def metrics(counts: Counts, seconds: float, steps: int, machine: Machine) -> dict[str, float]:
-    """Return what is logged of `counts` in `seconds` and `steps`; only what is known."""
+    """Return the metrics of `counts` in `seconds` and `steps`; unknown ones are left out."""
     found: dict[str, float] = {}
-    if not counts.room:  # a collator of a user's class that says nothing of its rows
+    if not counts.room:  # the batches of a user's collator have no CPU copy
         return found
     if seconds > 0:
         found["tokens_per_second"] = counts.tokens / seconds
@@ -177,7 +181,7 @@ def metrics(counts: Counts, seconds: float, steps: int, machine: Machine) -> dic
 
 
 def machine_of(peaks: Sequence[float], memories: Sequence[float]) -> Machine:
-    """Return the machine of ranks with these peaks and memories, 0 where one is not known."""
+    """Return the machine of ranks with these peaks and memories; 0 means unknown."""
     return Machine(
         peak_flops=sum(peaks) if all(peaks) else None,
         peak_memory_bytes=max(memories) or None,
@@ -185,7 +189,7 @@ def machine_of(peaks: Sequence[float], memories: Sequence[float]) -> Machine:
 
 
 def in_short(logs: dict[str, float]) -> str:
-    """Return what a progress bar shows of `logs`, empty if they are not of training.
+    """Return the text for a progress bar; empty if `logs` are not of training.
 
     >>> in_short({"tokens_per_second": 12345.6, "utilization": 0.9987, "mfu": 0.41})
     '12.3k tokens/s, 99.9% full, 41% MFU'

@@ -12,8 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 TESTS = Path(__file__).parents[2]
 
@@ -104,6 +106,7 @@ def _run(scenario: Scenario) -> dict:
     from helpers.distributed import engines
     from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
     from trl_packing import PackedSFTConfig, PackedSFTTrainer
+    from trl_packing.training.metrics import ThroughputMeter
 
     torch.set_num_threads(1)
     if scenario.engine == "fsdp2":
@@ -115,8 +118,10 @@ def _run(scenario: Scenario) -> dict:
     now = [0.0]
 
     class Recorder(PackedSFTTrainer):
-        if scenario.counted_clock:
-            _clock = staticmethod(lambda: now[0])
+        def train(self, *args, **kwargs):
+            clock = patch.object(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
+            with clock if scenario.counted_clock else nullcontext():
+                return super().train(*args, **kwargs)
 
         def evaluation_loop(self, *args, **kwargs):
             now[0] += 100

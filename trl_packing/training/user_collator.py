@@ -1,13 +1,11 @@
-"""What a user has set on a trainer since it was built, and what it means.
+"""Collators that a user sets on a built trainer: whether they call ours, and what they are given.
 
-    trainer.data_collator =     a PackedCollator           rows as it makes them
-                                what calls ours            our rows, and what it makes of them
-                                any other                  TRL's path, unchanged, on padded rows
-    trainer.train_dataset =     rows of any form           documents, and another report
-                                not of `datasets`          TRL's path
+    data_collator = a PackedCollator          its rows
+                    around ours               rows of ours, changed by the user's collator
+                    any other                 TRL's path, unchanged, on padded rows
 
-A collator of a user's own is given lists of Python numbers, as in TRL: `ids + [2]` means something
-else on an array.
+A user's collator gets lists of Python numbers, as in TRL: `ids + [2]` means something else on an
+array.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-# Objects of these packages are not looked into: they hold models, tokenizers and data.
-_NOT_A_USERS = {"accelerate", "builtins", "datasets", "numpy", "tokenizers", "torch"}
-_NOT_A_USERS |= {"transformers", "trl", "trl_packing"}
+# Objects of these packages are not searched: they hold models, tokenizers and data.
+_LIBRARIES = {"accelerate", "builtins", "datasets", "numpy", "tokenizers", "torch"}
+_LIBRARIES |= {"transformers", "trl", "trl_packing"}
 
 
 def calls(collator: Any, ours: Any, depth: int = 4) -> bool:
-    """Return whether `collator` holds `ours`, to call it: as an attribute, an argument, a variable.
+    """Return whether `collator` holds `ours` as an attribute, an argument or a variable.
 
     Args:
         collator: anything that makes batches.
-        ours: the collator that it may have been made from.
-        depth: how many objects lie between the two at most.
+        ours: the collator that it may call.
+        depth: most objects between the two.
     """
     if collator is ours:
         return True
@@ -37,7 +35,7 @@ def calls(collator: Any, ours: Any, depth: int = 4) -> bool:
 
 
 def _held_by(thing: Any) -> Iterator[Any]:
-    """Yield what `thing` may call: variables of functions, attributes, arguments, elements."""
+    """Yield the objects that `thing` may call: variables, attributes, arguments, elements."""
     if isinstance(thing, MethodType):
         yield from (thing.__func__, thing.__self__)
     elif isinstance(thing, FunctionType):
@@ -54,17 +52,15 @@ def _held_by(thing: Any) -> Iterator[Any]:
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, (list, tuple, dict)) and len(thing) < 100:  # more of them are data
         yield from thing.values() if isinstance(thing, dict) else thing
-    elif type(thing).__module__.partition(".")[0] not in _NOT_A_USERS:
-        # A trainer has ours under names of its own, whatever its methods call.
-        own = ("data_collator", "_packed_collator")
-        yield from (
-            held for name, held in getattr(thing, "__dict__", {}).items() if name not in own
-        )
+    elif type(thing).__module__.partition(".")[0] not in _LIBRARIES:
+        # A trainer holds our collator as `data_collator`, whether its methods call it or not.
+        held = getattr(thing, "__dict__", {})
+        yield from (value for name, value in held.items() if name != "data_collator")
 
 
 @dataclass
-class GivenLists:
-    """A user's collator, given lists of Python numbers instead of arrays."""
+class PythonLists:
+    """Calls a user's collator with lists of Python numbers instead of arrays."""
 
     collator: Callable[[list[dict[str, Any]]], Any]
 

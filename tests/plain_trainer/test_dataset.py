@@ -1,0 +1,177 @@
+"""`PackedDataset` holds every document once, in rows that any data loader joins."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from helpers.plain_runs import (
+    DOCUMENTS,
+    LENGTHS,
+    PACK_LEN,
+    packed,
+    trainer_of,
+)
+from helpers.tiny import tiny_model, tiny_tokenizer
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import (
+    DefaultDataCollator,
+    Trainer,
+)
+
+from trl_packing import (
+    PackedDataset,
+    RepackEveryEpoch,
+    enable_packing,
+)
+
+
+def test_rows_hold_every_document_once_and_number_it():
+    dataset = packed()
+    seen = []
+    for row in dataset[:]:
+        numbers = row["attention_mask"].tolist()
+        assert len(numbers) == len(row["input_ids"]) <= PACK_LEN
+        assert numbers == sorted(numbers)
+        for number in range(1, max(numbers) + 1):
+            here = row["attention_mask"] == number
+            assert row["labels"][here][0] == -100
+            seen.append(row["input_ids"][here].tolist())
+    assert sorted(seen) == sorted(document["input_ids"] for document in DOCUMENTS)
+
+
+def test_a_data_loader_joins_the_rows_of_a_micro_batch():
+    model, dataset = tiny_model("llama"), packed()
+    enable_packing(model)
+    loader = DataLoader(dataset, batch_size=3, collate_fn=DefaultDataCollator(), num_workers=1)
+    batches = list(loader)
+    assert all(len(batch["input_ids"]) == 1 for batch in batches)
+    first = batches[0]["attention_mask"][0]
+    assert first.max() == sum(len(dataset.plan[row]) for row in range(3))
+    assert sum(int((b["labels"] != -100).sum()) for b in batches) == sum(
+        max(length - 2, 0) for length in LENGTHS
+    )
+
+
+def test_padding_of_the_documents_is_left_out():
+    padded = [
+        {
+            "input_ids": torch.tensor([0] * 5 + d["input_ids"]),
+            "labels": torch.tensor([-100] * 5 + d["labels"]),
+            "attention_mask": torch.tensor([0] * 5 + [1] * len(d["input_ids"])),
+        }
+        for d in DOCUMENTS
+    ]
+    expected = [row["input_ids"].tolist() for row in packed()[:]]
+    for dataset in (
+        padded,
+        Dataset.from_list([{k: v.tolist() for k, v in d.items()} for d in padded]),
+    ):
+        rows = PackedDataset(dataset, tiny_tokenizer(), PACK_LEN)[:]
+        assert [row["input_ids"].tolist() for row in rows] == expected
+
+
+def test_a_transform_makes_the_rows():
+    dataset = Dataset.from_list([{"text": "ab"}, {"text": "c"}])
+    dataset = dataset.with_transform(lambda b: {"input_ids": [list(t.encode()) for t in b["text"]]})
+    rows = PackedDataset(dataset, None, 8, shuffle_seed=None)[:]
+    assert [row["input_ids"].tolist() for row in rows] == [[97, 98, 99]]
+    assert rows[0]["labels"].tolist() == [-100, 98, -100]
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_without_a_seed_nothing_is_shuffled(seed):
+    dataset = packed(shuffle_seed=seed, strategy="next_fit")
+    assert np.concatenate(list(dataset.plan)).tolist() == list(range(len(DOCUMENTS)))
+    other = packed(shuffle_seed=7)
+    assert [r.tolist() for r in other.plan] != [r.tolist() for r in packed(shuffle_seed=8).plan]
+
+
+def test_stat_prints_both_counts_and_how_full_rows_are(capsys):
+    dataset = packed()
+    dataset.stat()
+    printed = capsys.readouterr().out
+    assert f"16 documents -> {len(dataset)} rows of 80" in printed
+    assert f"{sum(LENGTHS) / 16:.1f} -> {sum(LENGTHS) / len(dataset):.1f} tokens" in printed
+
+
+def test_what_cannot_be_packed_is_refused():
+    with pytest.raises(ValueError, match="document 1 has 60 tokens but pack_len is 50"):
+        PackedDataset(Dataset.from_list(DOCUMENTS), None, 50)
+    for column, value in (("loss_weights", [1.0] * 3), ("seq_lengths", [2, 1])):
+        rows = Dataset.from_list([{**DOCUMENTS[0], column: value}])
+        with pytest.raises(ValueError, match=f"the data set has {column}.*PackedSFTTrainer"):
+            PackedDataset(rows, None, 50)
+
+
+def rows_of_ranks(dataset, ranks, batch_size):
+    """The row indices that accelerate gives to each rank in an epoch."""
+    batches = BatchSampler(range(len(dataset)), batch_size, drop_last=False)
+    return [i for r in range(ranks) for b in BatchSamplerShard(batches, ranks, r) for i in b]
+
+
+def test_with_a_multiple_of_rows_no_rank_trains_a_row_twice():
+    dataset = packed()
+    assert len(rows_of_ranks(dataset, 4, 2)) > len(dataset)  # what the multiple is for
+    even = packed(rows_multiple_of=8)
+    assert sorted(rows_of_ranks(even, 4, 2)) == list(range(len(even)))
+    tokens = sorted(int(t) for row in even[:] for t in row["input_ids"])
+    assert tokens == sorted(t for document in DOCUMENTS for t in document["input_ids"])
+
+
+def test_rows_of_no_document_are_a_masked_token():
+    dataset = packed(DOCUMENTS[:1], rows_multiple_of=4)
+    assert len(dataset) == 4
+    assert [(len(row["input_ids"]), row["labels"].tolist()) for row in dataset[1:]] == [
+        (1, [-100])
+    ] * 3
+
+
+def batches_of(folder, dataset, repacks, resume=None, **options):
+    """Return the tokens of every micro-batch that a Trainer runs."""
+    model = tiny_model("llama")
+    enable_packing(model)
+    seen = []
+
+    class Recording(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            seen.append(inputs["input_ids"][0].tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    callbacks = [RepackEveryEpoch(dataset)] if repacks else []
+    trainer = trainer_of(
+        model,
+        dataset,
+        folder,
+        callbacks=callbacks,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        max_steps=-1,
+        train_sampling_strategy="random",
+        **options,
+    )
+    trainer.__class__ = Recording
+    trainer.train(resume_from_checkpoint=resume)
+    return seen
+
+
+def test_rows_are_drawn_anew_every_epoch_if_asked_for(tmp_path):
+    dataset = packed()
+    same = batches_of(tmp_path, packed(), False, num_train_epochs=2)
+    half = len(dataset)
+    assert sorted(same[:half]) == sorted(same[half:])
+    anew = batches_of(tmp_path, dataset, True, num_train_epochs=2)
+    assert len(anew) == 2 * half
+    assert sorted(anew[:half]) != sorted(anew[half:])
+    everything = sorted(t for document in DOCUMENTS for t in document["input_ids"])
+    for epoch in (anew[:half], anew[half:]):
+        assert sorted(t for row in epoch for t in row) == everything
+
+
+def test_a_resumed_run_sees_the_batches_that_it_would_have_seen(tmp_path):
+    rows = len(packed())
+    steps = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": rows + 2}
+    whole = batches_of(tmp_path, packed(), True, **steps)
+    checkpoint = str(tmp_path / f"checkpoint-{rows + 2}")
+    resumed = batches_of(tmp_path / "again", packed(), True, resume=checkpoint, **steps)
+    assert resumed == whole[rows + 2 :]

@@ -1,0 +1,182 @@
+"""Packed calls check what no earlier call has, and a refused model stays refused."""
+
+import contextlib
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.plain_runs import (
+    packing_of,
+)
+from helpers.tiny import documents_of_lengths, tiny_model
+
+import trl_packing.isolation.fallback
+import trl_packing.plain_trainer.enable
+from trl_packing import (
+    PackedCollator,
+    enable_packing,
+)
+from trl_packing.tools import tiny_models as architectures
+from trl_packing.tools.tiny_step import tiny_documents
+
+
+@pytest.mark.parametrize("is_embedded", [False, True], ids=["ids", "embedded"])
+def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(is_embedded, monkeypatch):
+    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    model = tiny_model("mistral", sliding_window=40)
+    enable_packing(model)
+    assert packing_of(model).reach == 30
+    model.train()(**PackedCollator()(documents_of_lengths([35, 9])))
+    assert packing_of(model).reach == 30
+    batch = dict(PackedCollator()(documents_of_lengths([60, 9])))
+    if is_embedded:
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    model(**batch)
+    assert packing_of(model).reach == 60
+
+
+def leak_in_rows_beyond(model, least):
+    """Mix all positions of rows of more than `least` tokens, whichever way they are run."""
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean() if output.shape[1] > least else output
+
+    model.model.embed_tokens.register_forward_hook(leak)
+    return model
+
+
+def flattened(lengths=(9, 20, 12)):
+    return PackedCollator()(documents_of_lengths(lengths))
+
+
+def test_a_model_that_leaks_is_refused_by_every_packed_call_too():
+    model = leak_in_rows_beyond(tiny_model("llama"), 17)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="documents LEAK into each other"):
+            enable_packing(model, attention="documents")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="documents LEAK into each other"):
+                model.train()(**flattened())
+
+
+def test_another_loss_is_refused_before_anything_is_put_on_the_model():
+    """A model that is left half enabled would train on our loss instead of its own."""
+    model = tiny_model("llama")
+    model.loss_function = lambda logits, labels, **_: logits.float().mean() * 0 + 1.0
+    expected = model(**flattened()).loss.item()
+    before = dict(vars(model))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="another loss"):
+            enable_packing(model)
+        assert vars(model) == before
+        assert model(**flattened()).loss.item() == expected == 1.0
+    enable_packing(model, isolation_check="off")
+    assert model(**flattened()).loss.item() > 2, "the control: enabled, the loss is ours"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "breaks_off_at"),
+    [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)],
+)
+def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_at, monkeypatch):
+    """bloom needs padded rows. In another precision, the search starts with faster backends."""
+    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    monkeypatch.setattr("trl_packing.plain_trainer.forward.length_constants", lambda model: [40])
+    model, reference = architectures.tiny_model("bloom"), architectures.tiny_model("bloom")
+    assert enable_packing(model).backend == "padded"
+    check, calls = trl_packing.isolation.check.check_isolation, []
+
+    def breaks_off(*arguments, **options):
+        calls.append(options["attention"])
+        if len(calls) == breaks_off_at:
+            raise torch.OutOfMemoryError("out of memory, a test says")
+        return check(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trl_packing.isolation.fallback, "check_isolation", breaks_off)
+        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+        with pytest.raises(torch.OutOfMemoryError), autocast:
+            model.train()(**PackedCollator()(tiny_documents((60, 9))))
+    row = PackedCollator()(tiny_documents((20, 9)))
+    logits = model(**row).logits
+    for ids, got in zip(row["input_ids"].split([20, 9], 1), logits.split([20, 9], 1), strict=True):
+        expected = reference(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypatch):
+    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    model = tiny_model("mistral", sliding_window=40)
+    enable_packing(model)
+    check, longest = trl_packing.isolation.check.check_isolation, []
+
+    def record(model, documents, **options):
+        longest.append(max(map(len, documents), default=0))
+        return check(model, documents, **options)
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    model.train()(**flattened([60, 9]))
+    model.eval()(**flattened([60, 9]))
+    assert longest == [60, 60]
+
+
+def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monkeypatch):
+    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    model = tiny_model("mistral", sliding_window=40)
+    enable_packing(model)
+    model.eval()(**flattened())
+    check, longest = trl_packing.isolation.check.check_isolation, []
+
+    def record(model, documents, **options):
+        longest.append(max(map(len, documents), default=0))
+        return check(model, documents, **options)
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    model.train()(**flattened([60, 9]))
+    model.eval()(**flattened([60, 9]))
+    model.train()(**flattened([60, 9]))
+    assert longest == [60, 60]
+
+
+def test_a_fallback_that_one_mode_needs_is_kept_in_the_other(monkeypatch):
+    check, checked = trl_packing.isolation.check.check_isolation, []
+
+    def leaks_in_training(*arguments, attention, training, **options):
+        is_first = attention.startswith("document-wise SDPA")
+        checked.append((is_first, training))
+        report = check(*arguments, attention=attention, training=training, **options)
+        leaks = training and is_first
+        return replace(report, verdict="leaks") if leaks else report
+
+    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", leaks_in_training)
+    model = tiny_model("llama")
+    assert enable_packing(model).backend == "model"
+    for _ in range(2):
+        model.eval()(**flattened())
+        model.train()(**flattened())
+    assert checked == [(True, True), (False, True), (False, False)]
+
+
+def test_a_model_that_cannot_run_packed_documents_is_refused_under_warn_too():
+    """A warning would only come before the same error in the first step."""
+    with pytest.raises(RuntimeError, match="BloomForCausalLM cannot run packed documents by"):
+        enable_packing(architectures.tiny_model("bloom"), attention="mask", isolation_check="warn")
+
+
+def test_a_sharded_model_relies_on_a_check_that_passed_only(monkeypatch):
+    """Inside a forward of a sharded model nothing can be checked."""
+    for model, expected in (
+        (tiny_model("llama"), nullcontext()),
+        (
+            leak_in_rows_beyond(tiny_model("llama"), 17),
+            pytest.raises(RuntimeError, match="no check of this model has passed"),
+        ),
+    ):
+        with contextlib.suppress(RuntimeError):
+            enable_packing(model, attention="documents")
+        with monkeypatch.context() as patch:
+            patch.setattr("trl_packing.plain_trainer.forward.is_sharded", lambda model: True)
+            for _ in range(2):
+                with expected:
+                    model.eval()(**flattened())

@@ -1,0 +1,102 @@
+"""A run takes one path, ours or TRL's, and a later run of the same trainer may take the other."""
+
+import os
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from transformers import DataCollatorForSeq2Seq
+from trl import SFTTrainer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.recognition.current_row import restore_current_row, set_current_row
+from trl_packing.trainer import follows_user, packed_runs_only
+
+ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)
+
+
+def trainer_for(folder, **settings) -> PackedSFTTrainer:
+    defaults = {
+        "max_length": 32,
+        "max_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "isolation_check": "off",
+        "save_strategy": "no",
+    }
+    return PackedSFTTrainer(
+        tiny_model("llama"),
+        PackedSFTConfig(str(folder), **(defaults | settings)),
+        train_dataset=Dataset.from_list(ROWS),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def test_every_method_that_knows_packed_rows_is_trls_on_trls_path(tmp_path):
+    trainer = trainer_for(tmp_path)
+    trainer.data_collator = DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())
+    trainer.get_train_dataloader()  # chooses the path
+    assert trainer.packing_report is None
+    batch = {"input_ids": torch.tensor([[5, 6, 7]])}
+    prepared = trainer._prepare_inputs(batch)
+    assert type(prepared) is dict
+    theirs = SFTTrainer._get_train_sampler(trainer, trainer.train_dataset)
+    assert type(trainer._get_train_sampler(trainer.train_dataset)) is type(theirs)
+
+
+def test_a_mixin_below_our_class_is_called_on_trls_path_too(tmp_path):
+    class Mixin(SFTTrainer):
+        def _prepare_inputs(self, inputs):
+            return {"seen": True} | super()._prepare_inputs(inputs)
+
+    class Mixed(PackedSFTTrainer, Mixin):
+        pass
+
+    for collator in (None, DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())):
+        trainer = Mixed(
+            tiny_model("llama"),
+            PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+            data_collator=collator,
+            train_dataset=Dataset.from_list(ROWS),
+            processing_class=tiny_tokenizer(),
+        )
+        assert trainer._prepare_inputs({"input_ids": torch.tensor([[5]])})["seen"]
+
+
+def test_decorated_methods_keep_their_names_and_docstrings():
+    def method(self):
+        """Does a thing."""
+
+    for decorate in (packed_runs_only, follows_user):
+        assert decorate(method).__name__ == "method"
+        assert decorate(method).__doc__ == "Does a thing."
+
+
+def test_a_stream_that_was_trained_before_is_forgotten(tmp_path, capsys):
+    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=2)
+    documents = trainer.train_dataset
+    trainer.train_dataset = documents.to_iterable_dataset()
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert "stream_0.json" in os.listdir(checkpoint), "the control"
+    trainer.train_dataset, trainer.args.output_dir = documents, str(tmp_path / "later")
+    capsys.readouterr()
+    trainer.train()
+    assert "stream_0.json" not in os.listdir(tmp_path / "later" / "checkpoint-2")
+    assert capsys.readouterr().out.count(" trl_packing ") == 1  # a stream's has a second one
+
+
+def test_a_batch_that_is_prepared_by_hand_leaves_no_current_row(tmp_path):
+    trainer = trainer_for(tmp_path)
+    trainer.train()  # the model then knows packed calls
+    batch = trainer.data_collator(ROWS[:3])
+    other = torch.tensor([[5, 6, 7, 8]])
+    trainer._prepare_inputs(batch)
+    assert trainer.model(input_ids=other).logits.isfinite().all()
+    with restore_current_row():  # the control
+        set_current_row(batch)
+        with pytest.raises(ValueError, match="row"):
+            trainer.model(input_ids=other)

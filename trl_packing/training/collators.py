@@ -1,0 +1,153 @@
+"""Collators of a run: packed rows, padded rows where logits are requested, and a user's.
+
+training, evaluation          one flat row of documents          PackedCollator
+evaluation that asks logits   a padded row for each document     TRL's, with weights
+a user's around ours          rows of ours, changed by it        gets lists of Python numbers
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from accelerate.logging import get_logger
+from datasets import Dataset
+from trl import SFTTrainer
+
+from trl_packing.attention.backends import PADDED
+from trl_packing.config import PackingOptions
+from trl_packing.documents.arrow import is_packed
+from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.packing.batch_weights import WeightedPaddedCollator
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.static_shapes import StaticShapes
+from trl_packing.training.columns import documents_of
+from trl_packing.training.sampling import Sampling
+from trl_packing.training.user_collator import PythonLists
+
+logger = get_logger(__name__)
+
+
+class RunCollators:
+    """Makes the collators of a run, and sets `data_collator` of its trainer.
+
+    Args:
+        trainer: has TRL's padded collator as `data_collator`.
+        guard: knows the model and the attention in use.
+        sampling: knows the size of a micro-batch.
+        options: settings of packing.
+        collator: the user's, or a default one.
+        pad_to_multiple_of: of rows; None leaves their length as it is.
+
+    Attributes:
+        padded: TRL's collator.
+        packed: ours.
+    """
+
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        guard: IsolationGuard,
+        sampling: Sampling,
+        options: PackingOptions,
+        collator: PackedCollator,
+        pad_to_multiple_of: int | None,
+    ):
+        self.trainer = trainer
+        self.guard = guard
+        self.sampling = sampling
+        self.options = options
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.padded = trainer.data_collator
+        self.packed: PackedCollator
+        self.use(collator)
+
+    def use(self, collator: PackedCollator) -> None:
+        """Train on rows of a copy of `collator` that weights documents as the config says.
+
+        Raises:
+            ValueError: the collator has another `loss_weighting` than the config.
+        """
+        weighting = self.options.loss_weighting
+        if collator.loss_weighting not in ("token", weighting):
+            raise ValueError(
+                f"the data_collator has loss_weighting={collator.loss_weighting!r}, but the config "
+                f"has {weighting!r}; set it in the config, which evaluation reads too"
+            )
+        collator = copy.copy(collator)
+        collator.loss_weighting = weighting
+        collator.tensors_only = True
+        self.packed = self.trainer.data_collator = collator
+        self.hold_shapes()
+
+    def for_data_loader(self) -> Any:
+        """Return the collator that a data loader calls: a user's is given lists, not arrays."""
+        given = self.trainer.data_collator
+        return given if isinstance(given, PackedCollator) else PythonLists(given)
+
+    def for_evaluation(self, *, padded: bool) -> Any:
+        """Return the collator of an evaluation.
+
+        Args:
+            padded: logits are requested, of one row for each document.
+        """
+        if padded:
+            return WeightedPaddedCollator(self.padded, self.options.loss_weighting)
+        if self.packed.static_shapes is None:
+            return self.for_data_loader()
+        if self.sampling.eval_packing:
+            return self.with_shapes(self.trainer.args.eval_batch_size)
+        return replace(self.packed, static_shapes=None)
+
+    def for_probes(self) -> PackedCollator:
+        """Return the collator of the isolation check: probes fill one bin or two."""
+        return self.packed if self.packed.static_shapes is None else self.with_shapes(bins=1)
+
+    # --- static shapes ------------------------------------------------------------------------
+
+    @property
+    def tokens_per_micro_batch(self) -> int | None:
+        """Tokens of every micro-batch, padding included; None if they differ."""
+        shapes = self.packed.static_shapes
+        return None if shapes is None else shapes.num_tokens
+
+    def hold_shapes(self) -> None:
+        """Give every training micro-batch one shape, if the config asks for it."""
+        if not self.options.static_shapes:
+            return
+        most, dataset = None, self.trainer.train_dataset
+        if isinstance(dataset, Dataset) and not is_packed(dataset):
+            documents = documents_of(dataset, self.trainer.compute_loss_func)
+            most = self.sampling.for_training(documents).most_documents()
+        shaped = self.with_shapes(self.sampling.batch_size, most)
+        self.packed = self.trainer.data_collator = shaped
+        self.drop_shapes_of_padded_rows()
+
+    def follow_batch_size(self) -> None:
+        """Hold the shapes of another batch size, if `auto_find_batch_size` has changed it."""
+        if self.tokens_per_micro_batch is None:
+            return
+        shapes = self.with_shapes(self.sampling.batch_size).static_shapes
+        if shapes is not None and shapes.num_tokens != self.tokens_per_micro_batch:
+            self.hold_shapes()
+
+    def with_shapes(self, bins: int, most_documents: int | None = None) -> PackedCollator:
+        """Return the collator of micro-batches of `bins` bins, all of one shape."""
+        shapes = StaticShapes.for_model(
+            self.guard.base_model,
+            capacity=self.trainer.args.max_length,
+            bins=bins,
+            most_documents=most_documents,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+        return replace(self.packed, static_shapes=shapes)
+
+    def drop_shapes_of_padded_rows(self) -> None:
+        """Hold no shape where the attention in use pads rows: their shapes follow the documents."""
+        if self.packed.static_shapes is None or self.guard.attention.backend not in PADDED:
+            return
+        logger.warning(
+            f"static_shapes=True does nothing here: {type(self.guard.base_model).__name__} runs by "
+            f"{self.guard.attention}, whose shapes follow the documents"
+        )
+        # In place, because the data loader already holds the collator.
+        self.packed.static_shapes = None

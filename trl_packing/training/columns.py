@@ -1,0 +1,66 @@
+"""Columns of prepared data sets that training reads: tokens, labels and weights."""
+
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_packing.data.stream import columns_kept
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    SEQ_LENGTHS,
+    SOURCE_IDS,
+    TOKEN_COLUMNS,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
+)
+from trl_packing.documents.weight_columns import check_token_weights, document_weights_from_rows
+from trl_packing.loss.weighted_forward import check_weights_can_be_used
+
+_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, SEQ_LENGTHS)
+
+
+def documents_of(
+    dataset: Dataset, compute_loss_func: Any, source_ids: np.ndarray | None = None
+) -> ArrowDocuments:
+    """Return the documents of `dataset`, read from Arrow without a copy.
+
+    Args:
+        dataset: prepared rows.
+        compute_loss_func: a user's loss, which knows no weights; None for ours.
+        source_ids: the source of each row, ``(rows,)`` int64, where evaluation tells them apart.
+
+    Raises:
+        ValueError: the weights are damaged, or nothing would use them.
+    """
+    check_weights_can_be_used(compute_loss_func, dataset.column_names)
+    scalars = {}
+    if DOCUMENT_WEIGHT in dataset.column_names:
+        scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, "the prepared data set")
+    if source_ids is not None:
+        scalars[SOURCE_IDS] = source_ids
+    present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
+    documents = ArrowDocuments(dataset, present, scalars)
+    if TOKEN_WEIGHTS in present:
+        check_token_weights(documents)
+    return documents
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """Return the names of the columns; none unless it is a data set of `datasets`."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return []
+    names = dataset.column_names or columns_kept(dataset)
+    return names or list(next(iter(dataset), {}))  # some streams know them only by being read
+
+
+def has_weights(dataset: Any) -> bool:
+    """Return whether a token or a document of `dataset` has a weight."""
+    return any(column in columns_of(dataset) for column in WEIGHT_COLUMNS)
+
+
+def training_columns(dataset: IterableDataset) -> list[str]:
+    """Return the columns of a stream that training reads."""
+    present = columns_of(dataset)
+    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT) if name in present]

@@ -1,0 +1,335 @@
+"""Make the `PackingReport` of a run from its documents, sampler and settings.
+
+documents, settings, ranks  →  PackedBatchSampler  →  PackingReport
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing.config import PackingOptions
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.stream import columns_kept
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.weights import in_words
+from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.training.collators import RunCollators
+from trl_packing.training.columns import columns_of, documents_of
+from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.resuming import ResumedEpochs
+from trl_packing.training.sampling import Sampling
+
+logger = get_logger(__name__)
+
+# Steps read to find the largest micro-batch: enough for a good guess, in well under a second.
+_STEPS_LOOKED_AT = 200
+
+_DEFAULT_SAVE_STEPS = 500  # of transformers; no user has asked for it
+
+
+def plan_report(
+    documents: ArrowDocuments,
+    sampler: PackedBatchSampler,
+    *,
+    attention: str | None,
+    loss: str | None,
+    preparation: PreparationCounts,
+    tokens_per_micro_batch: int | None = None,
+    given_in_steps: dict[str, int] | None = None,
+) -> PackingReport:
+    """Return the report on the first epoch of `sampler`.
+
+    Args:
+        documents: the training set.
+        sampler: of one rank.
+        attention: what keeps documents apart, in words.
+        loss: the weighting of the loss, in words.
+        preparation: what was kept and lost when documents were prepared.
+        tokens_per_micro_batch: padding included; None if micro-batches differ.
+        given_in_steps: as `settings_in_steps` returns it.
+    """
+    ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
+    steps = -(-len(sampler) // accumulation)
+    return PackingReport(
+        ranks=ranks,
+        accumulation=accumulation,
+        micro_batch=_micro_batch_words(sampler),
+        attention=attention,
+        capacity=sampler.capacity,
+        documents=documents.num_documents,
+        tokens=int(documents.lengths().sum()),
+        trained_tokens=int(documents.num_trained().sum()),
+        bins=sampler.num_bins,
+        micro_batches_per_epoch=len(sampler) * ranks,
+        steps_per_epoch=steps,
+        documents_per_step=documents.num_documents / steps,
+        padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
+        largest_micro_batch=_largest_micro_batch(sampler),
+        loss=loss,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        preparation=preparation,
+        given_in_steps=given_in_steps or {},
+    )
+
+
+def settings_in_steps(args: Any) -> dict[str, int]:
+    """Return the settings of `args` that a user has given as a number of optimizer steps."""
+    given = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
+    if args.eval_strategy == "steps":
+        given["eval_steps"] = args.eval_steps
+    if args.save_strategy == "steps" and args.save_steps != _DEFAULT_SAVE_STEPS:
+        given["save_steps"] = args.save_steps
+    # Below 1 they are shares of the run.
+    return {name: int(value) for name, value in given.items() if value and value >= 1}
+
+
+def _micro_batch_words(sampler: PackedBatchSampler) -> str:
+    if sampler.documents_per_step is None:
+        return _words(sampler.bins_per_batch, "bin")
+    per_batch = sampler.documents_per_step / (sampler.num_ranks * sampler.accumulation)
+    return _words(per_batch, "document")
+
+
+def _words(number: float, what: str) -> str:
+    return f"{number:g} {what}{'s' * (number != 1)}"
+
+
+def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
+    """Return the tokens of the largest micro-batch of documents in the first 200 steps.
+
+    None for bins, whose room is known.
+    """
+    if sampler.documents_per_step is None:
+        return None
+    steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
+    return max(int(sampler.lengths[group].sum()) for step in steps for group in step if group)
+
+
+def report_of_any_sampler(
+    documents: ArrowDocuments,
+    args: SFTConfig,
+    *,
+    micro_batches: int | None,
+    batch_size: int,
+    ranks: int,
+    attention: str,
+    loss: str | None,
+    preparation: PreparationCounts,
+) -> PackingReport:
+    """Return the report on documents that a user's sampler draws one by one.
+
+    Args:
+        documents: the training set.
+        args: the settings of the run.
+        micro_batches: of an epoch of one rank; None where the number is not known yet.
+        batch_size: documents of a micro-batch.
+        ranks: number of data-parallel ranks.
+        attention: what keeps documents apart, in words.
+        loss: the weighting of the loss, in words.
+        preparation: what was kept and lost when documents were prepared.
+    """
+    accumulation = args.gradient_accumulation_steps
+    return PackingReport(
+        ranks=ranks,
+        accumulation=accumulation,
+        micro_batch=_words(batch_size, "document"),
+        attention=attention,
+        capacity=args.max_length,
+        documents=documents.num_documents,
+        tokens=int(documents.lengths().sum()),
+        trained_tokens=int(documents.num_trained().sum()),
+        micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
+        steps_per_epoch=None if micro_batches is None else -(-micro_batches // accumulation),
+        documents_per_step=batch_size * accumulation * ranks,
+        loss=loss,
+        preparation=preparation,
+    )
+
+
+def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
+    """Return the size of a stream's micro-batch in words."""
+    return _words(batch_size, "bin" if packing else "document")
+
+
+def without_plan(
+    args: Any,
+    *,
+    ranks: int,
+    micro_batch: str,
+    attention: str,
+    loss: str | None,
+    tokens_per_micro_batch: int | None = None,
+) -> PackingReport:
+    """Return the report on a stream, whose documents are counted only as it is read.
+
+    Raises:
+        ValueError: documents_per_step is set.
+    """
+    per_step = PackingOptions.of(args).documents_per_step
+    if per_step is not None:
+        raise ValueError(
+            f"documents_per_step={per_step} needs to know the documents, but a stream is packed as "
+            "it is read; leave it out, or load the data set without streaming"
+        )
+    return PackingReport(
+        ranks=ranks,
+        accumulation=args.gradient_accumulation_steps,
+        micro_batch=micro_batch,
+        attention=attention,
+        loss=loss,
+        capacity=args.max_length,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+    )
+
+
+class RunReport:
+    """Keeps the report of a run up to date.
+
+    Args:
+        trainer: its training set and arguments are read.
+        guard: knows the attention in use.
+        collators: know the shape of micro-batches.
+        sampling: plans the first epoch.
+        preparation: counts of each prepared data set, by its name.
+        samples_bins: whether training draws bins, and not the documents of a user's sampler.
+    """
+
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        guard: IsolationGuard,
+        collators: RunCollators,
+        sampling: Sampling,
+        preparation: dict[str, PreparationCounts],
+        *,
+        samples_bins: bool,
+    ):
+        self.trainer = trainer
+        self.guard = guard
+        self.collators = collators
+        self.sampling = sampling
+        self.preparation = preparation
+        self.samples_bins = samples_bins
+        self._planned: PackingReport | None = None
+
+    @property
+    def current(self) -> PackingReport | None:
+        """The report, with the attention and shapes in use; None on TRL's path."""
+        return self._planned and replace(
+            self._planned,
+            attention=str(self.guard.attention),
+            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
+        )
+
+    def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
+        """Plan the first epoch anew.
+
+        Args:
+            sampler: of the data loader, if a subclass makes it: the subclass may need attributes
+                that its constructor sets after ours.
+            micro_batches: of an epoch of one rank, if known.
+        """
+        self._planned = self._plan(sampler, micro_batches)
+
+    def count_stream(self, counts: PreparationCounts) -> None:
+        """Add the counts of a stream that was read."""
+        self._planned = self._planned and replace(self._planned, preparation=counts)
+
+    def forget(self) -> None:
+        """Leave out the report: the run takes TRL's path."""
+        self._planned = None
+
+    def _plan(self, sampler: Any, micro_batches: int | None) -> PackingReport:
+        args, dataset = self.trainer.args, self.trainer.train_dataset
+        ranks, attention = self.sampling.ranks[0], str(self.guard.attention)
+        tokens = self.collators.tokens_per_micro_batch
+        if isinstance(dataset, IterableDataset):
+            return without_plan(
+                args,
+                ranks=ranks,
+                micro_batch=micro_batch_of_stream(self.sampling.packing, self.sampling.batch_size),
+                attention=attention,
+                loss=self._loss(columns_kept(dataset)),
+                tokens_per_micro_batch=tokens,
+            )
+        documents = documents_of(dataset, self.trainer.compute_loss_func)
+        loss = self._loss(columns_of(dataset))
+        preparation = self.preparation.get("train", PreparationCounts())
+        self.guard.limits.check(dataset, "train")
+        if sampler is None and self.samples_bins:
+            sampler = self.sampling.for_training(documents)
+        if not isinstance(sampler, PackedBatchSampler):
+            return report_of_any_sampler(
+                documents,
+                args,
+                micro_batches=micro_batches,
+                batch_size=self.sampling.batch_size,
+                ranks=ranks,
+                attention=attention,
+                loss=loss,
+                preparation=preparation,
+            )
+        return plan_report(
+            documents,
+            sampler,
+            attention=attention,
+            loss=loss,
+            preparation=preparation,
+            tokens_per_micro_batch=tokens,
+            given_in_steps=settings_in_steps(args),
+        )
+
+    def _loss(self, columns: list[str]) -> str | None:
+        """Return the weighting of the loss in words; None if a user's function computes it."""
+        if self.trainer.compute_loss_func is not None:
+            return None
+        return in_words(PackingOptions.of(self.trainer.args).loss_weighting, columns)
+
+
+class ReportCallback(TrainerCallback):
+    """Prints the report when a packed run starts, and when a stream was read.
+
+    Args:
+        report: of the run.
+        epochs: know the stream that is trained.
+        before_first_step: called when the model is wrapped and nothing is trained yet.
+    """
+
+    def __init__(
+        self, report: RunReport, epochs: ResumedEpochs, before_first_step: Callable[[], None]
+    ):
+        self.report = report
+        self.epochs = epochs
+        self.before_first_step = before_first_step
+        self._has_warned = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check isolation and print the report, but not on TRL's path."""
+        if self.report.current is not None:
+            self.before_first_step()
+            self._print(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn early of the documents that a stream loses: reading it may take days."""
+        stream = self.epochs.stream
+        if stream is not None and not self._has_warned and (words := str(stream.counts)):
+            read = stream.counts.before.documents
+            logger.warning(f"of the first {read:,} documents of the stream: {words}")
+            self._has_warned = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Complete the report on a stream, which is counted as it is read."""
+        if self.epochs.stream is not None:
+            self.report.count_stream(self.epochs.stream.counts_of_all_ranks())
+            self._print(state)
+
+    def _print(self, state: Any) -> None:
+        if state.is_world_process_zero:
+            print(f"\n{self.report.current}", flush=True)  # below the progress bar

@@ -1,0 +1,193 @@
+"""Samplers: the documents of each micro-batch, planned from lengths for one rank.
+
+training      a plan for every epoch: bins, or documents grouped by cost
+evaluation    the same in the order of the data set; a rank may have no document left
+"""
+
+from typing import Any
+
+import numpy as np
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing.config import PackingOptions
+from trl_packing.data.overflow import Overflow
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.models.introspection import layer_values, text_config
+from trl_packing.packing.document_order import order_seed, packing_seed
+from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
+
+
+def training_sampler(
+    documents: ArrowDocuments,
+    args: SFTConfig,
+    *,
+    packing: bool,
+    batch_size: int,
+    ranks: int = 1,
+    rank: int = 0,
+    hidden_size: int | None = None,
+    torch_seed: int | None = None,
+    subset: np.ndarray | None = None,
+) -> PackedBatchSampler:
+    """Return the sampler of one rank's training micro-batches.
+
+    Args:
+        documents: the training set.
+        args: the settings of the run.
+        packing: pack documents into bins.
+        batch_size: `per_device_train_batch_size`, times the devices of this process.
+        ranks: number of data-parallel ranks.
+        rank: this one.
+        hidden_size: the model's, for the cost of attention; None leaves that cost out.
+        torch_seed: seed of torch's global generator when training starts; None for `args.seed`.
+        subset: numbers of the documents to sample from; the sampler counts them from 0. None for
+            all documents.
+
+    Raises:
+        ValueError: documents_per_step is set for rows that were packed before.
+    """
+    accumulation, options = args.gradient_accumulation_steps, PackingOptions.of(args)
+    per_step, rows = options.documents_per_step, is_packed(documents)
+    if rows and per_step is not None:
+        raise ValueError(
+            f"documents_per_step={per_step} cannot regroup rows that were packed before (they have "
+            "seq_lengths); leave it out, or pass the documents"
+        )
+    if per_step is None and not packing and not rows:
+        per_step = batch_size * accumulation * ranks
+    sampling = args.train_sampling_strategy
+    seed = packing_seed(args)
+    if per_step is not None:
+        torch_seed = args.seed if torch_seed is None else torch_seed
+        seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
+    lengths = documents.lengths()
+    return PackedBatchSampler(
+        lengths if subset is None else lengths[subset],
+        args.max_length,
+        bins_per_batch=batch_size,
+        documents_per_step=per_step,
+        rows=rows,
+        num_ranks=ranks,
+        rank=rank,
+        accumulation=accumulation,
+        strategy=args.packing_strategy,
+        seed=seed,
+        shuffle=sampling != "sequential",
+        sampling=sampling,
+        attention_cost=attention_cost(hidden_size),
+        drop_last=args.dataloader_drop_last,
+        allow_idle_ranks=subset is not None,
+    )
+
+
+def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int) -> dict[str, Any]:
+    """Return the settings on which the micro-batches of an epoch depend.
+
+    Settings by which documents are cut are among them.
+
+    Args:
+        args: the settings of the run.
+        packing: pack documents into bins.
+        batch_size: as for `training_sampler`.
+        ranks: number of data-parallel ranks.
+    """
+    return {
+        "ranks": ranks,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "max_length": args.max_length,
+        "overflow": Overflow.from_args(args, packing).policy,
+        "packing": packing,
+        "packing_strategy": args.packing_strategy,
+        "documents_per_step": PackingOptions.of(args).documents_per_step,
+        "train_sampling_strategy": str(args.train_sampling_strategy),
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "seed": packing_seed(args),
+    }
+
+
+class Sampling:
+    """Makes the samplers of one run.
+
+    Args:
+        trainer: its model, arguments and ranks are read.
+
+    Attributes:
+        packing: pack training documents into bins.
+        eval_packing: the same for evaluation.
+        torch_seed: seed of torch's global generator when training starts.
+    """
+
+    def __init__(self, trainer: SFTTrainer):
+        self.trainer = trainer
+        self.packing = False
+        self.eval_packing = False
+        self.torch_seed: int | None = None
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Number of data-parallel ranks, and this rank."""
+        # Tensor-parallel ranks must see the same batch.
+        trainer = self.trainer
+        shared = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+        return trainer.args.world_size // shared, trainer.args.process_index // shared
+
+    @property
+    def batch_size(self) -> int:
+        """Bins or documents of a training micro-batch, as `auto_find_batch_size` has left it."""
+        return self.trainer._train_batch_size
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of an optimizer step of one rank."""
+        return self.trainer.args.gradient_accumulation_steps
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The largest hidden size of the model's layers; None if it names none."""
+        sizes = layer_values(text_config(self.trainer.model), "hidden_size")
+        return max(sizes, default=None)
+
+    def for_training(
+        self, documents: ArrowDocuments, subset: np.ndarray | None = None
+    ) -> PackedBatchSampler:
+        """Return the sampler of `documents`, or of a `subset` of them by number."""
+        ranks, rank = self.ranks
+        return training_sampler(
+            documents,
+            self.trainer.args,
+            packing=self.packing,
+            batch_size=self.batch_size,
+            ranks=ranks,
+            rank=rank,
+            hidden_size=self.hidden_size,
+            torch_seed=self.torch_seed,
+            subset=subset,
+        )
+
+    def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
+        """Return the sampler of an evaluation set."""
+        args, size, (ranks, rank) = self.trainer.args, self.trainer.args.eval_batch_size, self.ranks
+        rows = is_packed(documents)
+        return PackedBatchSampler(
+            documents.lengths(),
+            args.max_length,
+            bins_per_batch=size,
+            documents_per_step=None if self.eval_packing or rows else size * ranks,
+            rows=rows,
+            num_ranks=ranks,
+            rank=rank,
+            strategy=args.packing_strategy,
+            shuffle=False,
+            attention_cost=attention_cost(self.hidden_size),
+            allow_idle_ranks=True,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings on which the micro-batches of an epoch depend."""
+        return plan_settings(
+            self.trainer.args,
+            packing=self.packing,
+            batch_size=self.batch_size,
+            ranks=self.ranks[0],
+        )
