@@ -462,7 +462,7 @@ def undocumented(thing: object) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("name", sorted({*trl_packing.__all__} - {"PackedSFTTrainer"}))
+@pytest.mark.parametrize("name", trl_packing.__all__)
 def test_public_docstrings_name_parameters_and_errors(name):
     # `pack` raises for a plan, and `PackedDataset` for its callback.
     raises_nothing = name in ("PackingPlan", "RepackEveryEpoch", "other_rows")

@@ -21,28 +21,9 @@ def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
 
 
 @dataclass
-class PackedSFTConfig(SFTConfig):
-    """Configuration of `PackedSFTTrainer`; every field of `trl.SFTConfig` keeps its meaning.
+class PackingOptions:
+    """The settings that packing adds to those of TRL, each with its one default."""
 
-    Raises:
-        ValueError: a value is not among the choices, or ``packing=True`` without a `max_length`.
-    """
-
-    packing: bool = field(  # a bool once `__post_init__` has run
-        default=None,  # type: ignore[assignment]
-        metadata={
-            "help": "Pack documents into bins of max_length tokens. False: padding-free, with the "
-            "documents of a padded run in every optimizer step. Default: True, but False if "
-            "max_length is None."
-        },
-    )
-    packing_strategy: str = _choice(
-        "bfd",
-        "Packing strategy: 'bfd' (best-fit decreasing over the whole data set), 'bfd_split' (the "
-        "same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), 'wrapped' "
-        "(documents end to end, cut at max_length; the pieces stay isolated).",
-        tuple(STRATEGIES),
-    )
     overflow: str | None = _choice(
         None,
         "Documents longer than max_length: 'truncate', 'truncate_prompt' (cut the prompt from the "
@@ -139,6 +120,40 @@ class PackedSFTConfig(SFTConfig):
         ISOLATION_CHECKS,
     )
 
+    @staticmethod
+    def of(args: Any) -> "PackingOptions":
+        """Return the options that `args` has now; defaults for those that a plain config lacks."""
+        given: dict[str, Any] = {
+            option.name: getattr(args, option.name, option.default)
+            for option in fields(PackingOptions)
+        }
+        return PackingOptions(**given)
+
+
+@dataclass
+class PackedSFTConfig(PackingOptions, SFTConfig):
+    """Configuration of `PackedSFTTrainer`; every field of `trl.SFTConfig` keeps its meaning.
+
+    Raises:
+        ValueError: a value is not among the choices, or ``packing=True`` without a `max_length`.
+    """
+
+    packing: bool = field(  # a bool once `__post_init__` has run
+        default=None,  # type: ignore[assignment]
+        metadata={
+            "help": "Pack documents into bins of max_length tokens. False: padding-free, with the "
+            "documents of a padded run in every optimizer step. Default: True, but False if "
+            "max_length is None."
+        },
+    )
+    packing_strategy: str = _choice(
+        "bfd",
+        "Packing strategy: 'bfd' (best-fit decreasing over the whole data set), 'bfd_split' (the "
+        "same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), 'wrapped' "
+        "(documents end to end, cut at max_length; the pieces stay isolated).",
+        tuple(STRATEGIES),
+    )
+
     def __post_init__(self) -> None:
         args: Any = self  # its fields are TRL's
         self._packing_is_default = self.packing is None
@@ -160,31 +175,6 @@ def _names_a_loss(metric: str | None) -> bool:
     worst model.
     """
     return metric is not None and re.search(r"(^|_)(perplexity$|loss_)", metric) is not None
-
-
-@dataclass(frozen=True)
-class PackingOptions:
-    """What `PackedSFTTrainer` reads beyond `SFTConfig`; defaults where a plain one is given."""
-
-    overflow: str | None = None
-    train_on: str | None = None
-    response_template: Any = None
-    instruction_template: Any = None
-    prompt_template: str | None = None
-    query_field: str = "query"
-    response_field: str = "response"
-    append_eos: bool = False
-    documents_per_step: int | None = None
-    loss_weighting: str = "token"
-    source_column: str | None = None
-    static_shapes: bool = False
-    attention: str = "auto"
-    isolation_check: str = "error"
-
-    @classmethod
-    def of(cls, args: Any) -> "PackingOptions":
-        given: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
-        return cls(**given)
 
 
 def check_options(args: Any) -> None:

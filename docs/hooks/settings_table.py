@@ -10,9 +10,10 @@ _MARK = "<!-- settings -->"
 
 def fields() -> list[tuple[str, str, str, str]]:
     """Return (name, type, default, help) of every field that `PackedSFTConfig` adds or changes."""
-    classes = [n for n in ast.parse(CONFIG.read_text()).body if isinstance(n, ast.ClassDef)]
-    config = next(c for c in classes if c.name == "PackedSFTConfig")
-    return [_field(n) for n in config.body if isinstance(n, ast.AnnAssign)]
+    body = ast.parse(CONFIG.read_text()).body
+    classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
+    nodes = [*classes["PackedSFTConfig"], *classes["PackingOptions"]]
+    return [_field(node) for node in nodes if isinstance(node, ast.AnnAssign)]
 
 
 def _field(node: ast.AnnAssign) -> tuple[str, str, str, str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.data.counts import fit_and_count
+from trl_packing.data.counting import fit_and_count
 from trl_packing.data.eos import (
     EosRule,
     append_eos_to_batch,

@@ -11,7 +11,8 @@ from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts, fit_and_count
+from trl_packing.data.counting import fit_and_count
+from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream, take_counts

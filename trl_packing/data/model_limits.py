@@ -1,12 +1,12 @@
-"""What a model can read: the ids that it embeds, the labels that it scores, learned positions.
+"""Limits of what a model can read: token ids, labels and positions.
 
     input_ids    0 … vocabulary − 1             a row of the embeddings each
     labels       the same, or −100              what is not trained
     length       positions learned (GPT-2), or any
 
-What is beyond would be an index error deep inside the model on a CPU, a device assert on CUDA that
-ends the process, and on some kernels a wrong number. So every data set is looked at before a model
-runs on it: one pass over the Arrow table, a stream document by document.
+A value beyond them raises an index error deep inside the model on a CPU, ends the process by a
+device assert on CUDA, and silently gives a wrong number in some kernels. So every data set is
+checked before a model runs on it: in one pass over the Arrow table, or document by document.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,21 @@ from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS
 from trl_packing.models.introspection import text_config
 
-# How the modules of learned positions are called, from GPT-2 to BERT's decoder and OPT.
+# Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The ids, labels and lengths that a model can read; None where there is no limit."""
+    """Largest number of ids (and labels) and of positions of a model; None without a limit."""
 
     vocabulary: int | None = None
     positions: int | None = None
 
     def check(self, dataset: Any, name: str) -> None:
-        """Raise ValueError naming the first document of a tokenized data set that is beyond.
+        """Raise ValueError naming the first document of a data set that exceeds a limit.
 
-        Other data sets than those of `datasets`, and streams, are not looked at.
+        Only tokenized data sets of `datasets` are checked, no streams.
         """
         if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
             return
@@ -48,9 +48,12 @@ class ModelLimits:
     def check_documents(
         self, documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
     ) -> None:
-        """Raise ValueError naming the first document that is beyond, and how many are.
+        """Raise ValueError naming the first document that exceeds a limit, and how many do.
 
-        numbers: what documents are called, if not 0, 1, 2, …
+        Args:
+            documents: have `input_ids`, and perhaps `labels` and `seq_lengths`.
+            where: end of the name of a document, "of the train dataset".
+            numbers: of the documents; None: 0, 1, 2, …
         """
         numbers = range(len(documents)) if numbers is None else numbers
         for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
@@ -71,7 +74,7 @@ class ModelLimits:
                 )
 
     def check_document(self, document: Mapping[str, Any], which: str) -> None:
-        """Raise ValueError if a document that was read from a stream is beyond."""
+        """Raise ValueError if a document from a stream exceeds a limit."""
         for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
             values = np.asarray(document.get(column, ()))
             if values.size and (wrong := is_beyond(values)).any():
@@ -129,7 +132,7 @@ NO_LIMITS = ModelLimits()
 
 
 def limits_of(model: Any) -> ModelLimits:
-    """Return what `model` can read; ask before it is wrapped or sharded."""
+    """Return the limits of `model`, which must not be wrapped or sharded yet."""
     return ModelLimits(_vocabulary(model), _learned_positions(model))
 
 
@@ -137,11 +140,11 @@ def _vocabulary(model: Any) -> int | None:
     weight = getattr(model.get_input_embeddings(), "weight", None)
     if weight is None:
         return getattr(text_config(model), "vocab_size", None)
-    return getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves none of it here
+    return getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the local shape is empty
 
 
 def _learned_positions(model: Any) -> int | None:
-    """Return the positions of a module of learned ones that the config knows of; None without."""
+    """Return the number of learned positions, if a module and the config agree on it; else None."""
     stated = getattr(text_config(model), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and _POSITIONS & set(name.split(".")):

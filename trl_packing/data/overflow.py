@@ -1,23 +1,18 @@
-"""Documents of any length → documents that fit, every loss counted.
+"""Documents of any length → documents that fit.
 
-    documents           input_ids, labels, any length       (TRL renders and tokenizes)
-        │  pieces.py    which [start, stop) of which document survives the overflow policy
-        │  drop         pieces without a trained token
+    documents           input_ids, labels, any length
+        │  pieces_of    the tokens [start, stop) of each document that the policy keeps
+        │  is_kept      drops pieces without a trained token
         ▼
     documents           each ≤ capacity, each with something to train
 
-A policy only decides on (document, start, stop) triples, from lengths alone. `pieces.gather` cuts
-all of a batch at once, and what is lost is counted from the triples. A piece is a document from
-then on.
-
-An overflow policy as arithmetic: which tokens of which document survive, as pieces.
+A policy computes pieces from lengths alone, for all documents at once. `gather` cuts a whole batch,
+and losses are counted from the pieces (counting.py). A piece is a document from then on.
 
     lengths    3  6  4        capacity 4        policy "split"
     rows       0  1  1  2
     starts     0  0  4  0
     stops      3  4  6  4     document 1 becomes [0, 4) and [4, 6)
-
-Everything is decided from lengths, for all documents at once.
 """
 
 from dataclasses import dataclass
@@ -41,13 +36,16 @@ from trl_packing.packing.bins import find_strategy
 
 @dataclass(frozen=True)
 class Overflow:
-    """What happens to documents longer than `capacity` tokens (None: nothing is too long).
+    """Policy for documents that are longer than `capacity` tokens.
 
-    `policy` is one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
-    or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
-    `running_text`: pieces of such documents may make sense alone; those of an answer do not.
-    `drops_as_padded` leaves out what TRL's padded run does: documents without any label, if there
-    is a capacity. A label on the first token alone trains nothing, but takes a place in a step.
+    Attributes:
+        policy: one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
+            or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
+        capacity: most tokens of a document; None without a limit.
+        running_text: pieces of a document may make sense alone, unlike those of an answer.
+        drops_as_padded: drop the documents that TRL's padded run drops: those without any label, if
+            there is a capacity. A label on the first token trains nothing, but such a document
+            takes a place in a step.
     """
 
     policy: str
@@ -57,9 +55,10 @@ class Overflow:
 
     @classmethod
     def from_args(cls, args: SFTConfig, packing: bool) -> "Overflow":
-        """Return the overflow policy that `args` ask for, in TRL's terms and ours.
+        """Return the policy set by `args`, through TRL's settings or ours.
 
-        Raises ValueError for a truncation_mode that does not exist.
+        Raises:
+            ValueError: for a truncation_mode that does not exist.
         """
         if args.truncation_mode not in ("keep_start", "keep_end"):
             raise ValueError(
@@ -72,7 +71,7 @@ class Overflow:
             policy = implied
         if policy == "truncate" and args.truncation_mode == "keep_end":
             policy = "truncate_start"
-        # With another policy documents are not TRL's anyway.
+        # With another policy the documents differ from TRL's anyway.
         as_padded = not packing and policy in ("truncate", "truncate_start")
         return cls(policy, args.max_length, drops_as_padded=as_padded)
 
@@ -91,7 +90,7 @@ class Pieces(NamedTuple):
 
 
 def is_kept(labels: FlatLists, overflow: Overflow) -> np.ndarray:
-    """Return which documents are not dropped for having nothing to train, ``(documents,)`` bool."""
+    """Return which documents have something to train and are kept, ``(documents,)`` bool."""
     values, offsets = labels
     if not overflow.drops_as_padded:
         return count_after_first(values, offsets, IGNORE_INDEX) > 0
@@ -109,13 +108,19 @@ def prompt_lengths(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def pieces_of(lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray) -> Pieces:
-    """Return the pieces that survive, in the order of the documents.
+    """Return the pieces that the policy keeps, in the order of the documents.
 
-    `lengths` and `prompts` are ``(documents,)`` int64: tokens, and those before the first trained
-    one. Raises ValueError if a document is too long under ``"error"``.
+    Args:
+        lengths: tokens of each document, ``(documents,)`` int64.
+        overflow: the policy.
+        prompts: tokens before the first trained one, ``(documents,)`` int64.
 
-    >>> pieces_of(np.array([3, 6]), Overflow("split", 4), np.zeros(2, int)).stops.tolist()
-    [3, 4, 6]
+    Raises:
+        ValueError: if a document is too long under ``"error"``.
+
+    Example:
+        >>> pieces_of(np.array([3, 6]), Overflow("split", 4), np.zeros(2, int)).stops.tolist()
+        [3, 4, 6]
     """
     rows, capacity = np.arange(len(lengths)), overflow.capacity
     zeros = np.zeros_like(lengths)

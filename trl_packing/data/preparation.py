@@ -20,7 +20,8 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
 from trl_packing.data.checks import check, check_not_empty, empty_completions
-from trl_packing.data.counts import PreparationCounts, count_losses
+from trl_packing.data.counting import count_losses
+from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import end_in_eos
 from trl_packing.data.overflow import Overflow, fit_documents
 from trl_packing.data.rules import AnyDataset, Preparation, UserRows

@@ -13,7 +13,8 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
-from trl_packing.data.counts import PreparationCounts, count_losses
+from trl_packing.data.counting import count_losses
+from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule, append_eos_to_batch, documents_without_eos
 from trl_packing.data.model_limits import NO_LIMITS
 from trl_packing.data.overflow import Overflow, fit_table

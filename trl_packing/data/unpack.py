@@ -1,8 +1,8 @@
-"""Packed rows → the documents in them, in order: whoever asks for logits expects a row of each.
+"""Packed rows → their documents, in order, for callers who expect one row of logits per document.
 
 input_ids    11 12 13 21 22      seq_lengths  3 2       one row
-             11 12 13                                   its documents, each with the values
-             21 22                                      that the row has in other columns
+             11 12 13                                   its documents, each with the row's
+             21 22                                      values in other columns
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
-"""Rows that were padded before they came here → documents without their padding.
+"""Rows that the user padded → documents without padding.
 
     input_ids         5   6   7   0   0          5   6   7
     attention_mask    1   1   1   0   0    ──►   1   1   1        2 padding tokens cut
     labels            .   6   7   .   .          .   6   7
 
-A tokenizer called with ``padding="max_length"`` leaves such rows. Padding at either end is cut;
-zeros in the middle of a row are no padding, and refused.
+A tokenizer called with ``padding="max_length"`` makes such rows. Padding at either end is cut.
+Zeros in the middle of a row are not padding, and raise an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,12 @@ def cut_padding(
     num_proc: int | None = None,
     name: str = "train",
 ) -> tuple[datasets.Dataset | datasets.IterableDataset, str | None]:
-    """Return a tokenized data set without padding, and a sentence that counts it, if there was any.
+    """Return `dataset` without padding, and a sentence that counts the padding, or None.
 
-    Raises ValueError, naming the row, for an `attention_mask` that is no padding at the ends.
+    Packed rows and rows that are not tokenized do not change.
+
+    Raises:
+        ValueError: naming the row, for an `attention_mask` that is 0 elsewhere than at the ends.
     """
     columns = get_dataset_column_names(dataset)
     if not {"input_ids", _MASK} <= {*columns} or SEQ_LENGTHS in columns:
@@ -65,7 +68,7 @@ def _sentence(padding: np.ndarray, which: str) -> str:
 
 
 class _CutStream:
-    """What `cut_padding` does to a batch of a stream; the first that has padding is told."""
+    """Cuts the padding of a stream, batch by batch; warns of the first with padding."""
 
     def __init__(self, name: str):
         self.name = name
@@ -110,7 +113,7 @@ def _cut_table(table: pa.Table) -> pa.Table:
 
 
 def _real_tokens(mask: np.ndarray, offsets: np.ndarray) -> Pieces:
-    """Return of every row the tokens from its first unmasked one to its last."""
+    """Return the tokens of every row from the first to the last with mask 1."""
     at = np.append(np.flatnonzero(mask), 0)
     first, behind = np.searchsorted(at[:-1], offsets[:-1]), np.searchsorted(at[:-1], offsets[1:])
     some = behind > first

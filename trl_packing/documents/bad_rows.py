@@ -1,10 +1,10 @@
-"""Rows of a data set that cannot be trained, all of a kind counted in one sentence.
+"""Rows of a data set that cannot be trained, counted by kind, with one sentence for each kind.
 
     row 4, 9 and 17     its 'completion' is int 5       row 4 …: its 'completion' is int 5 (2 such
     row 9               its 'completion' is int 7       rows)
     row 17              message 1 has no role           row 17 …: message 1 has no role
 
-A data set has bad rows by the dozen; told one at a time, each would cost a run.
+A data set has bad rows by the dozen; if each run named only one of them, each would cost a run.
 """
 
 import re
@@ -16,19 +16,20 @@ import numpy as np
 
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, MASK_COLUMNS, TOKEN_COLUMNS, TOKEN_WEIGHTS
 
-# The numbers and quotations in which sentences on rows of a kind differ.
+# Numbers and quotations: sentences on rows of one kind differ only in these.
 _VALUES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 _MOST_KINDS = 5
 
 
 class BadRows:
-    """The rows that are wrong and what is wrong with them; `str()` counts those of a kind.
+    """Bad rows and their errors; `str()` counts the rows of each kind.
 
-    >>> bad = BadRows()
-    >>> for row, size in ((4, 7), (9, 8)):
-    ...     bad.add(f"row {row}: it has {size} weights")
-    >>> str(bad)
-    'row 4: it has 7 weights (2 such rows)'
+    Example:
+        >>> bad = BadRows()
+        >>> for row, size in ((4, 7), (9, 8)):
+        ...     bad.add(f"row {row}: it has {size} weights")
+        >>> str(bad)
+        'row 4: it has 7 weights (2 such rows)'
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class BadRows:
         self._number: Counter[str] = Counter()
 
     def add(self, sentence: str) -> None:
-        """Add a row, whose number the sentence names."""
+        """Add a row by its error, a sentence that names its number."""
         kind = _VALUES.sub("", sentence)
         self._first.setdefault(kind, sentence)
         self._number[kind] += 1
@@ -56,16 +57,17 @@ class BadRows:
 
 
 def and_others(rows: np.ndarray) -> str:
-    """Return how many rows there are beside the first, for the sentence that names that one.
+    """Return the number of `rows`, to append to a sentence that names the first; "" for one row.
 
-    >>> and_others(np.array([4, 9])), and_others(np.array([4]))
-    (' (2 such rows)', '')
+    Example:
+        >>> and_others(np.array([4, 9])), and_others(np.array([4]))
+        (' (2 such rows)', '')
     """
     return f" ({len(rows):,} such rows)" * (len(rows) > 1)
 
 
 def lone_surrogate(text: str) -> str | None:
-    """Return what is wrong with a text that is no Unicode; None if it is."""
+    """Return a sentence on the first character that is not valid Unicode; None without one."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -79,9 +81,12 @@ def lone_surrogate(text: str) -> str | None:
 def check_same_columns(
     batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Iterable[str]
 ) -> None:
-    """Raise ValueError naming the first row of a stream whose columns are not those of row 0.
+    """Raise ValueError naming the first row of a stream whose columns differ from those of row 0.
 
-    columns: those of row 0; columns that say nothing of tokens may come and go.
+    Args:
+        batch: values by column, None where a row lacks the column.
+        rows: numbers of the rows.
+        columns: columns of row 0. Only columns of tokens and weights are compared.
     """
     expected = {*_BY_TOKEN} & set(columns)
     for column in [*_BY_TOKEN]:

@@ -1,11 +1,11 @@
-"""What the host knows of a packed row, so that nobody has to ask the device.
+"""A CPU copy of each row's boundaries and trained positions, so that no kernel waits for a sync.
 
     collator           makes a `PackedBatch`: tensors, and a `HostRow` beside them
-    batch.to(device)   keeps the numbers of the row under its tensors there (`cache_values`)
+    batch.to(device)   caches the numbers of the row under its tensors there (`cache_values`)
     attention, head    read the numbers of a tensor (`cached_values`)
 
-Asking a device for a number (`item`, `tolist`, a boolean index) makes the host wait until all work
-that is queued is done, and the device is idle until the host has queued more.
+Reading a number from a device (`item`, `tolist`, a boolean index) makes the host wait for all
+queued work; then the device is idle until the host has queued more.
 """
 
 import threading
@@ -23,12 +23,13 @@ from trl_packing.documents.labels import IGNORE_INDEX
 
 @dataclass(frozen=True, eq=False)
 class HostRow:
-    """A packed row in numbers: where its documents lie, and which of their tokens are trained.
+    """Boundaries and trained positions of a packed row of T tokens, on the CPU.
 
-    boundaries: ``(N + 1,)`` int64, as `cu_seqlens`; the last documents may be padding.
-    is_trained: ``(T,)`` bool, True on targets.
-    padding: tokens at the end that belong to no document.
-    max_length: what kernels are told is the longest document.
+    Attributes:
+        boundaries: ``(N + 1,)`` int64, as `cu_seqlens`; the last documents may be padding.
+        is_trained: ``(T,)`` bool, True on targets.
+        padding: tokens at the end that belong to no document.
+        max_length: tokens of the longest document, as passed to kernels.
     """
 
     boundaries: np.ndarray
@@ -50,10 +51,10 @@ class HostRow:
 
 
 class PackedBatch(dict[str, Any]):
-    """A packed micro-batch: tensors by name, and in `host` what the host knows of its row.
+    """A packed micro-batch: tensors by name, and in `host` the CPU copy of its row.
 
-    `host` is None where nobody said. It goes along to another process, into pinned memory and to
-    the device, and it is under the tensors there; a plain dictionary of them will do from then on.
+    `host` is None if the collator gave none. It is passed on to other processes, pinned memory and
+    the device, where it is cached under the tensors, so a plain dictionary of them also has it.
     """
 
     host: HostRow | None
@@ -64,9 +65,9 @@ class PackedBatch(dict[str, Any]):
         remember_row(self)
 
     def to(self, device: Any, non_blocking: bool = False) -> "PackedBatch":
-        """Return the batch on `device`; a method of its own for accelerate, which looks for one.
+        """Return the batch on `device`; accelerate calls this method if a batch has one.
 
-        What is on the host is sent without waiting, also where nobody asked for it.
+        Tensors on the CPU are always sent without waiting.
         """
         moved = {
             name: value.to(device, non_blocking=non_blocking or value.is_cpu)
@@ -77,21 +78,21 @@ class PackedBatch(dict[str, Any]):
         return PackedBatch(moved, self.host)
 
     def pin_memory(self) -> "PackedBatch":
-        """Return the batch in memory from which devices read at once; data loaders ask for it."""
+        """Return the batch in pinned memory; data loaders call this."""
         pinned = {n: v.pin_memory() if torch.is_tensor(v) else v for n, v in self.items()}
         return PackedBatch(pinned, self.host)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedBatch, (dict(self), self.host)  # known in the process that unpickles it
+        return PackedBatch, (dict(self), self.host)  # caches in the process that unpickles it
 
 
 def host_row(batch: Mapping[str, Any]) -> HostRow | None:
-    """Return what the host knows of the batch's row, None if nothing came with it."""
+    """Return the CPU copy of the batch's row, None if the batch has none."""
     return getattr(batch, "host", None)
 
 
 def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch as a model takes it: with the longest document as an int, and no cache."""
+    """Return the batch as a model takes it: `max_length_q` as an int, and no key-value cache."""
     if batch.get("cu_seq_lens_q") is None:
         return dict(batch)
     longest, row = batch.get("max_length_q"), host_row(batch)
@@ -101,7 +102,7 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return dict(batch) | {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
 
 
-# Keys of a packed batch that say where its documents lie.
+# Keys of a packed batch that hold its document boundaries.
 BOUNDARIES = (
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -124,7 +125,7 @@ def remember_row(batch: Mapping[str, Any]) -> None:
 
 
 def rows_alive() -> list[tuple[Tensor, dict[str, Any]]]:
-    """Return `input_ids` of every packed row in this process, and where its documents lie."""
+    """Return `input_ids` of every packed row in this process, and its boundaries by key."""
     with _rows_lock:
         return list(_rows_alive.items())
 
@@ -134,18 +135,18 @@ _rows_lock = threading.Lock()
 
 
 def is_cpu(tensor: Tensor) -> bool:
-    """Whether the host can read `tensor` without waiting."""
+    """Whether `tensor` is on the CPU, where reading it needs no sync."""
     return tensor.device.type == "cpu"
 
 
 def cache_values(tensor: Tensor, values: np.ndarray) -> None:
-    """Remember `values` for `cached_values(tensor)`, until somebody writes into the tensor."""
-    if not tensor.is_inference():  # these do not count who writes into them
+    """Keep `values` for `cached_values(tensor)`, until the tensor is written to."""
+    if not tensor.is_inference():  # inference tensors do not count writes
         _kept[tensor] = (values, tensor._version)
 
 
 def cached_values(tensor: Tensor) -> np.ndarray | None:
-    """Return what was kept for `tensor`, None if nothing was or it has been written into."""
+    """Return the values cached for `tensor`; None without any, or if it was written to."""
     values, version = _kept.get(tensor, (None, 0))
     return values if values is not None and tensor._version == version else None
 
@@ -157,20 +158,20 @@ _max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def cache_row(labels: Tensor, cu_seqlens: Tensor, row: HostRow) -> None:
-    """Remember `row` under its tensors on the device."""
+    """Cache the numbers of `row` under its tensors on the device."""
     cache_values(labels, row.is_trained)
     cache_values(cu_seqlens, row.boundaries)
     _max_lengths[cu_seqlens] = row.max_length
 
 
 def longest_document(cu_seqlens: Tensor) -> int:
-    """Return the longest document that kernels are told of; asks the device if it must."""
+    """Return the tokens of the longest document, as passed to kernels; syncs if not cached."""
     kept = _max_lengths.get(cu_seqlens)
     return int(np.diff(host_boundaries(cu_seqlens)).max()) if kept is None else kept
 
 
 def host_boundaries(cu_seqlens: Tensor) -> list[int]:
-    """Return the boundaries as Python ints, asking the device at most once a tensor."""
+    """Return the boundaries as Python ints, with at most one sync per tensor."""
     boundaries = cached_values(cu_seqlens)
     if boundaries is None:
         boundaries = cu_seqlens.detach().cpu().numpy()
@@ -180,7 +181,7 @@ def host_boundaries(cu_seqlens: Tensor) -> list[int]:
 
 
 def is_trained(labels: Tensor) -> np.ndarray:
-    """Return where `labels` are trained, bool in their shape; asks the device if it must."""
+    """Return where `labels` are trained, bool in their shape; syncs if not cached."""
     found = cached_values(labels)
     if found is None:
         found = labels.detach().cpu().numpy() != IGNORE_INDEX
@@ -188,11 +189,11 @@ def is_trained(labels: Tensor) -> np.ndarray:
 
 
 def to_device(values: np.ndarray, device: torch.device | None) -> Tensor:
-    """Return `values` on `device` (None: the CPU), without waiting for it."""
+    """Return `values` on `device` (None: the CPU), without waiting for the transfer."""
     return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when `device` has done all that is queued."""
+    """Wait until `device` has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

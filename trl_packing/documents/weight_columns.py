@@ -1,10 +1,9 @@
-"""Columns of a data set that hold one value for every document: what it counts, its source.
+"""Checks of the weight columns of a data set, before anything is trained.
 
-    loss_weight    0.5    1    2        float32, checked before anything is trained
-    source         web  code  web       0 1 … by the names in order: the same on every rank, since
-                                        every rank holds the whole data set
+    loss_weights   [0 1 .5] [1 1]       one float32 for every token
+    loss_weight    0.5      2           one float32 for every document
 
-A piece of a document has the values of the document.
+A piece of a document has the `loss_weight` of the document.
 """
 
 import datasets
@@ -25,8 +24,13 @@ from trl_packing.documents.weights import token_weights, wrong_weight
 def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndarray:
     """Return the `loss_weight` of every row, ``(rows,)`` float32.
 
-    Raises ValueError, naming the row of `which`, for what is missing, negative, infinite or NaN,
-    and for a column that does not hold numbers.
+    Args:
+        dataset: has the column `loss_weight`.
+        which: name of the data set, for messages.
+
+    Raises:
+        ValueError: naming the row, if a weight is missing, negative, infinite or NaN, or if the
+            column does not hold numbers.
     """
     column = dataset.data.column(DOCUMENT_WEIGHT)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
@@ -35,7 +39,7 @@ def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndar
             "each document counts; convert it to numbers, or drop it"
         )
     rows = stored_rows(dataset)
-    with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
+    with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
         weights = column.to_numpy()[rows].astype(np.float32)  # missing ones become NaN
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
@@ -59,9 +63,9 @@ def check_token_weights(documents: ArrowDocuments) -> None:
 
 
 def check_some_weight(documents: ArrowDocuments) -> None:
-    """Raise ValueError naming the columns if every trained token of `documents` weighs 0.
+    """Raise ValueError naming the columns if every trained token of `documents` has weight 0.
 
-    Reads as far as the first that does not: mostly one document. No-op without weights.
+    Reads documents up to the first with a positive weight, mostly one. No-op without weights.
     """
     present = (*documents.columns, *documents.scalars)
     names = [name for name in WEIGHT_COLUMNS if name in present]

@@ -1,15 +1,15 @@
-"""What a document as a whole counts in the loss: its own weight, and how its length enters.
+"""Weights of tokens in the loss: by token, by document, and by the length of the document.
 
     tokens           a1   a2   a3   a4   b1        trained targets of two documents
-    loss_weights      1    1    1    1    1        their own weights; without the column, 1
-    loss_weight       1    1    1    1    2        that of the document; without the column, 1
-    "token"           1    1    1    1    2        every token counts alike
+    loss_weights      1    1    1    1    1        weights by token; 1 without the column
+    loss_weight       1    1    1    1    2        weight of the document; 1 without the column
+    "token"           1    1    1    1    2        every token has the same weight
     "sqrt"          1/2  1/2  1/2  1/2    2        divided by √n
-    "document"      1/4  1/4  1/4  1/4    2        divided by n: every document counts alike
+    "document"      1/4  1/4  1/4  1/4    2        divided by n: the same weight for each document
 
-n is the sum of a document's `loss_weights` over its trained targets, so without them the number of
-those; the first token of a document is never one. The loss is Σ w · loss of a token / Σ w over the
-whole optimizer step, and so ``"document"`` is the mean of the documents' means: LongAlign's
+n is the sum of a document's `loss_weights` over its trained targets; without them, the number of
+targets. The first token of a document is never a target. The loss is Σ w · loss of a token / Σ w
+over the whole optimizer step, so ``"document"`` is the mean of the documents' means: LongAlign's
 weighting (https://huggingface.co/papers/2401.18058). A piece of a split document is a document.
 """
 
@@ -37,13 +37,18 @@ _WORDS = {
 
 
 def in_words(weighting: str, columns: Iterable[str]) -> str:
-    """Return what a trained token counts, in words.
+    """Return a description of the loss for the report.
 
-    >>> in_words("token", ["input_ids", "loss_weight"])
-    'the mean over the trained tokens of a step, all alike, times loss_weight'
+    Args:
+        weighting: one of `LOSS_WEIGHTINGS`.
+        columns: of the data set; weights among them are named.
+
+    Example:
+        >>> in_words("token", ["input_ids", "loss_weight"])
+        'the mean over the trained tokens of a step, all alike, times loss_weight'
     """
-    own = [name for name in WEIGHT_COLUMNS if name in columns]
-    times = "".join(f", times {name}" for name in own)
+    present = [name for name in WEIGHT_COLUMNS if name in columns]
+    times = "".join(f", times {name}" for name in present)
     return f"the mean over the trained tokens of a step, {_WORDS[weighting]}{times}"
 
 
@@ -54,26 +59,34 @@ def weigh_tokens(
     document_weights: Sequence[float],
     loss_weighting: str,
 ) -> np.ndarray:
-    """Return what every token counts, ``(T,)`` float32, and 0 on what is not trained.
+    """Return the weight of every token in the loss, ``(T,)`` float32; 0 if it is not trained.
 
-    `weights` ``(T,)`` are those of the tokens, `labels` ``(T,)`` have document starts masked;
-    `lengths` and `document_weights` are one number for every document, which lie end to end.
+    Args:
+        weights: by token, ``(T,)``.
+        labels: of documents laid end to end, ``(T,)``, with the first token of each masked.
+        lengths: tokens of each document; they sum to T.
+        document_weights: of each document.
+        loss_weighting: one of `LOSS_WEIGHTINGS`.
 
-    >>> labels = np.array([-100, 6, 7, -100, 9])
-    >>> weigh_tokens(np.ones(5), labels, [3, 2], [1.0, 2.0], "document").tolist()
-    [0.0, 0.5, 0.5, 0.0, 2.0]
+    Raises:
+        ValueError: if a weight does not fit into float32.
+
+    Example:
+        >>> labels = np.array([-100, 6, 7, -100, 9])
+        >>> weigh_tokens(np.ones(5), labels, [3, 2], [1.0, 2.0], "document").tolist()
+        [0.0, 0.5, 0.5, 0.0, 2.0]
     """
     if not len(weights):
         return weights.astype(np.float32)
-    own = np.where(labels == IGNORE_INDEX, 0.0, weights)
+    trained = np.where(labels == IGNORE_INDEX, 0.0, weights)
     document = np.repeat(np.arange(len(lengths)), lengths)
-    totals = np.bincount(document, own, minlength=len(lengths)) ** _POWER[loss_weighting]
+    totals = np.bincount(document, trained, minlength=len(lengths)) ** _POWER[loss_weighting]
     factors = np.divide(document_weights, totals, out=np.zeros(len(lengths)), where=totals > 0)
-    products = own * factors[document]
+    products = trained * factors[document]
     if products.max() > _MOST:
         at = int(np.argmax(products))
         raise ValueError(
-            f"{TOKEN_WEIGHTS} {own[at]:.3g} times {DOCUMENT_WEIGHT} "
+            f"{TOKEN_WEIGHTS} {trained[at]:.3g} times {DOCUMENT_WEIGHT} "
             f"{document_weights[document[at]]:.3g} is more than float32 holds; divide all weights "
             "by one number: only their ratios count"
         )
@@ -81,12 +94,14 @@ def weigh_tokens(
 
 
 def document_weight(document: Mapping[str, Any], which: str = "a document") -> float:
-    """Return the `loss_weight` of a document, 1 without one; `which` is its name in a message.
+    """Return the `loss_weight` of a document, 1 without one; `which` is its name in messages.
 
-    Raises ValueError if it is no number (None is none), negative, infinite or NaN.
+    Raises:
+        ValueError: if the weight is not a number, or is negative, infinite or NaN.
 
-    >>> document_weight({"loss_weight": 0.5}), document_weight({})
-    (0.5, 1.0)
+    Example:
+        >>> document_weight({"loss_weight": 0.5}), document_weight({})
+        (0.5, 1.0)
     """
     given = document.get(DOCUMENT_WEIGHT, 1.0)
     try:
@@ -99,7 +114,7 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
 
 
 def wrong_weight(value: Any) -> str:
-    """Return what is wrong with a `loss_weight`, as the end of a sentence."""
+    """Return the end of a sentence about a `loss_weight` that cannot be used."""
     return (
         f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers that are not negative (0 leaves "
         "a document out of the loss)"
@@ -107,17 +122,19 @@ def wrong_weight(value: Any) -> str:
 
 
 def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
-    """Return the loss weights ``(num_tokens,)`` float32 of a document: its `loss_weights`, else 1.
+    """Return the `loss_weights` of a document, ``(num_tokens,)`` float32; ones without them.
 
-    Raises ValueError if there is not one for every token, or one is negative, infinite or NaN.
+    Raises:
+        ValueError: if there is not one per token, or one is negative, infinite or NaN.
 
-    >>> token_weights({"loss_weights": [0, 0.5]}, 2).tolist(), token_weights({}, 2).tolist()
-    ([0.0, 0.5], [1.0, 1.0])
+    Example:
+        >>> token_weights({"loss_weights": [0, 0.5]}, 2).tolist(), token_weights({}, 2).tolist()
+        ([0.0, 0.5], [1.0, 1.0])
     """
     given = document.get(TOKEN_WEIGHTS)
     if given is None:
         return np.ones(num_tokens, dtype=np.float32)
-    with np.errstate(over="ignore"):  # of what float32 cannot hold: infinite, and refused
+    with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
         weights = np.asarray(given, dtype=np.float32)
     if len(weights) != num_tokens:
         raise ValueError(

@@ -116,17 +116,18 @@ class RowFormat:
         )
 
     def form(self, row: Row) -> str:
-        """Return what kind of row it is.
+        """Return "text", "prompt", "messages", "prompt messages" or "fields".
 
-        "text", "prompt", "messages", "prompt messages" or "fields". Raises ValueError for none.
+        Raises:
+            ValueError: for a row of none of these forms.
         """
         if self.formatting_func is not None:
             return "text"
         if self.prompt_template is not None:
             return "fields"
         messages = _name_of_messages(row)
-        # A stream of mixed rows fills them up with nulls; a prompt beside a whole conversation
-        # repeats its beginning (ultrachat_200k).
+        # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
+        # conversation repeats its beginning (ultrachat_200k).
         if row.get("prompt") is not None and (
             messages is None or row.get("completion") is not None
         ):
@@ -138,7 +139,7 @@ class RowFormat:
         raise ValueError(f"it has nothing to train on: {_contents(row)}")
 
     def check(self, row: Row) -> None:
-        """Raise ValueError if a setting does not go with this kind of row."""
+        """Raise ValueError if a setting cannot be used with this form of row."""
         form = self.form(row)
         conversational = form.endswith("messages")
         if conversational and not self.chat.exists:
@@ -163,11 +164,11 @@ class RowFormat:
             )
 
     def render(self, row: Row, form: str) -> Rendered:
-        """Return the text of a row of that form. Raises ValueError for what is wrong with it."""
-        own = self.form(row)
-        if own != form:
+        """Return the text of a row of that form. Raises ValueError if it cannot be rendered."""
+        found = self.form(row)
+        if found != form:
             raise ValueError(
-                f"it holds {_WORDS[own]}, but the first row {_WORDS[form]}; a data set "
+                f"it holds {_WORDS[found]}, but the first row {_WORDS[form]}; a data set "
                 "must be of one form"
             )
         if form == "text":
@@ -216,7 +217,7 @@ class RowFormat:
         prompt, completion, tools = self._messages(row)
         kwargs = row.get("chat_template_kwargs") or {}
         conversation = Conversation(without_flags([*prompt, *completion]), tools, kwargs)
-        if not completion:  # nothing to train: dropped, and counted, with other such documents
+        if not completion:  # nothing to train: such documents are dropped and counted later
             text = self.chat.render(conversation) if prompt else ""
             return Rendered(text, [], adds_special_tokens=False)
         if self.train_on in ("assistant", "last_assistant"):
@@ -299,5 +300,5 @@ def _calls_tools(tokenizer: Any) -> bool:
     """Return whether the chat template renders tool calls."""
     try:
         return bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
-    except Exception:  # a template raises what its author likes, and rows will say so
+    except Exception:  # a template may raise anything; rows will show it
         return False

@@ -1,14 +1,14 @@
-"""Rendered texts → token ids and which of them are trained, in one call of the tokenizer.
+"""Rendered texts → token ids and weights of trained tokens, in one call of the tokenizer.
 
     text        Question: Why?\\nAnswer: Because.<eos>
     spans                              [Because.<eos>]             characters, with a weight
     input_ids   Question  :  Why  ?  \\n  Answer  :  Because .  <eos>
     trained     0         0  0    0  0   0       0  1       1  1
 
-A token that holds some characters of a span and some before it is trained: masked, the first word
-of an answer would never be learned. After a template found in plain text it is the other way round
-(see `templates`), and a prompt ends where TRL ends it: where the tokens of the prompt alone and
-those of prompt and completion part.
+A token with some characters of a span and some before it is trained; if it were masked, the first
+word of an answer would never be learned. After a response template in plain text it is masked
+(`response_template.py`). A prompt ends where TRL ends it: at the first token that differs between
+the prompt alone and the prompt with its completion.
 """
 
 import re
@@ -28,12 +28,16 @@ from trl_packing.formatting.response_template import DecodedDocument
 
 @dataclass(frozen=True)
 class Rendered:
-    """One document as text, and what of it is trained.
+    """One document as text, and the characters of it that are trained.
 
-    spans: (start, stop, weight) in characters; None if every token is trained.
-    prompt: what TRL tokenizes alone to find where the completion begins; None if nothing is prompt.
-    only_whole: tokens that reach out of a span are masked.
-    adds_special_tokens: the tokenizer adds its own, as to any text; a chat template wrote them.
+    Attributes:
+        text: the whole document.
+        spans: (start, stop, weight) in characters; None if every token is trained.
+        prompt: untrained text that TRL tokenizes alone to find the start of the completion; None
+            without one.
+        only_whole: tokens that are partly outside of a span are masked.
+        adds_special_tokens: the tokenizer adds special tokens. Not so after a chat template, which
+            has written them.
     """
 
     text: str
@@ -45,28 +49,29 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """`input_ids`, T of them, and `weights` ``(T,)`` float32, 0 on what is not trained.
+    """The T tokens of a document, and their weights ``(T,)`` float32, 0 if not trained.
 
-    Weights are None if every token is trained, and lists stay lists: neither is needed then, and an
-    array a document costs a tenth of its preparation.
+    Weights are None if every token is trained, and ids stay a list: one array per document would
+    cost a tenth of the preparation.
     """
 
     input_ids: list[int]
     weights: np.ndarray | None
-    lost_prompt: list[int]  # the end of the prompt that prompt and completion together do not have
+    lost_prompt: list[int]  # end of the prompt alone that differs from prompt and completion
 
     @property
     def labels(self) -> list[int] | np.ndarray:
-        """The ids, `IGNORE_INDEX` on what is not trained."""
+        """The ids, with `IGNORE_INDEX` on tokens that are not trained."""
         if self.weights is None:
             return self.input_ids
         return np.where(self.weights > 0, np.asarray(self.input_ids, np.int64), IGNORE_INDEX)
 
 
 def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
-    """Return the tokens of `documents`; all must agree in `adds_special_tokens`.
+    """Return the tokens of `documents`, which must agree in `adds_special_tokens`.
 
-    Raises ValueError for spans where a tokenizer without offsets does not give the text back.
+    Raises:
+        ValueError: if spans need offsets and a tokenizer without them does not decode to the text.
     """
     special = documents[0].adds_special_tokens
     encoded = _encode(tokenizer, [document.text for document in documents], special)
@@ -114,13 +119,13 @@ def _tokenized(
     return Tokenized(ids, weights, lost)
 
 
-# Where a tokenizer may read the end of a prompt otherwise once it sees more: the last of several
-# spaces goes to the next word (GPT-2's "\s+(?!\S)"), an apostrophe to a "'ll".
+# Ends of a prompt that a tokenizer may split differently once more text follows: the last of
+# several spaces joins the next word (GPT-2's "\s+(?!\S)"), an apostrophe a "'ll".
 _OPEN_END = re.compile(r"(\s\s|['’].?)\Z", re.DOTALL)
 
 
 def _prompt_end(view: Any, document: Rendered) -> int | None:
-    """Return where the completion begins, if the prompt alone surely ends there; else None."""
+    """Return the first token of the completion if the prompt alone surely ends there, or None."""
     prompt, text = document.prompt or "", document.text
     size = len(prompt)
     if not text.startswith(prompt) or size >= len(text) or _OPEN_END.search(prompt[-2:]):
@@ -139,22 +144,22 @@ def _view(tokenizer: Any, encoded: Any, number: int, document: Rendered) -> Any:
 
 
 class _Offsets:
-    """From characters to tokens by the offsets of a fast tokenizer."""
+    """Maps characters to tokens by the offsets of a fast tokenizer."""
 
     def __init__(self, encoding: Any, tokenizer: Any):
         self.encoding, self.tokenizer = encoding, tokenizer
 
     def token_starting_at(self, char: int) -> int | None:
-        """Return the token that starts at `char` if the one before, if any, ends there."""
+        """Return the token that starts at `char`, if the token before it ends there."""
         token = self.encoding.char_to_token(char)
         if token is None or self.encoding.token_to_chars(token)[0] != char:
             return None
-        # Trimmed, " word" starts at its "w" too; then the token before ends before the space.
+        # With trimmed offsets " word" also starts at its "w", and the token before ends earlier.
         before = self.encoding.token_to_chars(token - 1) if token else None
         return token if (before[1] if before else 0) == char else None
 
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
-        """Return the tokens of the characters [start, stop), space that no token holds left out."""
+        """Return the tokens of the characters [start, stop), without space that belongs to none."""
         tokens = range(self._num_tokens)
         first = bisect_right(tokens, start, key=self._stop)
         last = bisect_left(tokens, stop, key=self._start)
@@ -164,25 +169,28 @@ class _Offsets:
             return first, last
         first = max(first, bisect_left(tokens, start, key=self._start))
         after = bisect_right(tokens, stop, key=self._stop)
-        # The end of a text takes in what the tokenizer adds after it.
+        # A span at the end of the text includes tokens that the tokenizer adds after it.
         after = len(self.encoding) if after == len(tokens) else after
         return min(first, after), after
 
     @cached_property
     def _num_tokens(self) -> int:
-        """The number of tokens without those that the tokenizer adds at the end."""
+        """Number of tokens, without those that the tokenizer adds at the end."""
         tokens = range(len(self.encoding), 0, -1)
         return next((n for n in tokens if self._stop(n - 1)), 0)
 
     @cached_property
     def _trimmed(self) -> list[str] | None:
-        """The tokens, if offsets leave out the space that they start or stop with; else None."""
+        """The tokens, if offsets exclude their leading and trailing space; else None."""
         processor = self.tokenizer.backend_tokenizer.post_processor
         trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
         return self.encoding.tokens if trims else None
 
     def _chars(self, token: int) -> tuple[int, int]:
-        return self.encoding.token_to_chars(token) or (0, 0)  # None for those that it adds
+        return self.encoding.token_to_chars(token) or (
+            0,
+            0,
+        )  # None for added tokens
 
     def _start(self, token: int) -> int:
         start = self._chars(token)[0]
@@ -199,12 +207,12 @@ class _Offsets:
         return stop + len(piece) - len(words) if words else self._start(token) + len(piece)
 
 
-# "Ġ" is how the vocabularies of byte-level tokenizers write a space.
+# Vocabularies of byte-level tokenizers write a space as "Ġ".
 _SPACE = "Ġ" + string.whitespace
 
 
 class _Decoded:
-    """From characters to tokens by decoding, for tokenizers without offsets."""
+    """Maps characters to tokens by decoding, for tokenizers without offsets."""
 
     def __init__(self, tokenizer: Any, ids: list[int], document: Rendered):
         self.tokenizer, self.text = tokenizer, document.text

@@ -1,4 +1,4 @@
-"""A user's data set → tokenized documents, in batches, Arrow in and Arrow out.
+"""Rows of a user's data set → tokenized documents, in one cached `map`.
 
     rows           text | prompt, completion | messages | fields        (row_format)
         │  render      text, and which characters are trained
@@ -6,7 +6,7 @@
         ▼
     documents      input_ids, labels (and loss_weights, if messages have a weight)
 
-One `map`, cached by `datasets` under the tokenizer, the settings and the version of this package.
+`datasets` caches the result by the tokenizer, the settings and the version of this package.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,22 +31,22 @@ from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
 
 logger = get_logger(__name__)
 
-_AT_ONCE = 128  # rows whose rendering and tokenization take turns
+_AT_ONCE = 128  # rows per tokenizer call; the next are rendered meanwhile
 
 _DTYPES = {"input_ids": "int64", "labels": "int64", "loss_weights": "float32"}
 
 
 def can_prepare(processing_class: Any) -> bool:
-    """Return whether a tokenizer renders and tokenizes as transformers' own do.
+    """Return whether a tokenizer renders and tokenizes with the code of transformers.
 
-    Processors, and classes that do either in a way of their own, take TRL's code.
+    Processors, and classes that override either method, are prepared by TRL's code.
     """
     if not isinstance(processing_class, PreTrainedTokenizerBase):
         return False
-    own = type(processing_class)
+    cls = type(processing_class)
     return (
-        own.apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
-        and own.__call__ is PreTrainedTokenizerBase.__call__
+        cls.apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        and cls.__call__ is PreTrainedTokenizerBase.__call__
     )
 
 
@@ -94,7 +94,7 @@ def documents_from_rows(
             "form": row_format.form(first),
             "columns": columns,
             "name": name,
-            "version": version("trl_packing"),  # another one may render otherwise: not its cache
+            "version": version("trl_packing"),  # another version may render differently
         },
     }
     present = get_dataset_column_names(dataset)
@@ -153,7 +153,7 @@ def _prepare_batch(
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     numbered = list(zip(indices, rows, strict=True))
     tokenizer = row_format.chat.tokenizer
-    # A fast tokenizer lets go of the interpreter, so the next rows are rendered meanwhile.
+    # A fast tokenizer releases the interpreter lock, so the next rows are rendered meanwhile.
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
         parts = [
             tokenizing.submit(
@@ -180,7 +180,7 @@ def _prepare_batch(
 
 
 def _of_one_type(labels: list[Any]) -> list[Any]:
-    """Return lists, or arrays where any of them is one: of a mixture, `datasets` makes JSON."""
+    """Return all as arrays if any is an array: `datasets` stores a mixture as JSON."""
     if all(isinstance(each, list) for each in labels):
         return labels
     return [np.asarray(each, np.int64) for each in labels]
@@ -204,7 +204,7 @@ def _tokenized(
 ) -> list[Tokenized]:
     try:
         return tokenize(tokenizer, documents)
-    except (TypeError, UnicodeError):  # fast and slow tokenizers on text that is no Unicode
+    except (TypeError, UnicodeError):  # of fast and slow tokenizers, on invalid Unicode
         for row, document in enumerate(documents, start=first_row):
             if problem := lone_surrogate(document.text):
                 raise ValueError(f"row {row} of the {name} dataset: {problem}") from None

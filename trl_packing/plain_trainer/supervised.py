@@ -14,7 +14,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from trl_packing.data.counts import fit_and_count
+from trl_packing.data.counting import fit_and_count
 from trl_packing.data.dataset import load_rows
 from trl_packing.data.eos import stop_token_ids
 from trl_packing.data.overflow import Overflow

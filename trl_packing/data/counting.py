@@ -1,0 +1,186 @@
+"""Counting what each stage of preparation lost, from pieces and Arrow columns.
+
+documents      before: tokens, trained tokens, stop tokens
+    │  overflow    cut or dropped for their length
+    │  drop        dropped for having nothing to train
+    ▼
+fitted         after = before − the losses of both stages
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+
+from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
+from trl_packing.data.overflow import Overflow, Pieces, fit_documents, pieces_of, prompt_lengths
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS
+
+_VERB = {
+    "truncate": "cut at the end",
+    "truncate_start": "cut at the start",
+    "truncate_prompt": "prompt cut at the start",
+    "drop": "dropped",
+    "split": "split into pieces",
+}
+
+
+class _PieceCounts(NamedTuple):
+    """Tokens, trained tokens and trained stop tokens of each piece, ``(pieces,)`` int64."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    stops: np.ndarray
+    labelled: np.ndarray  # trained tokens and a labelled first token, which is never a target
+
+    def sums(self, chosen: np.ndarray | None = None) -> TokenCounts:
+        """Return the sums over all pieces, or over the `chosen` ones, ``(pieces,)`` bool."""
+        counted = self.tokens, self.trained, self.stops
+        sums = [values if chosen is None else values[chosen] for values in counted]
+        return TokenCounts(len(sums[0]), *(int(values.sum()) for values in sums))
+
+
+def fit_and_count(
+    dataset: datasets.Dataset,
+    overflow: Overflow,
+    *,
+    stop_ids: Iterable[int] = (),
+    num_proc: int | None = None,
+    name: str = "train",
+) -> tuple[datasets.Dataset, PreparationCounts]:
+    """Return the documents of `dataset` that fit, and the losses; see the two functions called."""
+    documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
+    fitted = fit_documents(documents, overflow, num_proc=num_proc, name=name)
+    return fitted.dataset, count_losses(documents, fitted, overflow, stop_ids)
+
+
+def count_losses(
+    documents: ArrowDocuments,
+    fitted: ArrowDocuments,
+    overflow: Overflow,
+    stop_ids: Iterable[int] = (),
+) -> PreparationCounts:
+    """Return what came in, what came out, and the losses of each stage between.
+
+    Stages are counted from the pieces, not while `map` cuts: its result may come from a cache.
+
+    Args:
+        documents: before the overflow policy.
+        fitted: after it, as `fit_documents` or `fit_table` returns them.
+        overflow: the policy that was applied.
+        stop_ids: trained tokens with these ids are counted as stop tokens.
+    """
+    stops = np.array(sorted(stop_ids), np.int64)
+    whole = _whole(documents)
+    prompts = np.zeros_like(whole.rows)
+    if overflow.policy == "truncate_prompt":
+        prompts = _prompts(documents)
+    pieces = pieces_of(whole.stops, overflow, prompts)
+    before = cut = _count(documents, whole, stops)
+    if not np.array_equal(pieces, whole):
+        cut = _count(documents, pieces, stops)
+    stages = [
+        _overflow_stage(overflow, before, cut, pieces),
+        *_drop_stages(overflow, before, cut, pieces),
+    ]
+    after = before if fitted is documents else _count(fitted, _whole(fitted), stops)
+    counts = PreparationCounts(
+        before=before.sums(),
+        after=after.sums(),
+        stages=tuple(stage for stage in stages if stage.affected),
+    )
+    assert counts.adds_up(), f"the stages do not explain what came out: {counts!r}"
+    return counts
+
+
+def _whole(documents: ArrowDocuments) -> Pieces:
+    lengths = documents.lengths()
+    return Pieces(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+
+
+def _prompts(documents: ArrowDocuments) -> np.ndarray:
+    chunks = documents.readers["labels"].chunks
+    return documents.in_order([prompt_lengths(*chunk) for chunk in chunks])
+
+
+def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _PieceCounts:
+    """Count the tokens of every piece, one chunk of the Arrow table at a time."""
+    labels = documents.readers["labels"]
+    stored = documents.stored_rows(pieces.rows)
+    order = np.argsort(stored, kind="stable")
+    groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
+    counted = _PieceCounts(pieces.stops - pieces.starts, *np.zeros((3, len(stored)), np.int64))
+    for (values, offsets), first, chosen in zip(
+        labels.chunks, labels.first_row[:-1], groups, strict=False
+    ):
+        start = offsets[stored[chosen] - first] + pieces.starts[chosen]
+        stop = start + counted.tokens[chosen]
+        begin = np.minimum(start + 1, stop)  # the first token of a piece is never a target
+        masks = values != IGNORE_INDEX, np.isin(values, stop_ids)
+        for result, mask in zip(counted[1:3], masks, strict=True):
+            at = np.flatnonzero(mask)  # a search costs less than a running sum over all tokens
+            result[chosen] = np.searchsorted(at, stop) - np.searchsorted(at, begin)
+            if result is counted.trained:
+                counted.labelled[chosen] = np.searchsorted(at, stop) - np.searchsorted(at, start)
+    return counted
+
+
+def _overflow_stage(
+    overflow: Overflow, before: _PieceCounts, cut: _PieceCounts, pieces: Pieces
+) -> Stage:
+    number = len(before.tokens)
+    intact = int((cut.tokens == before.tokens[pieces.rows]).sum())
+    stops_left = np.bincount(pieces.rows, cut.stops, minlength=number)
+    why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
+    if overflow.policy == "wrapped":
+        why = f"cut where rows of max_length={overflow.capacity} end"
+    suggests_split = not overflow.makes_pieces and _are_running_text(overflow, before, cut, pieces)
+    return Stage(
+        number - intact,
+        why,
+        before.sums() - cut.sums(),
+        lost_eos=int((stops_left < before.stops).sum()),
+        remedy="raise max_length" + " or set overflow='split'" * suggests_split,
+    )
+
+
+def _are_running_text(
+    overflow: Overflow, before: _PieceCounts, cut: _PieceCounts, pieces: Pieces
+) -> bool:
+    """Return whether pieces of the cut documents would make sense alone.
+
+    Pieces of a conversation, or of an answer without its prompt, would not. Such documents have
+    untrained tokens, or stop tokens between their turns.
+    """
+    is_cut = np.ones(len(before.tokens), bool)
+    is_cut[pieces.rows[cut.tokens == before.tokens[pieces.rows]]] = False
+    trained = before.trained[is_cut] >= before.tokens[is_cut] - 1
+    return overflow.running_text and bool(trained.all() and (before.stops[is_cut] < 2).all())
+
+
+def _drop_stages(
+    overflow: Overflow, before: _PieceCounts, cut: _PieceCounts, pieces: Pieces
+) -> tuple[Stage, Stage]:
+    """Return losses of pieces with nothing to train: from the beginning, and because of the cut."""
+    untrained = cut.trained == 0
+    if overflow.drops_as_padded:
+        untrained = cut.tokens == 0 if overflow.capacity is None else cut.labelled == 0
+    never = untrained & (before.trained[pieces.rows] == 0)
+    documents = np.unique(pieces.rows[never])
+    empty = int((before.tokens[documents] == 0).sum())
+    return (
+        Stage(
+            len(documents),
+            "without a trained token: dropped",
+            cut.sums(never),
+            empty=empty,
+        ),
+        Stage(
+            int((untrained & ~never).sum()),
+            "with no trained token left: dropped",
+            cut.sums(untrained & ~never),
+            unit="piece" if overflow.makes_pieces else "document",
+        ),
+    )
