@@ -26,7 +26,7 @@ from transformers import (
 from transformers import DataCollatorWithFlattening as TheirFlattening
 
 from trl_packing import PackedCollator, enable_packing, other_rows
-from trl_packing.plain_trainer import enable as plain_trainer
+from trl_packing.plain_trainer import forward
 from trl_packing.recognition import rows_by_content
 from trl_packing.recognition.known_documents import find_documents
 
@@ -154,7 +154,7 @@ def test_documents_are_trained_apart(call, options, tmp_path):
 
 @pytest.mark.parametrize("name", ["PackedDataset", "PackedCollator"])
 def test_the_comparison_sees_documents_that_see_each_other(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(plain_trainer, "complete_call", lambda model, call: call)
+    monkeypatch.setattr(forward, "complete_call", lambda model, call: call)
     monkeypatch.setattr("trl_packing.recognition.calls.complete_call", lambda model, call: call)
     trainer, found = step_of(ids_only, tmp_path, **COLLATED[name])
     is_packed = name == "PackedDataset"
