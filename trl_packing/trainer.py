@@ -274,7 +274,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     @property
     def attention(self) -> AttentionChoice:
-        """What keeps the documents of a packed row apart, and why."""
+        """The attention backend that keeps the documents of a packed row apart, and the reason."""
         return self._guard.attention
 
     @property

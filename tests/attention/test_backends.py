@@ -248,7 +248,7 @@ TAKEN = [
     ((12, 0), "llama", {"head_dim": 192}, "flash_attention_2"),
     ((10, 0), "llama", {"head_dim": 128}, "flash_attention_4"),
     ((9, 0), "llama", {"head_dim": 12}, "flash_attention_2"),
-    # dropout, which transformers leaves out in silence for versions 3 and 4
+    # dropout, which transformers silently leaves out for versions 3 and 4
     ((9, 0), "llama", {"attention_dropout": 0.1}, "flash_attention_2"),
     ((9, 0), "gpt2_dropout", {}, "flash_attention_2"),
     # soft-cap: no backward in version 4

@@ -33,7 +33,7 @@ def padded(lengths, side):
 
 
 def everyday_calls(model):
-    """What a model is used for besides packed training; every result compares bit by bit."""
+    """Ordinary uses of a model besides packed training; every result compares bit by bit."""
     model.eval()
     left, right = padded([12, 3, 7], "left"), padded([12, 3, 7], "right")
     results = {

@@ -91,7 +91,7 @@ def test_gradient_checkpointing_keeps_the_gradients(name):
 
 @pytest.fixture
 def messages(caplog):
-    """What transformers says: its logger does not propagate to pytest's handler by itself."""
+    """Messages of transformers: its logger does not propagate to pytest's handler by itself."""
     logger = logging.getLogger("transformers")
     before, logger.propagate = logger.propagate, True
     yield caplog

@@ -27,7 +27,7 @@ varlen_attention = with_keywords(torch_varlen.varlen_attention)
 
 @pytest.fixture
 def varlen_calls(monkeypatch):
-    """Let `varlen_attn` compute from what it is given, and keep what that was."""
+    """Make `varlen_attn` compute from its arguments, and keep them."""
     calls = []
 
     def varlen_attn(

@@ -1,4 +1,4 @@
-"""What is wrong with a data set is one sentence that names the row, the column and the way out."""
+"""A fault of a data set is one sentence that names the row, the column and the way out."""
 
 import numpy as np
 import pytest

@@ -173,7 +173,7 @@ def test_only_tokens_met_at_ends_are_decoded(monkeypatch):
 
 # --- appending ------------------------------------------------------------------------------------
 
-# What comes in, and what comes out.
+# The input, and the expected output.
 APPENDED = [
     (([A, A], ".x"), ([A, A, EOS], ".xx")),
     (([A], "x"), ([A, EOS], "xx")),

@@ -145,7 +145,7 @@ NUM_ROWS = 20  # steps of 8, 8 and 4 documents, three epochs
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """What a user changes besides imports: where the model and the data are, and no CUDA here."""
+    """Changes besides the imports: the places of the model and the data, and no CUDA here."""
     monkeypatch.chdir(tmp_path)
     rows = [
         {"instruction": q, "output": a}

@@ -75,7 +75,7 @@ def test_bf16_is_the_default_and_trains_fp32_weights(tmp_path, packing):
 
 @both_modes
 def test_three_epochs_of_trl_defaults(tmp_path, model_id, packing):
-    """What most of TRL's own tests run: 17 documents, 8 a batch, bf16, a learning rate of 2e-5."""
+    """Most of TRL's own tests run this: 17 documents, 8 a batch, bf16, a learning rate of 2e-5."""
     trainer = PackedSFTTrainer(
         model=model_id,
         args=SFTConfig(output_dir=str(tmp_path), packing=packing, use_cpu=True),

@@ -1,4 +1,4 @@
-"""What a user sets on a built trainer, or overrides, means here what it means in TRL.
+"""Attributes set on a built trainer, and overridden methods, mean the same as in TRL.
 
 Losses are compared with those of TRL's own trainer, in float32: the same sums in another order.
 """

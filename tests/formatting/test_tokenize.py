@@ -45,7 +45,7 @@ def trained(model, trainer, pre_tokenizer, **parts) -> PreTrainedTokenizerFast:
     )
 
 
-# How Llama 3 and Qwen part words before bytes are merged.
+# Llama 3 and Qwen split words by this pattern before bytes are merged.
 _LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -154,7 +154,7 @@ def model():
 
 
 def by_trl(dataset: Any, tokenizer: Any, folder: Any, **settings: Any) -> list[tuple[list, list]]:
-    """What TRL makes of the rows, and nothing is cut."""
+    """Return TRL's documents of the rows; nothing is cut."""
     formatting_func = settings.pop("formatting_func", None)
     args = config(SFTConfig, folder, **settings)
     trainer = SFTTrainer(
@@ -196,7 +196,7 @@ def by_us(dataset: Any, tokenizer: Any, folder: Any = "o", **settings: Any) -> l
 
 
 def row_format_for(rows: Dataset, tokenizer: Any, **settings: Any) -> RowFormat:
-    """What our config says of rows without completions."""
+    """Return the setting of our config for rows without completions."""
     args = config(PackedSFTConfig, "o", packing=False, **settings)
     return RowFormat.from_args(args, tokenizer, chat_template=None, completion_only=False)
 
@@ -206,7 +206,7 @@ def documents(dataset: Any) -> list[tuple[list, list]]:
 
 
 def trained_text(tokenizer: Any, documents: list[tuple]) -> list[str]:
-    """What is trained of each document, parts apart from each other."""
+    """Return the trained parts of each document, separated from each other."""
     texts = []
     for ids, labels in documents:
         parts, part = [], []

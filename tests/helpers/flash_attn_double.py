@@ -115,7 +115,7 @@ class FlashAttentionDouble:
 
 
 def install(monkeypatch, version: int = 2, backward: str = "") -> FlashAttentionDouble:
-    """Let transformers find the double where it looks for `version` of the flash-attn package."""
+    """Make transformers find the double where it looks for `version` of the flash-attn package."""
     double = FlashAttentionDouble(backward)
     functions = (
         double.flash_attn_func,

@@ -1,4 +1,4 @@
-"""Which code makes the host wait for the device, counted on a machine that has none.
+"""Count the places at which the host waits for the device, on a machine without one.
 
 Tensors of a batch, parameters, and whatever is computed from them count as the device's (`marked`).
 Each of the following on such a tensor is a wait, and would be one on CUDA:

@@ -10,7 +10,7 @@ WRAPPERS = ["DDP", "FSDP2"]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank found, by wrapper, model and way."""
+    """The finding of each rank, by wrapper, model and backend."""
     folder = tmp_path_factory.mktemp("isolation")
     launch("helpers.distributed.isolation", str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

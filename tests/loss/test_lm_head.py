@@ -109,7 +109,7 @@ def assert_same_output(ours, expected, tolerance=TOLERANCE):
             torch.testing.assert_close(got, reference, **close)
 
 
-# What a loss multiplies the log-probabilities with: one number, or one a position.
+# A loss multiplies the log-probabilities by these: one number, or one for each position.
 LOSSES = {
     "sum": lambda log_probs: -log_probs.sum() / 7,
     "dft": lambda log_probs: -(log_probs * log_probs.exp().detach()).sum(),

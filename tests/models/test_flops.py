@@ -97,7 +97,7 @@ def test_lora_needs_no_gradient_of_frozen_weights():
     counted = model_flops(adapted)
     matrices, attention = seen(adapted)
     ours = counted.per_token * T + counted.per_target * T
-    # What reaches the first layer has no gradient, but only what is registered before the first
+    # The input of the first layer has no gradient, but only what is registered before the first
     # adapter is known to be below it: k and v and the adapter of v of that layer are counted more.
     layer = model.model.layers[0].self_attn
     above = 2 * layer.k_proj.weight.numel() + 2 * layer.v_proj.base_layer.weight.numel()

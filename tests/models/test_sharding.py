@@ -104,7 +104,7 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """What one rank trains, by name; engines share it."""
+    """Runs of one rank, by name; all engines are compared with them."""
     found: dict[str, dict] = {}
 
     def of(name: str, arguments: dict) -> dict:

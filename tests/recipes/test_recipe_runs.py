@@ -246,7 +246,7 @@ def test_right_documents_are_those_without_an_error():
     from transformers import EvalPrediction
 
     labels = np.array([[-100, 5, 6, 7], [-100, -100, 8, -100], [-100, 5, 6, -100]])
-    # What position i predicts is label i + 1.
+    # Position i predicts label i + 1.
     predicted = np.array([[5, 6, 7, 0], [9, 8, 9, 9], [5, 0, 9, 9]])
     found = evaluation.right_documents(EvalPrediction(predicted, labels))
     assert found == {"right_documents": pytest.approx(2 / 3)}

@@ -165,7 +165,7 @@ def test_the_comparison_sees_documents_that_see_each_other(name, tmp_path, monke
 
 @pytest.mark.parametrize("call", [embedded, embedded_and_ones], ids=lambda call: call.__name__)
 def test_embedded_rows_are_told_by_the_row_in_flight(call, tmp_path, monkeypatch):
-    """The negative control: without it, an evaluation mixes documents in silence."""
+    """The negative control: without it, an evaluation silently mixes documents."""
     expected = by_hand(tiny_model("llama"), DOCUMENTS)[0]
     trainer, _ = step_of(call, tmp_path)
     monkeypatch.setattr(rows_by_content, "row_in_flight", lambda model: None)

@@ -1,4 +1,4 @@
-"""What an epoch is made of is known before it starts, and is what the trainer then does."""
+"""The report on an epoch is known before it starts, and the trainer then does the same."""
 
 import json
 
@@ -37,7 +37,7 @@ def documents(number: int) -> Dataset:
 
 
 def documents_by_step(trainer) -> list[int]:
-    """How many documents each optimizer step holds, as the sampler deals them."""
+    """Return the number of documents in each optimizer step of the sampler."""
     sampler = trainer._get_train_sampler(trainer._remove_unused_columns(trainer.train_dataset))
     sizes = [len(micro_batch) for micro_batch in sampler]
     size = trainer.args.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""A resumed run goes on with the very batches that the uninterrupted one would have seen."""
+"""A resumed run continues with exactly the batches that the uninterrupted run would have used."""
 
 import shutil
 from collections import Counter

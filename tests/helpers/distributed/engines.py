@@ -3,7 +3,7 @@
     fsdp2           parameters, gradients and optimizer are DTensors
     zero2, zero3    DeepSpeed: gradients and optimizer are sharded; zero3: parameters too
 
-accelerate 1.15 knows FSDP on devices only: on CPUs it takes DDP instead, without a message. The
+accelerate 1.15 knows FSDP on devices only: on CPUs it silently takes DDP instead. The
 sharding itself (torch, gloo) works on them. `fsdp_on_cpu` lets accelerate believe so.
 """
 
@@ -49,7 +49,7 @@ def options(engine: str | None, model: str) -> dict[str, Any]:
 
 
 def fsdp_on_cpu(*, head_apart: bool = False) -> None:
-    """Let accelerate shard by FSDP2 on CPUs, for the rest of this process.
+    """Make accelerate shard by FSDP2 on CPUs, for the rest of this process.
 
     head_apart: it does not find the final norm, as in PEFT and vision-language models.
     """
@@ -76,7 +76,7 @@ def fsdp_on_cpu(*, head_apart: bool = False) -> None:
 
 
 def start(engine: str | None) -> None:
-    """Let DeepSpeed know the ranks, which its launcher does, but not on CPUs."""
+    """Tell DeepSpeed the ranks, as its launcher does, except on CPUs."""
     if engine in ("zero2", "zero3"):
         import deepspeed
 
@@ -84,7 +84,7 @@ def start(engine: str | None) -> None:
 
 
 def forget_zero3() -> None:
-    """Let models be built whole: one that is built under ZeRO-3 starts from other weights."""
+    """Build models whole: one that is built under ZeRO-3 starts from other weights."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()

@@ -1,4 +1,4 @@
-"""Run a recipe under FSDP2 on CPUs, where accelerate alone would take DDP without a message.
+"""Run a recipe under FSDP2 on CPUs, where accelerate alone would silently take DDP.
 
 torchrun --nproc_per_node 2 -m helpers.distributed.recipe full --config FILE
 """

@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Run:
-    """What to train.
+    """A run to train.
 
     trainer: one of `TRAINERS`.
     rows: of the data set, tokenized.

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[2]
 
 @dataclass
 class Scenario:
-    """What to train. `lengths` and `eval_lengths` are those of the documents.
+    """A run to train. `lengths` and `eval_lengths` are those of the documents.
 
     leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
