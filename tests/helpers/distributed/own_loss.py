@@ -29,4 +29,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    from helpers.distributed.train import leave_group
+
     main(sys.argv[1])
+    leave_group()

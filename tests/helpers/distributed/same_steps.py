@@ -172,4 +172,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from helpers.distributed.train import leave_group
+
     main()
+    leave_group()

@@ -303,6 +303,14 @@ def launch(module: str, *arguments: str, ranks: int = 2, timeout_seconds: int = 
     assert process.returncode == 0, output[-4000:]
 
 
+def leave_group() -> None:
+    """End the process group: a process that exits with gloo's threads running may abort."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def main() -> None:
     import torch
 
@@ -311,6 +319,7 @@ def main() -> None:
         print(f"scenario {name}", flush=True)
         torch.manual_seed(0)
         torch.save(run(Scenario(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
+    leave_group()
 
 
 if __name__ == "__main__":
