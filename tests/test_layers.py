@@ -32,6 +32,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"config", "documents", "packing"},
         {"accelerate", "datasets", "jinja2", "numpy", "pyarrow", "torch", "transformers", "trl"},
     ),
+    "pages": ({"formatting"}, {"numpy"}),
     "data": (
         {"config", "documents", "formatting", "models", "packing"},
         {"accelerate", "datasets", "numpy", "pyarrow", "torch", "trl"},

@@ -1,0 +1,94 @@
+"""One self-contained HTML file: no framework, no external request, light and dark.
+
+sections of HTML, data for the script  →  page()  →  text of a file that opens from disk
+
+Text of a data set reaches HTML only through `escape`, and scripts only through the JSON of `page`.
+"""
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from trl_packing.formatting.printable import escape_hidden
+
+# The page may neither load nor send anything, whatever text it holds.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def escape(text: object) -> str:
+    """Return `text` as HTML that shows it; hidden characters are shown as escapes."""
+    return html.escape(escape_hidden(str(text)))
+
+
+def page(title: str, sections: Iterable[str], *, data: Any = None, script: str = "") -> str:
+    """Return the text of an HTML file.
+
+    Args:
+        title: plain text, shown as heading.
+        sections: HTML, from the functions of this folder.
+        data: JSON for the script, which finds it as ``data``.
+        script: JavaScript, run when the page is loaded.
+    """
+    code = f"const data = JSON.parse(document.getElementById('data').textContent);\n{script}"
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{asset('page.css')}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
+            *sections,
+            f'<script type="application/json" id="data">{json_in_html(data)}</script>'
+            * bool(script),
+            f"<script>{{\n{code}\n}}</script>" * bool(script),
+            "</body>\n</html>\n",
+        ]
+    )
+
+
+def asset(name: str) -> str:
+    """Return the text of a file of this folder."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def json_in_html(data: Any) -> str:
+    """Return `data` as JSON that cannot end the script element around it. NaN becomes null."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def section(heading: str, *content: str, note: str = "") -> str:
+    """Return content under a heading, with a note in a lighter color beside it."""
+    beside = f' <span class="note">{escape(note)}</span>' if note else ""
+    return f"<section>\n<h2>{escape(heading)}{beside}</h2>\n" + "\n".join(content) + "\n</section>"
+
+
+def columns(*content: str) -> str:
+    """Return blocks side by side, below each other on a narrow screen."""
+    return '<div class="columns">' + "".join(f"<div>{block}</div>" for block in content) + "</div>"
+
+
+def cards(items: Iterable[tuple[str, str]]) -> str:
+    """Return figures as cards: (value, name)."""
+    return (
+        '<div class="cards">'
+        + "".join(
+            f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+            for value, name in items
+        )
+        + "</div>"
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table that scrolls sideways on a narrow screen. Numbers align to the right."""
+    header = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        f'<div class="scroll"><table>\n<thead><tr>{header}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
