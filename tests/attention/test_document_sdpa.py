@@ -195,5 +195,5 @@ def test_the_op_keeps_the_contract_of_custom_ops(options):
     sinks, seed, *rest = options
     sinks = torch.randn(4, requires_grad=True) if sinks else None
     seed = None if seed is None else torch.tensor(seed)
-    arguments = (*inputs(), boundaries(), sinks, seed, *rest)
+    arguments = (*inputs(), boundaries(), None, None, sinks, seed, *rest)
     torch.library.opcheck(torch.ops.trl_packing.document_attention.default, arguments)

@@ -14,7 +14,7 @@ change by 2.5, and `generate` writes other tokens (transformers 5.23).
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention.implementation import register_packed_name
 from trl_packing.attention.packed_calls import wrap_packed_calls
+from trl_packing.attention.prefix_keys import PrefixKeys, prefix_keys
 
 
 class KernelOptions(NamedTuple):
@@ -46,8 +47,20 @@ class KernelOptions(NamedTuple):
     dropout: float = 0.0
 
 
-# (query, key, value, cu_seqlens, options, max_length) -> output; see `document_sdpa` for the shapes
-PackedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, KernelOptions, int | None], Tensor]
+class PackedKernel(Protocol):
+    """Attention within documents; `document_sdpa.document_attention` describes the arguments."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        options: KernelOptions,
+        max_length: int | None = None,
+        keys: PrefixKeys | None = None,
+    ) -> Tensor: ...
+
 
 # Models build their masks before attention runs. Some (gpt_oss) do so without the position_ids that
 # reveal packing, so a mask function cannot recognize a packed call by its arguments. The wrapper
@@ -117,7 +130,10 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        key_index: Tensor | None = None,
         max_length_q: int | None = None,
+        max_length_k: int | None = None,
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
@@ -161,6 +177,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
                 dropout,
             ),
             max_length_q,
+            prefix_keys(cu_seq_lens_k, key_index, max_length_k),
         )
         return output.unsqueeze(0), None
 

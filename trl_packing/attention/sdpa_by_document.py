@@ -87,7 +87,7 @@ def _window_bias(past: int, window: int, query: Tensor) -> Tensor:
     `past` keys come before the first query. The dtype is that of `query`: PyTorch would convert a
     bool mask in every call, and keep the result for the backward.
     """
-    tile = Tile(past, past + tiles.BLOCK, 0)
+    tile = Tile(past, past + tiles.BLOCK, 0, past + tiles.BLOCK)
     visible = visible_keys(tile, KernelOptions(1.0, window), query.device)
     # Rows are a multiple of 8 keys wide; PyTorch pads a copy of other masks in every call.
     width = -(-visible.shape[1] // 8) * 8

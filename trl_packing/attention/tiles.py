@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trl_packing.attention.interface import KernelOptions
+from trl_packing.attention.prefix_keys import PrefixKeys, blocks_of_nodes, blocks_of_segments
 from trl_packing.documents.host_row import host_boundaries
 
 # Queries per tile if the tile materializes a mask (windows) or scores (soft-cap, dropout). This
@@ -31,15 +32,25 @@ _SLOW_IN_HALF_PRECISION = 256
 
 
 class Tile(NamedTuple):
-    """Queries ``[q0, q1)`` and every key that they may see, ``[k0, q1)``; causal and windowed."""
+    """Queries ``[q0, q1)`` and keys ``[k0, k1)``; causal and windowed.
+
+    The query at row i is ``i - j - gap`` tokens behind the key at row j: tokens in between may be
+    on other paths of a row with shared prefixes. `merges` says that the queries have other tiles
+    before this one.
+    """
 
     q0: int
     q1: int
     k0: int
+    k1: int
+    gap: int = 0
+    merges: bool = False
 
 
-def cut_tiles(cu_seqlens: Tensor, options: KernelOptions, query: Tensor) -> Iterator[Tile]:
-    """Yield the tiles of all documents in order.
+def cut_tiles(
+    cu_seqlens: Tensor, options: KernelOptions, query: Tensor, keys: PrefixKeys | None = None
+) -> Iterator[Tile]:
+    """Yield the tiles of all documents, then those of shared prefixes.
 
     Raises:
         ValueError: `cu_seqlens` does not run from 0 to the number of tokens of `query`.
@@ -56,7 +67,27 @@ def cut_tiles(cu_seqlens: Tensor, options: KernelOptions, query: Tensor) -> Iter
         block = end - start if within_window and not scored else BLOCK
         for q0 in range(start, end, max(block, 1)):
             reach = max(start, q0 - options.window + 1) if options.window else start
-            yield Tile(q0, min(q0 + block, end), reach)
+            q1 = min(q0 + block, end)
+            yield Tile(q0, q1, reach, q1)
+    if keys is not None:
+        yield from _prefix_tiles(cu_seqlens, options, keys, scored)
+
+
+def _prefix_tiles(
+    cu_seqlens: Tensor, options: KernelOptions, keys: PrefixKeys, scored: bool
+) -> Iterator[Tile]:
+    """Yield tiles in which every query sees a key, so that no softmax is empty."""
+    if not options.window:
+        for q0, q1, k0, k1, _ in blocks_of_nodes(cu_seqlens, keys):
+            size = BLOCK if scored else q1 - q0
+            for start in range(q0, q1, max(size, 1)):
+                yield Tile(start, min(start + size, q1), k0, k1, merges=True)
+        return
+    for q0, q1, k0, k1, gap in blocks_of_segments(cu_seqlens, keys):
+        last = min(q1, k1 + gap + options.window - 1)  # behind it, the window has left the keys
+        for start in range(q0, last, BLOCK):
+            reach = max(k0, start - gap - options.window + 1)
+            yield Tile(start, min(start + BLOCK, last), reach, k1, gap, merges=True)
 
 
 def split_by_kv_head(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, ...]:
@@ -67,7 +98,7 @@ def split_by_kv_head(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> t
     num_kv_heads = key.shape[1]
     q = split_by_group(query[tile.q0 : tile.q1], num_kv_heads)
     k, v = (
-        x[tile.k0 : tile.q1].transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+        x[tile.k0 : tile.k1].transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
         for x in (key, value)
     )
     return q, k, v
@@ -82,10 +113,14 @@ def _is_causal_square(tile: Tile, options: KernelOptions) -> bool:
     return tile.k0 == tile.q0 and (not options.window or tile.q1 - tile.q0 <= options.window)
 
 
+def _sees_all(tile: Tile, options: KernelOptions) -> bool:
+    return tile.merges and not options.window
+
+
 def visible_keys(tile: Tile, options: KernelOptions, device: torch.device) -> Tensor:
     """Return True for each key that a query of the tile sees, ``(Q, S)`` bool."""
-    queries = torch.arange(tile.q0, tile.q1, device=device)[:, None]
-    keys = torch.arange(tile.k0, tile.q1, device=device)[None]
+    queries = torch.arange(tile.q0 - tile.gap, tile.q1 - tile.gap, device=device)[:, None]
+    keys = torch.arange(tile.k0, tile.k1, device=device)[None]
     # Compared, not subtracted: a difference would take 8 bytes per pair, a comparison takes one.
     visible = keys <= queries
     return visible.logical_and_(keys > queries - options.window) if options.window else visible
@@ -152,7 +187,7 @@ def fused_backward(
         options: scale and window.
         generator: not used; `scored_backward` repeats its dropout from it.
     """
-    if q.dtype != torch.float32 and tile.q1 - tile.k0 < _SLOW_IN_HALF_PRECISION:
+    if q.dtype != torch.float32 and tile.k1 - tile.k0 < _SLOW_IN_HALF_PRECISION:
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
     causal, mask = _causal_or_mask(q, tile, options)
     width = max(q.shape[-1], v.shape[-1])
@@ -166,6 +201,8 @@ def fused_backward(
 def _causal_or_mask(q: Tensor, tile: Tile, options: KernelOptions) -> tuple[bool, Tensor | None]:
     if _is_causal_square(tile, options):
         return True, None
+    if _sees_all(tile, options):
+        return False, None
     visible = visible_keys(tile, options, q.device)
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
     return False, bias.expand(*q.shape[:2], -1, -1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
+from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
 from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share_of_keys
 
 NAME = "packed_varlen"
@@ -38,6 +39,7 @@ def varlen_attention(
     cu_seqlens: Tensor,
     options: KernelOptions,
     max_length: int | None = None,
+    keys: PrefixKeys | None = None,
 ) -> Tensor:
     """Return causal attention within each document, ``(T, heads, head_dim)``.
 
@@ -48,6 +50,8 @@ def varlen_attention(
         cu_seqlens: boundaries of the documents, ``(N + 1,)`` int32.
         options: scale, window and sinks.
         max_length: tokens of the longest document; None computes it, which waits for the device.
+        keys: the keys of each segment, if documents share prefixes; `cu_seqlens` are then the
+            boundaries of segments.
 
     Raises:
         NotImplementedError: `options` has a soft-cap or dropout.
@@ -58,21 +62,33 @@ def varlen_attention(
             f"torch's varlen attention has no soft-cap and no dropout (got softcap={softcap}, "
             f"dropout={dropout}); set attention='documents'"
         )
-    longest = int(cu_seqlens.diff().max()) if max_length is None else int(max_length)
+    longest = _longest(cu_seqlens, max_length)
+    spans = (cu_seqlens, cu_seqlens, longest, longest)
+    if keys is not None:
+        key, value = (gather_keys(x, keys.key_index) for x in (key, value))
+        spans = (
+            cu_seqlens,
+            keys.cu_seqlens_k,
+            longest,
+            _longest(keys.cu_seqlens_k, keys.max_length),
+        )
     # The kernel counts the tokens to the left of the query; the model counts the query too.
     left = -1 if not window else window - 1
     query, key, value = (x.contiguous() for x in (query, key, value))
     if sinks is not None:
-        return _SinkAttention.apply(query, key, value, sinks, cu_seqlens, longest, scale, left)
-    return _varlen_attn(query, key, value, cu_seqlens, longest, scale, left)
+        return _SinkAttention.apply(query, key, value, sinks, spans, scale, left)
+    return _varlen_attn(query, key, value, spans, scale, left)
+
+
+def _longest(cu_seqlens: Tensor, known: int | None) -> int:
+    return int(cu_seqlens.diff().max()) if known is None else int(known)
 
 
 def _varlen_attn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
+    spans: tuple[Tensor, Tensor, int, int],
     scale: float,
     left: int,
 ) -> Tensor:
@@ -86,10 +102,7 @@ def _varlen_attn(
         query,
         key,
         value,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
+        *spans,
         scale=scale,
         window_size=(left, 0),
         **options,
@@ -102,15 +115,12 @@ class _SinkAttention(torch.autograd.Function):
     """Attention with learned sinks on a kernel without them (`sinks.py` has the arithmetic)."""
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, cu_seqlens, longest, scale, left):
+    def forward(ctx, query, key, value, sinks, spans, scale, left):
         out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
             query,
             key,
             value,
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
+            *spans,
             0.0,
             left < 0,
             False,
@@ -120,13 +130,15 @@ class _SinkAttention(torch.autograd.Function):
         )
         with_sinks = lse_with_sinks(lse, sinks)
         out = out * share_of_keys(lse, with_sinks).to(out.dtype)
-        ctx.save_for_backward(query, key, value, out, with_sinks, sinks, cu_seqlens, rng, unused)
-        ctx.options = (longest, scale, left)
+        ctx.save_for_backward(query, key, value, out, with_sinks, sinks, *spans[:2], rng, unused)
+        ctx.options = (spans[2:], scale, left)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, out, lse, sinks, cu_seqlens, rng, unused = ctx.saved_tensors
+        (query, key, value, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, rng, unused) = (
+            ctx.saved_tensors
+        )
         longest, scale, left = ctx.options
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
@@ -135,10 +147,9 @@ class _SinkAttention(torch.autograd.Function):
             value,
             out,
             lse,
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *longest,
             0.0,
             left < 0,
             rng,
@@ -148,7 +159,7 @@ class _SinkAttention(torch.autograd.Function):
             window_size_right=0,
         )
         d_sinks = gradient_of_sinks(grad, out, lse, sinks)
-        return d_query, d_key, d_value, d_sinks, None, None, None, None
+        return d_query, d_key, d_value, d_sinks, None, None, None
 
 
 register_packed_kernel(NAME, varlen_attention)

@@ -1,0 +1,153 @@
+"""Attention with shared prefixes equals dense attention by paths, and each document alone."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.trees import Tree, random_tree
+
+from trl_packing.attention import tiles
+from trl_packing.attention.document_sdpa import document_attention
+from trl_packing.attention.interface import KernelOptions
+from trl_packing.attention.prefix_keys import PrefixKeys
+
+OPTIONS = {
+    "plain": {},
+    "window 1": {"window": 1},
+    "window 3": {"window": 3},
+    "window 12": {"window": 12},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "softcap, sinks, window": {
+        "softcap": 2.0,
+        "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]),
+        "window": 5,
+    },
+}
+
+
+def tensors_of(num_tokens, dtype=torch.float32, value_dim=8, kv_heads=2):
+    shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
+    return [torch.randn(num_tokens, *s).to(dtype).requires_grad_() for s in shapes]
+
+
+def dense(tree, query, key, value, scale, window=None, softcap=None, sinks=None):
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~tree.visible(window), float("-inf"))
+    if sinks is not None:
+        column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def outcome(attention, tensors, upstream, sinks):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    if sinks is not None:
+        leaves.append(sinks.to(tensors[0].dtype).clone().requires_grad_())
+    output = attention(*leaves[:3], sinks=leaves[3] if sinks is not None else None)
+    return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+
+def assert_equals_dense(tree, tensors, tolerance=1e-5, keys=None, **options):
+    sinks = options.pop("sinks", None)
+    upstream = torch.randn(len(tensors[0]), 4, tensors[2].shape[-1])
+
+    def packed(q, k, v, sinks):
+        given = KernelOptions(0.4, sinks=sinks, **options)
+        return document_attention(q, k, v, tree.cu_seqlens, given, keys=keys or tree.keys)
+
+    def reference(q, k, v, sinks):
+        return dense(tree, q, k, v, 0.4, sinks=sinks, **options)
+
+    ours = outcome(packed, tensors, upstream, sinks)
+    expected = outcome(reference, [x.double() for x in tensors], upstream.double(), sinks)
+    for got, wanted in zip(ours, expected, strict=True):
+        size = 1 + wanted.abs().max().item()
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("block", [512, 4], ids=["one tile", "tiles of 4"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention_over_paths_equals_dense_attention(options, block, monkeypatch):
+    monkeypatch.setattr(tiles, "BLOCK", block)
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        tree = random_tree(rng, int(rng.integers(1, 12)))
+        assert_equals_dense(tree, tensors_of(tree.starts[-1]), **options)
+
+
+@pytest.mark.parametrize("shape", [{"kv_heads": 4}, {"kv_heads": 1}, {"value_dim": 5}], ids=str)
+def test_heads_are_grouped_and_values_have_their_own_width(shape):
+    tree = random_tree(np.random.default_rng(1), 9)
+    for options in ({}, {"window": 4}, {"softcap": 2.0}):
+        assert_equals_dense(tree, tensors_of(tree.starts[-1], **shape), **options)
+
+
+def test_bf16_is_as_close_as_bf16_allows():
+    tree = random_tree(np.random.default_rng(2), 9, longest=60)
+    for options in OPTIONS.values():
+        tensors = tensors_of(tree.starts[-1], dtype=torch.bfloat16)
+        assert_equals_dense(tree, tensors, tolerance=4 * 2**-8, **options)
+
+
+def test_the_comparison_sees_siblings_that_see_each_other():
+    family = Tree([3, 2, 2], [-1, 0, 0])
+    chain = Tree([3, 2, 2], [-1, 0, 1])
+    tensors = tensors_of(7)
+    assert_equals_dense(family, tensors)
+    with pytest.raises(AssertionError):
+        assert_equals_dense(family, tensors, keys=chain.keys)
+
+
+def test_rows_need_not_be_in_depth_first_order():
+    """A child may stand behind another subtree."""
+    assert_equals_dense(Tree([3, 2, 4, 2, 1], [-1, 0, -1, 0, 2]), tensors_of(12))
+
+
+def test_a_row_without_prefixes_is_the_row_of_today_to_the_last_bit():
+    row = Tree([3, 1, 5], [-1, -1, -1])
+    q, k, v = tensors_of(9)
+    options = KernelOptions(0.4)
+    today = document_attention(q, k, v, row.cu_seqlens, options)
+    assert torch.equal(today, document_attention(q, k, v, row.cu_seqlens, options, keys=row.keys))
+
+
+def test_keys_that_do_not_fit_are_refused():
+    row = Tree([3, 2], [-1, 0])
+    q, k, v = tensors_of(5)
+    good = row.keys
+    swapped = good._replace(key_index=good.key_index.flip(0))
+    short = good._replace(cu_seqlens_k=good.cu_seqlens_k[:-1])
+    for keys in (swapped, short):
+        with pytest.raises(ValueError, match="segment"):
+            document_attention(q, k, v, row.cu_seqlens, KernelOptions(0.4), keys=keys)
+    with pytest.raises(NotImplementedError, match="dropout"):
+        document_attention(q, k, v, row.cu_seqlens, KernelOptions(0.4, dropout=0.1), keys=good)
+
+
+def test_compiled_once_for_any_tree():
+    options = KernelOptions(0.4)
+    compiled = torch.compile(
+        lambda q, k, v, cu, cu_k, index: document_attention(
+            q, k, v, cu, options, keys=PrefixKeys(cu_k, index)
+        ),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for tree in (Tree([3, 2, 2], [-1, 0, 0]), Tree([3, 2, 2], [-1, 0, 1])):
+        tensors = tensors_of(7)
+        expected = document_attention(*tensors, tree.cu_seqlens, options, keys=tree.keys)
+        got = compiled(*tensors, tree.cu_seqlens, *tree.keys[:2])
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 2.0)])
+def test_the_op_keeps_the_contract_of_custom_ops(window, softcap):
+    tree = Tree([3, 2, 2, 4], [-1, 0, 0, -1])
+    arguments = (*tensors_of(11), tree.cu_seqlens, *tree.keys[:2], None, None, 0.4, window, softcap)
+    torch.library.opcheck(torch.ops.trl_packing.document_attention.default, (*arguments, 0.0))

@@ -1,0 +1,63 @@
+"""Random rows with shared prefixes, and dense attention over them by a mask of paths."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trl_packing.attention.prefix_keys import PrefixKeys
+
+
+class Tree:
+    """Segments of a row: their lengths ``(N,)`` and parents ``(N,)``, -1 for roots."""
+
+    def __init__(self, lengths, parents):
+        self.lengths, self.parents = list(lengths), list(parents)
+        self.starts = [0, *np.cumsum(self.lengths).tolist()]
+
+    def path(self, segment: int) -> list[int]:
+        """Return segments from the root to `segment`, itself included."""
+        path = []
+        while segment >= 0:
+            path.append(segment)
+            segment = self.parents[segment]
+        return path[::-1]
+
+    def rows(self, segment: int) -> list[int]:
+        """Return the rows of the keys of `segment`."""
+        return [i for s in self.path(segment) for i in range(self.starts[s], self.starts[s + 1])]
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor(self.starts, dtype=torch.int32)
+
+    @property
+    def keys(self) -> PrefixKeys:
+        rows = [self.rows(s) for s in range(len(self.lengths))]
+        ends = np.cumsum([0, *map(len, rows)])
+        index = torch.tensor([i for r in rows for i in r])
+        return PrefixKeys(torch.tensor(ends, dtype=torch.int32), index, max(map(len, rows)))
+
+    @property
+    def leaves(self) -> list[int]:
+        return [s for s in range(len(self.lengths)) if s not in self.parents]
+
+    def visible(self, window: int | None = None) -> Tensor:
+        """Return which token sees which, ``(T, T)`` bool."""
+        total = self.starts[-1]
+        seen = torch.zeros(total, total, dtype=torch.bool)
+        for s in range(len(self.lengths)):
+            rows = self.rows(s)
+            for depth in range(len(rows) - self.lengths[s], len(rows)):
+                first = 0 if window is None else max(0, depth - window + 1)
+                seen[rows[depth], rows[first : depth + 1]] = True
+        return seen
+
+
+def random_tree(rng: np.random.Generator, segments: int = 8, longest: int = 9) -> Tree:
+    """Return a tree of `segments` in depth-first order, some of them empty or roots."""
+    parents, open_path = [], []
+    for s in range(segments):
+        open_path = open_path[: int(rng.integers(0, len(open_path) + 1))]
+        parents.append(open_path[-1] if open_path else -1)
+        open_path.append(s)
+    return Tree(rng.integers(1, longest + 1, segments).tolist(), parents)

@@ -1,0 +1,169 @@
+"""Keys of a row whose documents share prefixes: boundaries of queries and keys apart.
+
+    row              S S S Q Q a a a b b R c        a segment is a run of tokens that one set of
+    segments         S S S|Q Q|a a a|b b|R c        documents shares
+    cu_seqlens       0     3   5     8   10  12     boundaries of the segments (the queries)
+    keys of b b      S S S Q Q b b                  the segments on the path from the root, its own
+    key_index        … 0 1 2 3 4 8 9 …              their positions in the row, segment by segment
+    cu_seqlens_k     … 0 → 7 …                      boundaries of the keys of each segment
+
+A query sees the keys of its segment, causally, aligned at the end: the last query sees all of them.
+FlashAttention's varlen kernels take these boundaries (flash-attn from 2.1, torch varlen).
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trl_packing.documents.host_row import host_boundaries
+
+
+class PrefixKeys(NamedTuple):
+    """The keys that each segment of a row sees, its own tokens last.
+
+    Attributes:
+        cu_seqlens_k: boundaries of the keys of each segment in `key_index`, ``(N + 1,)`` int32.
+        key_index: positions in the row of all keys, ``(K,)`` int64.
+        max_length: most keys of a segment.
+    """
+
+    cu_seqlens_k: Tensor
+    key_index: Tensor
+    max_length: int | None = None
+
+
+def prefix_keys(
+    cu_seqlens_k: Tensor | None, key_index: Tensor | None, max_length: int | None = None
+) -> PrefixKeys | None:
+    """Return the keys of a packed call, None if its documents share no prefixes."""
+    if cu_seqlens_k is None or key_index is None:
+        return None
+    return PrefixKeys(cu_seqlens_k, key_index, max_length)
+
+
+class PrefixBlock(NamedTuple):
+    """Queries ``[q0, q1)``, and keys ``[k0, k1)`` that are in the prefix of all of them.
+
+    `gap` counts the tokens of the row between keys and queries that are on other paths: the query
+    at row i is ``i - j - gap`` tokens behind the key at row j. It is 0 where queries of several
+    segments are together, which differ in it.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    gap: int
+
+
+def blocks_of_nodes(cu_seqlens: Tensor, keys: PrefixKeys) -> Iterator[PrefixBlock]:
+    """Yield a block for each segment that is a prefix: its keys, and all queries that follow it.
+
+    In a row in depth-first order, the queries behind a segment are next to each other. In another
+    order, a segment has several blocks.
+
+    Args:
+        cu_seqlens: boundaries of the segments, ``(N + 1,)`` int32.
+        keys: the keys of each segment.
+
+    Raises:
+        ValueError: the keys do not fit the segments.
+    """
+    spans = list(pairwise(host_boundaries(cu_seqlens)))
+    starts = np.array([start for start, _ in spans])
+    open_nodes: list[tuple[int, int]] = []  # (segment, first query behind it)
+    for (q0, _), prefix in zip(spans, _prefixes(spans, keys), strict=True):
+        heads = prefix[np.flatnonzero(np.isin(prefix, starts))]
+        path = np.searchsorted(starts, heads, side="right") - 1
+        common = 0
+        while common < min(len(path), len(open_nodes)) and path[common] == open_nodes[common][0]:
+            common += 1
+        for node, since in open_nodes[common:]:
+            yield PrefixBlock(since, q0, *spans[node], 0)
+        open_nodes = open_nodes[:common] + [(int(node), q0) for node in path[common:]]
+    for node, since in open_nodes:
+        yield PrefixBlock(since, spans[-1][1], *spans[node], 0)
+
+
+def blocks_of_segments(cu_seqlens: Tensor, keys: PrefixKeys) -> Iterator[PrefixBlock]:
+    """Yield the keys of each segment's prefix in runs of neighbors, with their `gap`.
+
+    Arguments and errors as `blocks_of_nodes` has them.
+    """
+    spans = list(pairwise(host_boundaries(cu_seqlens)))
+    for (q0, q1), prefix in zip(spans, _prefixes(spans, keys), strict=True):
+        heads = np.flatnonzero(np.diff(prefix, prepend=-2) != 1).tolist()
+        for first, beyond in pairwise([*heads, len(prefix)]):
+            k0 = int(prefix[first])
+            gap = (q0 - k0) - (len(prefix) - first)
+            yield PrefixBlock(q0, q1, k0, k0 + beyond - first, gap)
+
+
+def _prefixes(spans: list[tuple[int, int]], keys: PrefixKeys) -> Iterator[np.ndarray]:
+    """Yield the keys of each segment without its own."""
+    boundaries = host_boundaries(keys.cu_seqlens_k)
+    index = np.asarray(host_boundaries(keys.key_index))
+    if len(boundaries) != len(spans) + 1 or boundaries[0] != 0 or boundaries[-1] > len(index):
+        raise ValueError(
+            f"cu_seqlens_k has {len(boundaries) - 1} segments and ends at {boundaries[-1]}; it "
+            f"needs {len(spans)}, as cu_seqlens has, and at most {len(index)} keys"
+        )
+    for (q0, q1), (k0, k1) in zip(spans, pairwise(boundaries), strict=True):
+        seen = index[k0:k1]
+        own = len(seen) - (q1 - q0)
+        if own < 0 or not np.array_equal(seen[own:], np.arange(q0, q1)) or (seen[:own] >= q0).any():
+            raise ValueError(
+                f"the keys of the segment [{q0}, {q1}) must be tokens before it, then its own"
+            )
+        yield seen[:own]
+
+
+def merge_softmax(
+    output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return attention over two disjoint sets of keys from the attention over each.
+
+    Shape letters: Q queries, H heads, D values per head.
+
+    Args:
+        output: over the first keys, ``(Q, H, D)`` float32.
+        lse: log-sum-exp of the scores of the first keys, ``(H, Q)`` float32.
+        more: over the other keys, ``(Q, H, D)``.
+        more_lse: log-sum-exp of the other scores, ``(H, Q)`` float32.
+
+    Returns:
+        The output and the log-sum-exp over all keys, in the shapes given.
+    """
+    merged = torch.logaddexp(lse, more_lse)
+    share, rest = (torch.exp(x - merged).t().unsqueeze(-1) for x in (lse, more_lse))
+    return output * share + more * rest, merged
+
+
+def gather_keys(tensor: Tensor, key_index: Tensor) -> Tensor:
+    """Return ``tensor[key_index]``, for kernels that need the keys of each segment together.
+
+    The gradient of a key is the sum over all segments that see it, in float32.
+
+    Args:
+        tensor: keys or values, ``(T, heads, dim)``.
+        key_index: positions in the row, ``(K,)`` int64.
+    """
+    return _Gather.apply(tensor, key_index)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, key_index):
+        ctx.save_for_backward(key_index)
+        ctx.num_tokens = len(tensor)
+        return tensor.index_select(0, key_index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (key_index,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.num_tokens, *grad.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, key_index, grad.float()).to(grad.dtype), None
