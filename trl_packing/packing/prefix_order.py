@@ -1,0 +1,88 @@
+"""Bring documents with common prefixes next to each other: an order, and what neighbors share.
+
+    documents    b a n d | a n t | b a n k | a n d        (one token a letter)
+    order        a n d | a n t | b a n d | b a n k        lexicographic, by token id
+    common             2       0         3                tokens shared with the one before
+
+Documents are compared in blocks of 16 tokens, and only with those that were equal so far (radix
+sort from the first token). A block that all documents of a group share, as in a common system
+prompt, costs one hash of each. Work is linear in the tokens compared; memory in the documents.
+"""
+
+import numpy as np
+
+BLOCK = 16
+
+_MULTIPLIERS = np.random.default_rng(0).integers(1, 2**63, BLOCK, np.uint64) | np.uint64(1)
+
+
+def prefix_order(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents in lexicographic order, and how many tokens neighbors share.
+
+    Args:
+        values: token ids of all documents, ``(T,)`` integers from 0 to 2**32 - 2.
+        offsets: document n is ``values[offsets[n]:offsets[n + 1]]``, ``(N + 1,)``.
+
+    Returns:
+        The order ``(N,)`` int64, equal documents in their given order; and the common tokens
+        ``(N,)`` int64 of each with the one before it, 0 for the first.
+
+    Examples:
+        >>> order, common = prefix_order(np.array([5, 6, 7, 5, 6, 1, 9]), np.array([0, 3, 6, 7]))
+        >>> order.tolist(), common.tolist()
+        ([1, 0, 2], [0, 2, 0])
+    """
+    starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
+    order = np.arange(len(lengths))
+    common = np.zeros(len(lengths), np.int64)
+    is_open = np.ones(len(lengths), bool)  # equal so far to the one before
+    is_open[:1] = False
+    depth = 0
+    while is_open.any():
+        # Documents of groups: those that are equal so far to a neighbor.
+        at = np.flatnonzero(is_open | np.append(is_open[1:], False))
+        rows = _blocks(values, starts, lengths, order[at], depth)
+        group = np.cumsum(~is_open[at])
+        _sort_groups(at, rows, group, order)
+        pairs = np.flatnonzero(group[1:] == group[:-1]) + 1
+        equal = rows[pairs] == rows[pairs - 1]
+        same = equal.all(1)
+        ended = same & (rows[pairs, -1] == 0)
+        common[at[pairs]] = depth + np.where(same, BLOCK, equal.argmin(1))
+        common[at[pairs[ended]]] = lengths[order[at[pairs[ended]]]]
+        is_open[at[pairs]] = same & ~ended
+        depth += BLOCK
+    return order, common
+
+
+def _blocks(
+    values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, documents: np.ndarray, depth: int
+) -> np.ndarray:
+    """Return tokens ``[depth, depth + BLOCK)`` of documents plus one, 0 behind their end."""
+    offsets = depth + np.arange(BLOCK)
+    inside = offsets < lengths[documents][:, None]
+    index = starts[documents][:, None] + offsets
+    rows = values[np.minimum(index, len(values) - 1, out=index)].astype(np.uint32)
+    rows += np.uint32(1)
+    rows[~inside] = 0
+    return rows
+
+
+def _sort_groups(at: np.ndarray, rows: np.ndarray, group: np.ndarray, order: np.ndarray) -> None:
+    """Sort `order` and `rows` within each group by the tokens of the rows, in place."""
+    hashes = (rows.astype(np.uint64) * _MULTIPLIERS).sum(1)
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    sizes = np.diff(first, append=len(group))
+    differs = hashes != np.repeat(hashes[first], sizes)
+    # Different hashes prove that rows differ. Equal ones may lie, so the rows are compared then.
+    mixed = np.repeat(np.logical_or.reduceat(differs, first), sizes)
+    uniform = np.flatnonzero(~mixed)
+    lies = (rows[uniform] != rows[np.repeat(first, sizes)[uniform]]).any(1)
+    mixed |= np.isin(group, group[uniform[lies]])
+    some = np.flatnonzero(mixed)
+    keys = np.empty((len(some), BLOCK + 1), ">u4")
+    keys[:, 0] = group[some]
+    keys[:, 1:] = rows[some]
+    into = np.argsort(keys.view(f"S{keys.itemsize * (BLOCK + 1)}")[:, 0], kind="stable")
+    order[at[some]] = order[at[some[into]]]
+    rows[some] = rows[some[into]]
