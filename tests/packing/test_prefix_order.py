@@ -1,5 +1,7 @@
 """Documents are sorted by their tokens, and neighbors know what they share."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -36,7 +38,7 @@ def test_order_and_common_tokens_are_those_of_sorted_lists(documents):
     ordered = [documents[i] for i in order]
     assert ordered == sorted(documents)
     assert order.tolist() == sorted(range(len(documents)), key=documents.__getitem__)
-    expected = [common_by_hand(*pair) for pair in zip(ordered, ordered[1:], strict=False)]
+    expected = [common_by_hand(*pair) for pair in pairwise(ordered)]
     assert common.tolist() == [0, *expected]
 
 

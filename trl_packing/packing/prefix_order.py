@@ -62,9 +62,9 @@ def _blocks(
     offsets = depth + np.arange(BLOCK)
     inside = offsets < lengths[documents][:, None]
     index = starts[documents][:, None] + offsets
-    rows = values[np.minimum(index, len(values) - 1, out=index)].astype(np.uint32)
-    rows += np.uint32(1)
-    rows[~inside] = 0
+    rows = np.zeros(index.shape, np.uint32)
+    rows[inside] = values[index[inside]]
+    rows[inside] += np.uint32(1)
     return rows
 
 
