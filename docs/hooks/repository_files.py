@@ -3,12 +3,17 @@
 `[step.md](../benchmarks/results/step.md)` works on GitHub and in an editor, but mkdocs only reads
 docs/. This hook adds every file that a page links to under repository/, Markdown as a page and
 others as text, and then the files that those link to. A broken link fails the strict build.
+
+Recipes and notebooks are pages of their own, at recipes/ and notebooks/. The search finds pages
+before measurements, and sources not at all.
 """
 
+import ast
 import os
 import re
 from pathlib import Path
 
+import notebooks
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +21,7 @@ DOCS = ROOT / "docs"
 
 _CODE = re.compile(r"^(```|~~~).*?^\1\s*$|`[^`\n]*`", re.M | re.S)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=(?:#[^)\s]*)?\))")
+_PAGES = ("recipes", "notebooks")  # folders whose files are pages like those of docs/
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", "": "make"}
 
 
@@ -29,8 +35,9 @@ def page_of(path: Path) -> str:
     """Return the page, relative to docs/, that shows a file of the repository."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
-    inside = f"repository/{path.relative_to(ROOT).as_posix()}"
-    return inside if path.suffix == ".md" else f"{inside}.md"
+    inside = path.relative_to(ROOT)
+    name = inside.as_posix() if inside.parts[0] in _PAGES else f"repository/{inside.as_posix()}"
+    return name if path.suffix == ".md" else f"{name}.md"
 
 
 def rewritten(markdown: str, source: Path) -> str:
@@ -53,17 +60,34 @@ def text_of(path: Path) -> str:
     """Return a page with the text of a file, or with the names in a folder."""
     if path.suffix == ".md":
         return rewritten(path.read_text(), path)
+    if path.suffix == ".ipynb":
+        return notebooks.markdown_of(path)
     title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
     if path.is_dir():
         names = sorted(p.name for p in path.iterdir() if not p.name.startswith((".", "__")))
         return title + "\n".join(f"- `{name}`" for name in names)
-    return f"{title}````{_LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"
+    source = path.read_text()
+    if path.suffix == ".py" and path.parent == ROOT / "recipes":
+        tree = ast.parse(source)
+        title = f"# {path.name}\n\n{ast.get_docstring(tree)}\n\n## Source\n\n"
+        source = "".join(source.splitlines(keepends=True)[tree.body[0].end_lineno :]).lstrip()
+    return f"{title}````{_LANGUAGES.get(path.suffix, 'text')}\n{source}\n````\n"
+
+
+def in_search(path: Path) -> str:
+    """Return the front matter that ranks a file in the search."""
+    inside = path.relative_to(ROOT)
+    if inside.parts[0] in _PAGES and path.suffix in (".md", ".py", ".ipynb"):
+        return ""
+    rank = "boost: 0.3" if path.suffix == ".md" else "exclude: true"
+    return f"---\nsearch:\n  {rank}\n---\n\n"
 
 
 def linked_files() -> set[Path]:
-    """Return the files outside docs/ that its pages link to, directly or through other files."""
-    found: set[Path] = set()
-    waiting = sorted(DOCS.rglob("*.md"))
+    """Return the files outside docs/ that are pages, or that pages link to, however indirectly."""
+    shown = [ROOT / "recipes" / "README.md", *(ROOT / "recipes").glob("*.py")]
+    found = {*shown, *(ROOT / "notebooks").glob("*.ipynb")}
+    waiting = [*DOCS.rglob("*.md"), shown[0]]
     while waiting:
         source = waiting.pop()
         for link in links(source.read_text()):
@@ -77,7 +101,8 @@ def linked_files() -> set[Path]:
 
 def on_files(files, config):
     for path in sorted(linked_files()):
-        files.append(File.generated(config, page_of(path), content=text_of(path)))
+        content = in_search(path) + text_of(path)
+        files.append(File.generated(config, page_of(path), content=content))
     return files
 
 
