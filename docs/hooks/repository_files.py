@@ -22,6 +22,7 @@ DOCS = ROOT / "docs"
 _CODE = re.compile(r"^(```|~~~).*?^\1\s*$|`[^`\n]*`", re.M | re.S)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=(?:#[^)\s]*)?\))")
 _PAGES = ("recipes", "notebooks")  # folders whose files are pages like those of docs/
+_SOURCE = "## Source { data-search-exclude }"
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", "": "make"}
 
 
@@ -69,7 +70,7 @@ def text_of(path: Path) -> str:
     source = path.read_text()
     if path.suffix == ".py" and path.parent == ROOT / "recipes":
         tree = ast.parse(source)
-        title = f"# {path.name}\n\n{ast.get_docstring(tree)}\n\n## Source\n\n"
+        title = f"# {path.name}\n\n{ast.get_docstring(tree)}\n\n{_SOURCE}\n\n"
         source = "".join(source.splitlines(keepends=True)[tree.body[0].end_lineno :]).lstrip()
     return f"{title}````{_LANGUAGES.get(path.suffix, 'text')}\n{source}\n````\n"
 
@@ -77,9 +78,8 @@ def text_of(path: Path) -> str:
 def in_search(path: Path) -> str:
     """Return the front matter that ranks a file in the search."""
     inside = path.relative_to(ROOT)
-    if inside.parts[0] in _PAGES and path.suffix in (".md", ".py", ".ipynb"):
-        return ""
-    rank = "boost: 0.3" if path.suffix == ".md" else "exclude: true"
+    is_page = inside.parts[0] in _PAGES and path.suffix in (".md", ".py", ".ipynb")
+    rank = "boost: 0.5" if is_page or path.suffix == ".md" else "exclude: true"
     return f"---\nsearch:\n  {rank}\n---\n\n"
 
 

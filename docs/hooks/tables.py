@@ -1,7 +1,7 @@
-"""Name the column of each cell, so that narrow windows can show a row as a card.
+"""Tables that fit: cells know their column, and long code may be broken at its punctuation.
 
-docs/stylesheets/extra.css writes the name before the cell. Tables of two columns need no names:
-their cells stand below each other.
+In narrow windows, docs/stylesheets/extra.css shows a row as a card and writes the name of the
+column before the cell. Cells of two columns stand below each other and need no names.
 """
 
 import re
@@ -9,6 +9,8 @@ from html import escape, unescape
 
 _TABLE = re.compile(r"<table>.*?</table>", re.S)
 _ROW = re.compile(r"<tr>.*?</tr>", re.S)
+_CODE = re.compile(r"<code>([^<]{16,})</code>")
+_PLACE = re.compile(r"(?<=[_=/.,(\[])(?=\w)")
 _HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.S)
 
 
@@ -31,5 +33,14 @@ def _named_row(row: str, columns: list[str]) -> str:
     return re.sub(r"<td((?: [^>]*)?)>", opening, row)
 
 
+def breakable(table: str) -> str:
+    """Return a table whose long code has places to break it: after _ = / . , and brackets."""
+
+    def broken(code: re.Match[str]) -> str:
+        return f"<code>{_PLACE.sub('<wbr>', code[1])}</code>"
+
+    return _CODE.sub(broken, table)
+
+
 def on_page_content(html, page, config, files):
-    return _TABLE.sub(lambda table: named(table[0]), html)
+    return _TABLE.sub(lambda table: breakable(named(table[0])), html)
