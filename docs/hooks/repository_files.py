@@ -4,8 +4,7 @@
 docs/. This hook adds every file that a page links to under repository/, Markdown as a page and
 others as text, and then the files that those link to. A broken link fails the strict build.
 
-Recipes and notebooks are pages of their own, at recipes/ and notebooks/. The search finds pages
-before measurements, and sources not at all.
+Recipes and notebooks are pages of their own, at recipes/ and notebooks/.
 """
 
 import ast
@@ -13,8 +12,9 @@ import os
 import re
 from pathlib import Path
 
-import notebooks
 from mkdocs.structure.files import File
+
+import notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -75,14 +75,6 @@ def text_of(path: Path) -> str:
     return f"{title}````{_LANGUAGES.get(path.suffix, 'text')}\n{source}\n````\n"
 
 
-def in_search(path: Path) -> str:
-    """Return the front matter that ranks a file in the search."""
-    inside = path.relative_to(ROOT)
-    is_page = inside.parts[0] in _PAGES and path.suffix in (".md", ".py", ".ipynb")
-    rank = "boost: 0.5" if is_page or path.suffix == ".md" else "exclude: true"
-    return f"---\nsearch:\n  {rank}\n---\n\n"
-
-
 def linked_files() -> set[Path]:
     """Return the files outside docs/ that are pages, or that pages link to, however indirectly."""
     shown = [ROOT / "recipes" / "README.md", *(ROOT / "recipes").glob("*.py")]
@@ -101,8 +93,7 @@ def linked_files() -> set[Path]:
 
 def on_files(files, config):
     for path in sorted(linked_files()):
-        content = in_search(path) + text_of(path)
-        files.append(File.generated(config, page_of(path), content=content))
+        files.append(File.generated(config, page_of(path), content=text_of(path)))
     return files
 
 
