@@ -6,7 +6,7 @@ from pathlib import Path
 
 CONFIG = Path(__file__).resolve().parents[2] / "trl_packing" / "config.py"
 
-# A quoted value, or a name with an underscore and its value: packing_strategy='wrapped', eval_loss_<x>
+# A quoted value, a name with an underscore, or both: packing_strategy='wrapped', eval_loss_<x>
 _NAME = re.compile(r"(?<!\w)(?:\w+=)?'[^'\n]+'(?!\w)|\b[a-z]+(?:_(?:[a-z0-9]+|<\w+>))+(?:=\w+)?")
 _MARK = "<!-- settings -->"
 
