@@ -30,12 +30,14 @@ class HostRow:
         is_trained: ``(T,)`` bool, True on targets.
         padding: tokens at the end that belong to no document.
         max_length: tokens of the longest document, as passed to kernels.
+        tree: the documents, if they share prefixes; `boundaries` are then those of segments.
     """
 
     boundaries: np.ndarray
     is_trained: np.ndarray
     padding: int
     max_length: int
+    tree: "TreeNumbers | None" = None
 
     @property
     def num_tokens(self) -> int:
@@ -45,9 +47,31 @@ class HostRow:
     @property
     def lengths(self) -> np.ndarray:
         """Return the tokens of every document ``(N,)``, without the padding."""
+        if self.tree is not None:
+            return self.tree.lengths
         real = self.boundaries[self.boundaries <= self.num_tokens - self.padding]
         lengths = np.diff(real)
         return lengths[lengths > 0]
+
+    @property
+    def num_trained(self) -> int:
+        """Return the trained tokens of all documents."""
+        return int(self.is_trained.sum()) if self.tree is None else self.tree.num_trained
+
+
+@dataclass(frozen=True, eq=False)
+class TreeNumbers:
+    """Documents of a row in which they share prefixes.
+
+    Attributes:
+        lengths: tokens of each document, ``(N,)``.
+        num_trained: trained tokens of all documents.
+        max_keys: most keys of a segment.
+    """
+
+    lengths: np.ndarray
+    num_trained: int
+    max_keys: int
 
 
 class PackedBatch(dict[str, Any]):
@@ -99,7 +123,13 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(longest, int):
         boundaries = batch["cu_seq_lens_q"]
         longest = longest_document(boundaries) if row is None else row.max_length
-    return dict(batch) | {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
+    most_keys = longest if batch.get("key_index") is None else _most_keys(batch, row)
+    return dict(batch) | {"max_length_q": longest, "max_length_k": most_keys, "use_cache": False}
+
+
+def _most_keys(batch: Mapping[str, Any], row: HostRow | None) -> int:
+    known = batch.get("max_length_k") if row is None or row.tree is None else row.tree.max_keys
+    return known if isinstance(known, int) else longest_document(batch["cu_seq_lens_k"])
 
 
 # Keys of a packed batch that hold its document boundaries.
@@ -108,6 +138,7 @@ BOUNDARIES = (
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
+    "key_index",
     "seq_idx",
     "position_ids",
 )

@@ -28,6 +28,9 @@ DOCUMENT_WEIGHT = "loss_weight"
 
 WEIGHT_COLUMNS = (TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
 
+# For every token of a row with shared prefixes: the documents that train it.
+TARGET_COUNTS = "target_counts"
+
 # An integer for every document of an evaluation set that reports losses by source.
 SOURCE_IDS = "source_ids"
 

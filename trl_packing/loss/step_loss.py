@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from trl import SFTTrainer
 
 from trl_packing.documents.host_row import for_kernels
-from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TOKEN_WEIGHTS
+from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.loss.evaluation import EvaluationSums, Sources
 from trl_packing.loss.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
 from trl_packing.loss.weighted_forward import (
@@ -38,7 +38,11 @@ from trl_packing.models.state import temporarily
 
 logger = get_logger(__name__)
 
-_FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS)  # columns of a batch that the model does not take
+_FOR_THE_LOSS = (
+    TOKEN_WEIGHTS,
+    SOURCE_IDS,
+    TARGET_COUNTS,
+)  # columns of a batch that the model does not take
 
 
 class StepLoss:
@@ -134,6 +138,7 @@ class StepLoss:
         scale = None if num_items is None else self._scale
         evaluated, ids = self._evaluated, inputs.get(SOURCE_IDS)
         weights = seen = None
+        counts = inputs.get(TARGET_COUNTS)
         if scale is not None or any(name in inputs for name in _FOR_THE_LOSS):
             check_weights_can_be_used(self.trainer.compute_loss_func, inputs)
             weights = target_weights(inputs)
@@ -149,7 +154,7 @@ class StepLoss:
             self._weight_auxiliary_loss(inputs, num_items),
             weight_targets(self.trainer, model, weights, scale, seen) as weighted,
         ):
-            observed = partial(observed_call, weighted, self._token_sums(), weights)
+            observed = partial(observed_call, weighted, self._token_sums(), weights, counts)
             result = parent(observed, inputs, return_outputs, num_items)
         if evaluated is not None:
             total = sum_of_weights(target_weights(inputs) if weights is None else weights)

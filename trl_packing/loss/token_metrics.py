@@ -27,22 +27,26 @@ class TokenSums:
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
-    def add(self, scored: Any, num_tokens: int, total_weight: Tensor) -> None:
+    def add(
+        self, scored: Any, num_tokens: int, total_weight: Tensor, times: Tensor | None = None
+    ) -> None:
         """Add a micro-batch.
 
         Args:
             scored: the output of a fused head on it.
             num_tokens: its tokens, padding included.
             total_weight: the sum of the weights of its targets.
+            times: how many documents train each target, in the shape of its entropy; None: one.
         """
         dtype = sums_dtype(scored.entropy.device)
-        trained = scored.label_mask.sum().to(dtype)
+        times = scored.label_mask if times is None else times
+        trained = times.sum().to(dtype)
         aux_loss = getattr(scored, "aux_loss", None)
         aux = torch.zeros_like(trained) if aux_loss is None else aux_loss.detach().to(dtype)
         sums = torch.stack(
             [
-                scored.entropy.detach().to(dtype).sum(),
-                scored.is_top1.sum().to(dtype),
+                (scored.entropy.detach().to(dtype) * times).sum(),
+                (scored.is_top1 * times).sum().to(dtype),
                 trained,
                 aux * num_tokens,
                 torch.full_like(trained, num_tokens),

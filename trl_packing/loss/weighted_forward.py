@@ -158,13 +158,21 @@ def weight_targets(
 
 
 def observed_call(
-    model: Callable[..., Any], sums: TokenSums | None, weights: Tensor | None, **inputs: Any
+    model: Callable[..., Any],
+    sums: TokenSums | None,
+    weights: Tensor | None,
+    counts: Tensor | None,
+    **inputs: Any,
 ) -> Any:
-    """Call `model`, and add the scores of its fused head to `sums`."""
+    """Call `model`, and add the scores of its fused head to `sums`.
+
+    `counts` ``(rows, T)`` are the documents that train each token; None: one.
+    """
     outputs = model(**inputs)
     if sums is not None and inputs.get("fused_lm_head"):
         total = outputs.label_mask.sum() if weights is None else sum_of_weights(weights)
-        sums.add(outputs, inputs["labels"].numel(), total)
+        times = None if counts is None else weights_of_scores(counts[..., 1:], outputs.entropy)
+        sums.add(outputs, inputs["labels"].numel(), total, times)
     return outputs
 
 

@@ -9,6 +9,7 @@
     source_ids           0   0   0   3   3        (1, T) int64, −1 on padding; only if each document
                                                   has `source_ids` (loss/evaluation.py)
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
+    key_index, target_counts                      of a row with shared prefixes (tree_row.py)
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
     max_length_q/k       3                        int   } for models that are not prepared for
     use_cache            False                          } packing; not in a batch of `tensors_only`
@@ -38,6 +39,7 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.packing.batch_weights import has_weights, packed_weights
 from trl_packing.packing.static_shapes import StaticShapes
+from trl_packing.packing.tree_row import TreeRow, share_prefixes
 
 
 @dataclass
@@ -65,6 +67,8 @@ class PackedCollator:
         tensors_only: Leave out `max_length_q/k` and `use_cache`, which are not tensors, and add the
             CPU copy of the row as `host` (`PackedBatch`). `PackedSFTTrainer` and `enable_packing`
             pass to their models what is left out.
+        shares_prefixes: compute the tokens with which documents begin alike once (tree_row.py), on
+            models that passed the check of such rows.
         host_row: False leaves `host` None, for batches that are changed before they are used.
 
     Examples:
@@ -84,9 +88,15 @@ class PackedCollator:
     loss_weighting: str = "token"
     static_shapes: StaticShapes | None = None
     tensors_only: bool = False
+    shares_prefixes: bool = False
     host_row: bool = True
 
     def __post_init__(self) -> None:
+        if self.shares_prefixes and self.static_shapes is not None:
+            raise ValueError(
+                "prefix_sharing makes rows of any length, and static_shapes=True holds them at "
+                "one; set prefix_sharing='off', or leave static_shapes out"
+            )
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
             raise ValueError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1, or None"
@@ -122,17 +132,30 @@ class PackedCollator:
             ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
             source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
+        tree = self._tree_row(batch, lengths[: len(lengths) - len(masked)])
         if not self.tensors_only:
-            return PackedBatch(batch)
+            return PackedBatch(batch if tree is None else tree.batch)
+        if tree is not None:
+            batch = tree.batch
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
         if not self.host_row or type(self).__call__ is not PackedCollator.__call__:
             return PackedBatch(tensors)
+        if tree is not None:
+            return PackedBatch(tensors, tree.host)
         is_trained = tensors["labels"][0].numpy() != IGNORE_INDEX
         boundaries = np.cumsum([0, *lengths], dtype=np.int64)
         return PackedBatch(
             tensors, HostRow(boundaries, is_trained, tail, max_length=batch["max_length_q"])
         )
+
+    def _tree_row(self, batch: dict[str, Any], lengths: list[int]) -> TreeRow | None:
+        """Return the row of `batch` with shared prefixes; None if there are none."""
+        if not self.shares_prefixes or len(lengths) < 2:
+            return None
+        real = sum(lengths)
+        flat = {k: x[:, :real] for k, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
+        return share_prefixes(flat, lengths, self.pad_to_multiple_of or 1, self.pad_token_id)
 
     def _masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
         """Return the lengths of the masked documents behind a row: empty ones, then padding."""

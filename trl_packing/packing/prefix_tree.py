@@ -58,11 +58,14 @@ class PrefixTree:
         return total
 
 
-def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -> PrefixTree:
+def build_prefix_tree(
+    documents: Sequence[np.ndarray], *, groups: Sequence[int] | None = None, min_shared: int = 1
+) -> PrefixTree:
     """Return the row of `documents`.
 
     Args:
         documents: token ids of each document, 1-D integers.
+        groups: a number for each document, ``(N,)``; only documents of one group share.
         min_shared: documents share at least so many tokens, or none.
 
     Examples:
@@ -72,8 +75,11 @@ def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -
         >>> tree.position_ids.tolist()
         [0, 1, 2, 3, 2, 3]
     """
-    order = sorted(range(len(documents)), key=lambda d: documents[d].astype(">i8").tobytes())
-    depths = _shared_depths([documents[d] for d in order], min_shared)
+    groups = [0] * len(documents) if groups is None else groups
+    order = sorted(
+        range(len(documents)), key=lambda d: (groups[d], documents[d].astype(">i8").tobytes())
+    )
+    depths = _shared_depths([documents[d] for d in order], [groups[d] for d in order], min_shared)
     lengths = np.array([len(documents[d]) for d in order], np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths - depths)])
     targets: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)
@@ -103,10 +109,14 @@ def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -
     )
 
 
-def _shared_depths(documents: Sequence[np.ndarray], min_shared: int) -> np.ndarray:
+def _shared_depths(
+    documents: Sequence[np.ndarray], groups: Sequence[int], min_shared: int
+) -> np.ndarray:
     """Return how many tokens of its path each of the sorted documents takes from the one before."""
     depths = np.zeros(len(documents), np.int64)
     for i in range(1, len(documents)):
+        if groups[i] != groups[i - 1]:
+            continue
         before, document = documents[i - 1], documents[i]
         common = common_length(before, document)
         # A document that ends has no next token to disagree about.

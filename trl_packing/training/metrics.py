@@ -105,7 +105,7 @@ class ThroughputMeter:
                 self.throughput.add(self._counts(row, room))
 
     def _counts(self, row: HostRow, room: int | None) -> Counts:
-        lengths, num_trained = row.lengths, int(row.is_trained.sum())
+        lengths, num_trained = row.lengths, row.num_trained
         return Counts(
             documents=len(lengths),
             tokens=int(lengths.sum()),

@@ -1,0 +1,122 @@
+"""A packed row whose documents share prefixes, made from the row of the same documents apart.
+
+    apart        input_ids, labels, loss_weights, ...      (1, T)    a document after another
+    shared       the same keys, fewer tokens               (1, T')   `prefix_tree.py`
+                 loss_weights                              sums over the documents at a position
+                 target_counts                             documents that train a position
+                 cu_seq_lens_k, key_index                  the keys of each segment
+
+Loss and gradients of both rows are the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trl_packing.documents.boundaries import document_ids_from_lengths
+from trl_packing.documents.host_row import HostRow, TreeNumbers
+from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TARGET_COUNTS, TOKEN_WEIGHTS
+from trl_packing.packing.prefix_tree import PrefixTree, build_prefix_tree
+
+# A shorter prefix costs more as a segment of its own than it saves.
+MIN_SHARED = 16
+
+
+class TreeRow(NamedTuple):
+    """Tensors of a row with shared prefixes by name, and its numbers."""
+
+    batch: dict[str, Any]
+    host: HostRow
+
+
+def share_prefixes(
+    batch: dict[str, Any], lengths: Sequence[int], padding: int, pad_token_id: int
+) -> TreeRow | None:
+    """Return the row of `batch` with its common prefixes once; None if there are none.
+
+    Args:
+        batch: a row of documents, and no padding: `input_ids`, `labels` and maybe `loss_weights`,
+            `source_ids`, ``(1, T)``.
+        lengths: tokens of each document, all above 0.
+        padding: T' is a multiple of it.
+        pad_token_id: token id of the padding.
+    """
+    flat = {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
+    ends = np.cumsum(lengths)[:-1]
+    ids, labels = (np.split(flat[name], ends) for name in ("input_ids", "labels"))
+    tree = build_prefix_tree(ids, groups=_groups(flat, ends, ids, labels), min_shared=MIN_SHARED)
+    if tree.starts[-1] == len(flat["input_ids"]):
+        return None
+    return _row(tree, flat, lengths, -int(tree.starts[-1]) % padding, pad_token_id)
+
+
+def _groups(
+    flat: dict[str, np.ndarray],
+    ends: np.ndarray,
+    ids: Sequence[np.ndarray],
+    labels: Sequence[np.ndarray],
+) -> list[int]:
+    """Return which documents may share: those of one source that are trained on their next token."""
+    starts = np.concatenate([[0], ends]).astype(np.int64)
+    sources = flat[SOURCE_IDS][starts].tolist() if SOURCE_IDS in flat else [0] * len(ids)
+    return [
+        source if ((y == x) | (y == IGNORE_INDEX)).all() else -1 - number
+        for number, (source, x, y) in enumerate(zip(sources, ids, labels, strict=True))
+    ]
+
+
+def _row(
+    tree: PrefixTree, flat: dict[str, np.ndarray], lengths: Sequence[int], tail: int, pad: int
+) -> TreeRow:
+    ends = np.cumsum(lengths)[:-1]
+    by_document = {name: np.split(values, ends) for name, values in flat.items()}
+    is_trained = [y != IGNORE_INDEX for y in by_document["labels"]]
+    weights = by_document.get(TOKEN_WEIGHTS, is_trained)
+    counts = tree.sum_targets(is_trained)
+    ids = tree.place(by_document["input_ids"])
+    # Where a document has labels of its own, it shares nothing: its labels are on its path.
+    labels = np.where(counts > 0, tree.place(by_document["labels"]), IGNORE_INDEX)
+    labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
+    row = {
+        "input_ids": (ids, pad),
+        "labels": (labels, IGNORE_INDEX),
+        TOKEN_WEIGHTS: (tree.sum_targets(weights).astype(np.float32), 0),
+        TARGET_COUNTS: (counts.astype(np.int64), 0),
+        "position_ids": (tree.position_ids, None),
+    }
+    if SOURCE_IDS in flat:
+        row[SOURCE_IDS] = (tree.place(by_document[SOURCE_IDS]), -1)
+    tensors = {name: _padded(values, tail, fill) for name, (values, fill) in row.items()}
+    total = len(ids) + tail
+    cu_seqlens, cu_seqlens_k, key_index = tree.cu_seqlens, tree.cu_seqlens_k, tree.key_index
+    if tail:
+        cu_seqlens = np.append(cu_seqlens, np.int32(total))
+        cu_seqlens_k = np.append(cu_seqlens_k, np.int32(len(key_index) + tail))
+        key_index = np.append(key_index, np.arange(len(ids), total))
+    segments = torch.from_numpy(np.diff(cu_seqlens).astype(np.int64))
+    longest, most_keys = int(segments.max()), int(np.diff(cu_seqlens_k).max())
+    batch = tensors | {
+        "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
+        "cu_seq_lens_k": torch.from_numpy(cu_seqlens_k),
+        "key_index": torch.from_numpy(key_index),
+        "max_length_q": longest,
+        "max_length_k": most_keys,
+        "seq_idx": document_ids_from_lengths(segments).to(torch.int32)[None],
+        "use_cache": False,
+    }
+    host = HostRow(
+        cu_seqlens.astype(np.int64),
+        tensors["labels"][0].numpy() != IGNORE_INDEX,
+        tail,
+        longest,
+        TreeNumbers(np.asarray(lengths, np.int64), int(counts.sum()), most_keys),
+    )
+    return TreeRow(batch, host)
+
+
+def _padded(values: np.ndarray, tail: int, fill: int | None) -> torch.Tensor:
+    """Return values as ``(1, T')``; without `fill`, the padding counts from 0."""
+    behind = np.arange(tail) if fill is None else np.full(tail, fill)
+    return torch.from_numpy(np.concatenate([values, behind.astype(values.dtype)]))[None]
