@@ -58,7 +58,7 @@ def _groups(
     ids: Sequence[np.ndarray],
     labels: Sequence[np.ndarray],
 ) -> list[int]:
-    """Return which documents may share: those of one source that are trained on their next token."""
+    """Return a number for each document; documents with the same number may share."""
     starts = np.concatenate([[0], ends]).astype(np.int64)
     sources = flat[SOURCE_IDS][starts].tolist() if SOURCE_IDS in flat else [0] * len(ids)
     return [
