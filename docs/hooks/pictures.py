@@ -12,8 +12,11 @@ _PICTURE = re.compile(
 )
 
 
+_IMAGES = (
+    r'<img src="\g<light>#only-light"\g<rest>>',
+    r'<img src="\g<dark>#only-dark"\g<rest>>',
+)
+
+
 def on_page_markdown(markdown, page, config, files):
-    return _PICTURE.sub(
-        r'<img src="\g<light>#only-light"\g<rest>>\n<img src="\g<dark>#only-dark"\g<rest>>',
-        markdown,
-    )
+    return _PICTURE.sub("\n".join(_IMAGES), markdown)
