@@ -105,9 +105,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "trainer",
             "training",
         },
-        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
+        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl", "yaml"},
     ),
-    "cli": ({"data", "tools"}, set()),
+    "cli": ({"formatting", "tools"}, set()),
 }
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import trl_packing
 from trl_packing.cli.output import add_output_arguments
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.exit_messages import message_of
@@ -89,8 +90,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from trl_packing import __version__
-
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="trl-packing",
@@ -99,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=layout,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"trl-packing {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"trl-packing {trl_packing.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"trl_packing.cli.{name}")

@@ -46,7 +46,7 @@ SETTINGS = (
     ("isolation_check", "{error,warn,off}", "before the first step: does a document leak?"),
 )
 
-_USAGE = "trl-packing {name} [SCRIPT] [--config FILE] [--model NAME] [--data NAME] [OPTION ...]"
+_USAGE = "trl-packing {name} [SCRIPT] [--config FILE] [--OPTION VALUE ...]"
 
 
 class _Forward(argparse.Action):
@@ -69,8 +69,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.set_defaults(forwarded=[])
     run = parser.add_argument_group(
         "the run",
-        "SCRIPT is your training script: it runs up to its PackedSFTTrainer and does not train. "
-        "Without it, the recipe is the one that FILE names, or the first that takes the options.",
+        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does not\n"
+        "train. Without it, the recipe is the one that the comments of FILE name, or the\n"
+        "first one that takes the options.",
     )
     settings = parser.add_argument_group(
         "settings of trl_packing",
@@ -114,9 +115,9 @@ def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
     quiet_libraries()
     command = TrainingCommand.from_words(arguments.words)
+    run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)
     if command.why:
         note(f"rows {command.why}")
-    run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)
     if run.is_stream:
         note(f"a stream: only its first {len(run.dataset):,} rows are read (--stream_rows)")
     return run

@@ -1,6 +1,7 @@
 """The options of a training command, on its command line and in its YAML file, by name.
 
---config run.yaml --max-length 512 --use_cpu  →  in_file {…}, on_line {max_length: [512], use_cpu: []}
+--config run.yaml --max-length 512 --use_cpu
+    →  in_file {…}, on_line {max_length: [512], use_cpu: []}
 """
 
 import json

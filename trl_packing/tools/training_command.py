@@ -4,7 +4,7 @@
     --config recipes/lora_8b.yaml                   the recipe that the comment of the file names
     --model M --data D --prompt_column question     the first recipe that takes these options
 
-A recipe is run as a module of this package, so that it need not be in the current folder.
+A recipe is found in this package, so it need not be in the current folder.
 """
 
 import ast
@@ -101,7 +101,7 @@ class TrainingCommand:
         except ValueError as error:
             message = name_unknown_option(str(error), known_options())
             if self.why:  # the user has not named this script
-                message = message.removeprefix(f"{self.script.rpartition('.')[2]}.py: ")
+                message = message.removeprefix(f"{Path(self.script).name}: ")
             raise ValueError(shorten_choices(message)) from error
 
     @contextmanager
@@ -232,9 +232,7 @@ def _recipe_command(recipe: str, options: GivenOptions, why: str) -> TrainingCom
     if "model_revision" not in _options_of(recipe):
         options = options.with_revision_of_model()
     in_file = options.in_file if options.config is not None else None
-    return TrainingCommand(
-        f"{_RECIPES}.{recipe}", tuple(options.words()), is_module=True, in_file=in_file, why=why
-    )
+    return TrainingCommand(str(recipes()[recipe]), tuple(options.words()), in_file=in_file, why=why)
 
 
 # --- a model without data -------------------------------------------------------------------------
