@@ -1,9 +1,19 @@
 """`trl-packing inspect`: documents with their trained tokens marked."""
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trl_packing.cli.output import print_json, uses_color
-from trl_packing.cli.run_options import add_run_arguments, add_stream_argument, previewed_run
+from trl_packing.cli.output import note, print_json, uses_color
+from trl_packing.cli.run_options import (
+    add_run_arguments,
+    add_stream_argument,
+    name_of_data,
+    previewed_run,
+)
+
+if TYPE_CHECKING:
+    from trl_packing.tools.previewed_run import PreviewedRun
 
 HELP = "print documents with their trained tokens marked"
 
@@ -27,16 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", type=int, nargs="+", metavar="ROW", help="row numbers (default: 0 1 2)"
     )
     parser.add_argument("--all", action="store_true", help="count what all rows would lose")
+    parser.add_argument("--html", metavar="FILE", help="write the packed rows of the run as a page")
     add_stream_argument(parser)
     add_run_arguments(parser, "inspect")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows; return 1 if one of them is not trained."""
+    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview import preview_losses, preview_rows
 
-    if arguments.rows and not arguments.all:  # a stream is read no further than needed
-        arguments.stream_rows = max(1, *arguments.rows) + 1
+    if arguments.html:
+        check_can_write("--html", arguments.html)
     run = previewed_run(arguments)
     color = not arguments.json and uses_color(arguments.color)
     rows = []
@@ -49,4 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"rows": [row.to_dict() for row in rows], "losses": losses})
     elif losses is not None:
         print(losses, end="\n\n")
+    if arguments.html:
+        _write_page(run, arguments)
     return 0 if all(row.documents for row in rows) else 1
+
+
+def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:
+    from trl_packing.tools.command_line import command_line
+    from trl_packing.tools.packed_rows import PackedEpoch
+    from trl_packing.tools.rows_page import rows_page
+
+    epoch = PackedEpoch.of(run, model=run.model, hidden_size=run.hidden_size)
+    title = f"Rows · {name_of_data(arguments)} · max_length {run.args.max_length}"
+    text = rows_page(epoch, title=title, command=command_line("trl-packing"))
+    Path(arguments.html).write_text(text, encoding="utf-8")
+    note(f"wrote {arguments.html}")

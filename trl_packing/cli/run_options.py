@@ -121,3 +121,12 @@ def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     if run.is_stream:
         note(f"a stream: only its first {len(run.dataset):,} rows are read (--stream_rows)")
     return run
+
+
+def name_of_data(arguments: argparse.Namespace) -> str:
+    """Return the data set of a run for a title: its name, or the file or script that names it."""
+    words = arguments.words
+    for option in ("--dataset_name", "--data", "--config"):
+        if option in words[:-1]:
+            return words[words.index(option) + 1]
+    return words[0] if words else ""

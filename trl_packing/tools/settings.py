@@ -81,15 +81,23 @@ def processing_class_of(model: Any, args: Any) -> Any:
     return AutoProcessor.from_pretrained(name, **_loading_options(args))
 
 
+def config_of(model: Any, args: Any) -> Any:
+    """Return the config of `model`, a model or its name.
+
+    Raises:
+        OSError: a folder or a hub id has none.
+    """
+    if not isinstance(model, str):
+        return model.config
+    return AutoConfig.from_pretrained(model, **_loading_options(args))
+
+
 def hidden_size_of(model: Any, args: Any) -> int | None:
     """Return the hidden size of `model`, a model or its name, or None if it has no config."""
     try:
-        config = model.config
-    except AttributeError:
-        try:
-            config = AutoConfig.from_pretrained(model, **_loading_options(args))
-        except (OSError, ValueError):  # a folder with only a tokenizer
-            return None
+        config = config_of(model, args)
+    except (OSError, ValueError):  # a folder with only a tokenizer
+        return None
     return getattr(config.get_text_config(), "hidden_size", None)
 
 
