@@ -309,7 +309,7 @@ def options_of(command: str) -> set[str]:
         for s in a.option_strings
     }
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    return own | (fields if command in ("inspect", "plan") else set())
+    return own | (fields if command in ("inspect", "plan", "verify") else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -322,14 +322,14 @@ def test_commands_on_a_page_exist(path):
 def test_the_check_sees_a_command_that_does_not_exist():
     bad = (
         "make nothing\npython benchmarks/nothing.py\npython -m trl_packing.recipes.nothing\n"
-        "trl-packing plan --model M \\\n    --no-such-option 3\ntrl-packing verify --train_on all\n"
+        "trl-packing plan --model M \\\n    --no-such-option 3\ntrl-packing verify --nonsense all\n"
     )
     assert list(unknown_commands(bad)) == [
         "make nothing",
         "benchmarks/nothing.py",
         "trl_packing.recipes.nothing",
         "plan no_such_option",
-        "verify train_on",
+        "verify nonsense",
     ]
     good = "make check\ntrl-packing plan --model M --max_length 4096 --ranks 8 # bins"
     assert list(unknown_commands(good)) == []
