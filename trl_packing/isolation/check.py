@@ -146,7 +146,7 @@ def check_isolation(
         reports = []
         for probe in probes(inner, documents, max_length, thorough):
             measured = measure_probe(model, inner, probe, fused_head, collate)
-            report = _report(measured, probe.name, inner, attention, model.training)
+            report = verdict_of(measured, probe.name, inner, attention, model.training)
             reports.append((report, probe))
         report, probe = min(reports, key=lambda r: (order.index(r[0].verdict), -r[0].difference))
         leaks = report.verdict == "leaks"
@@ -192,13 +192,14 @@ def check_fused_head(model: nn.Module) -> bool:
     return largest_difference(fused, expected) <= NOISE_FACTOR * max(noise, resolution)
 
 
-def _report(
+def verdict_of(
     measured: Measurement,
     name: str,
     model: nn.Module,
     attention: str | None,
     training: bool,
 ) -> IsolationReport:
+    """Return the verdict on a probe, from the numbers of this module's docstring."""
     alone = measured.alone[0]
     resolution = torch.finfo(next(model.parameters()).dtype).eps * float(alone.abs().max())
     leak = max(largest_difference(x, alone) for x in measured.contaminated)

@@ -1,0 +1,171 @@
+"""Measures on a model whether documents that share a prefix in a row stay apart.
+
+    alone          [P B]                    without packing: the reference
+    shared         [P A · B · C]            a row in which A, B and C follow the same prefix P; also
+                                            with other tokens in A and C
+    contaminated   [P A B]                  one document: the effect of siblings that see each other
+
+The verdict follows from the outputs for B as in `check.py`. A branch that does not see its prefix
+differs from the document alone, and so does a state that runs along the row (Mamba), because
+siblings cannot go on from the same state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trl_packing.attention.install import use_native_attention
+from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS
+from trl_packing.isolation.check import IsolationReport, verdict_of
+from trl_packing.isolation.measure import (
+    Measurement,
+    Stage,
+    collate_packed,
+    logits_at,
+    note_stage,
+    ordinary_batch,
+    round_differently,
+    score_logits,
+)
+from trl_packing.isolation.probes import random_tokens
+from trl_packing.models.introspection import unwrap_model
+from trl_packing.models.state import preserve_state, restore_state
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.prefix_tree import build_prefix_tree
+
+_MOST_POSITIONS = 64
+
+
+class Family(NamedTuple):
+    """A document B, and siblings that share its prefix.
+
+    Attributes:
+        name: as the report calls it.
+        prefix: token ids ``(P,)`` of all of them.
+        branch: token ids of B behind the prefix.
+        siblings: branches of the other documents, for each row of the check.
+    """
+
+    name: str
+    prefix: np.ndarray
+    branch: np.ndarray
+    siblings: list[list[np.ndarray]]
+
+
+@torch.no_grad()
+def check_prefixes(
+    model: nn.Module,
+    documents: Sequence[np.ndarray] = (),
+    *,
+    collator: PackedCollator,
+    training: bool | None = None,
+    attention: str | None = None,
+    fused_head: bool = False,
+) -> IsolationReport:
+    """Return whether documents with a shared prefix affect each other on `model`.
+
+    Args:
+        model: called as a training step calls it; packed calls run by the installed backend.
+        documents: token ids ``(T,)`` of documents of the run; the longest is cut into a prefix and
+            a branch.
+        collator: makes the rows; prefixes are shared whatever it says.
+        training: the mode to check, by default the model's.
+        attention: the name of the attention in the report.
+        fused_head: score rows through TRL's fused LM head.
+
+    Raises:
+        Exception: any error that the model raises against a row with shared prefixes.
+    """
+    inner, collate = unwrap_model(model), replace(collator, shares_prefixes=True)
+    order = ("leaks", "inconclusive", "isolated")
+    with preserve_state(model, training):
+        reports = [
+            verdict_of(
+                _measure(model, inner, family, fused_head, collate),
+                family.name,
+                inner,
+                attention,
+                model.training,
+            )
+            for family in _families(inner, documents)
+        ]
+    return min(reports, key=lambda report: (order.index(report.verdict), -report.difference))
+
+
+def _families(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Family]:
+    draw = random_tokens(model, np.random.default_rng(0))
+    families = [
+        Family(
+            "short documents that share a prefix",
+            draw(29),
+            draw(17),
+            [[draw(11), draw(5)], [draw(11), draw(5)], [draw(23)]],
+        )
+    ]
+    longest = max((np.asarray(d, np.int64) for d in documents), key=len, default=np.zeros(0))
+    half = len(longest) // 2
+    if half > 40:
+        siblings = [[draw(half // 2)], [draw(half // 2)]]
+        name = f"documents that share {half:,} tokens"
+        families.append(Family(name, longest[:half], longest[half:], siblings))
+    return families
+
+
+def _measure(
+    model: nn.Module, inner: Any, family: Family, fused_head: bool, collate: PackedCollator
+) -> Measurement:
+    document = np.concatenate([family.prefix, family.branch])
+    # Positions that predict the tokens of the branch behind its first.
+    at = np.arange(len(family.prefix), len(document) - 1)[-_MOST_POSITIONS:]
+
+    def alone() -> Tensor:
+        ids = torch.from_numpy(document)[None]
+        with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
+            logits = logits_at(model, inner, ordinary_batch(inner, ids), at - len(document))
+        return score_logits(logits, document[at + 1]) if fused_head else logits
+
+    def shared(siblings: Sequence[np.ndarray]) -> Tensor:
+        whole = [document, *(np.concatenate([family.prefix, x]) for x in siblings)]
+        rows = build_prefix_tree(whole).targets[0][at + 1] - 1
+        return _run(model, inner, whole, rows, document[at + 1], fused_head, collate)
+
+    def contaminated(siblings: Sequence[np.ndarray]) -> Tensor:
+        one = np.concatenate([family.prefix, *siblings, family.branch])
+        rows = at + len(one) - len(document)
+        apart = replace(collate, shares_prefixes=False)
+        return _run(model, inner, [one], rows, document[at + 1], fused_head, apart)
+
+    layouts = [alone()]
+    with round_differently(inner):
+        layouts.append(alone())
+    return Measurement(
+        alone=layouts,
+        packed=[shared(siblings) for siblings in family.siblings],
+        contaminated=[contaminated(siblings) for siblings in family.siblings[:2]],
+    )
+
+
+def _run(
+    model: nn.Module,
+    inner: Any,
+    documents: Sequence[np.ndarray],
+    rows: np.ndarray,
+    targets: np.ndarray,
+    fused_head: bool,
+    collate: PackedCollator,
+) -> Tensor:
+    """Return the outputs at `rows` of a packed row, which predict `targets`."""
+    with restore_state(inner):
+        batch = collate_packed(inner, collate, [{"input_ids": d} for d in documents])
+        batch.pop(TARGET_COUNTS, None)
+        labels = batch.pop("labels")
+        if not fused_head:
+            return logits_at(model, inner, batch, rows - labels.shape[1])
+        chosen = torch.full_like(labels, IGNORE_INDEX)
+        chosen[:, rows + 1] = torch.from_numpy(targets).to(labels.device)
+        output = model(**batch, labels=chosen, fused_lm_head=True)
+        return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
