@@ -12,6 +12,7 @@ from trl_packing.documents.weights import LOSS_WEIGHTINGS
 from trl_packing.packing.bins import STRATEGIES
 
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
+PREFIX_SHARING = ("off", "bin")
 ISOLATION_CHECKS = ("error", "warn", "off")
 TRAIN_ON = ("assistant", "last_assistant", "all")
 
@@ -105,6 +106,13 @@ class PackingOptions:
             "equally many boundaries. Needs packing=True. Losses and gradients stay the same."
         },
     )
+    prefix_sharing: str = _choice(
+        "off",
+        "Compute tokens with which documents of a bin begin alike (a system prompt, many answers "
+        "to a question) once: 'bin', or 'off'. Losses and gradients stay the same. Models that "
+        "cannot share train as with 'off'.",
+        PREFIX_SHARING,
+    )
     attention: str = field(
         default="auto",
         metadata={
@@ -190,6 +198,7 @@ def check_options(args: Any) -> None:
         "isolation_check": (options.isolation_check, ISOLATION_CHECKS),
         "train_on": (options.train_on, (None, *TRAIN_ON)),
         "loss_weighting": (options.loss_weighting, LOSS_WEIGHTINGS),
+        "prefix_sharing": (options.prefix_sharing, PREFIX_SHARING),
     }
     for name, (value, known) in choices.items():
         if value not in known:
@@ -266,6 +275,11 @@ def _check_static_shapes(args: Any, options: PackingOptions) -> None:
         raise ValueError(
             f"static_shapes=True and documents_per_step={options.documents_per_step}: documents "
             "differ in length, so micro-batches would too; leave one of them out"
+        )
+    if options.prefix_sharing != "off":
+        raise ValueError(
+            f"static_shapes=True and prefix_sharing={options.prefix_sharing!r}: rows with shared "
+            "prefixes differ in length; leave one of them out"
         )
     if options.attention in ("padded", "equal_lengths"):
         raise ValueError(

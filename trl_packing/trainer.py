@@ -83,6 +83,7 @@ from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
 from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
+from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_report import ReportCallback, RunReport
 from trl_packing.training.sampling import Sampling
@@ -255,8 +256,11 @@ class PackedSFTTrainer(SFTTrainer):
             self, guard, collators, self._sampling, self._preparation, samples_bins=samples_bins
         )
         report.plan()
+        sharing = PrefixSharing(
+            self, guard, collators, options.prefix_sharing, user_loss=not self._loss_is_ours()
+        )
         self._loaders = PackedLoaders(
-            self, guard, collators, self._sampling, self._epochs, report, options
+            self, guard, collators, self._sampling, self._epochs, report, sharing, options
         )
         self._user_changes = UserChanges(
             self,
@@ -487,7 +491,7 @@ class PackedSFTTrainer(SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Measure a step before its first micro-batch, and announce each row to the model."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        weighted = self._loaders.trains_weighted
+        weighted = self._loaders.trains_weighted or self._collators.packed.shares_prefixes
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
         self._meter.count(batches, self._loaders.room)
         return AnnouncedBatches(batches), num_items
@@ -505,10 +509,11 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _hides_count(self) -> bool:
         """Return whether `compute_loss` is a user's, which gets no number of items from TRL."""
-        ours = PackedSFTTrainer.compute_loss
-        is_ours = getattr(self.compute_loss, "__func__", None) is ours
         takes_count = self._user_changes.takes_count or self.compute_loss_func is not None
-        return not (is_ours or takes_count)
+        return not (self._loss_is_ours() or takes_count)
+
+    def _loss_is_ours(self) -> bool:
+        return getattr(self.compute_loss, "__func__", None) is PackedSFTTrainer.compute_loss
 
     @packed_runs_only
     def _prepare_inputs(self, inputs: Any) -> Any:

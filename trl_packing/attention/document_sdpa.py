@@ -225,9 +225,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, _grad_lse):
-    sinks = ctx.saved_tensors[-2]
+    saved = ctx.saved_tensors  # once: gradient checkpointing computes them on this access
+    sinks = saved[-2]
     *gradients, d_sinks = torch.ops.trl_packing.document_attention_backward(
-        grad, *ctx.saved_tensors, *ctx.options
+        grad, *saved, *ctx.options
     )
     d_sinks = None if sinks is None else d_sinks
     return *gradients, None, None, None, d_sinks, None, None, None, None, None

@@ -100,7 +100,8 @@ class RunCollators:
 
     def for_probes(self) -> PackedCollator:
         """Return the collator of the isolation check: probes fill one bin or two."""
-        return self.packed if self.packed.static_shapes is None else self.with_shapes(bins=1)
+        shaped = self.packed if self.packed.static_shapes is None else self.with_shapes(bins=1)
+        return replace(shaped, shares_prefixes=False)  # `PrefixSharing` has a check of its own
 
     # --- static shapes ------------------------------------------------------------------------
 

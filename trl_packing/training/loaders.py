@@ -29,6 +29,7 @@ from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
+from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
@@ -47,6 +48,7 @@ class PackedLoaders:
         sampling: says which documents a micro-batch holds.
         epochs: is told the sampler or stream of each training.
         report: is made again where a user's sampler draws documents.
+        sharing: decides whether rows share prefixes.
         options: settings of packing.
 
     Attributes:
@@ -64,6 +66,7 @@ class PackedLoaders:
         sampling: Sampling,
         epochs: ResumedEpochs,
         report: RunReport,
+        sharing: PrefixSharing,
         options: PackingOptions,
     ):
         self.trainer = trainer
@@ -72,6 +75,7 @@ class PackedLoaders:
         self.sampling = sampling
         self.epochs = epochs
         self.report = report
+        self.sharing = sharing
         self.options = options
         self.evaluates_padded = False
         self.sources: Sources | None = None
@@ -213,13 +217,15 @@ class PackedLoaders:
         self.guard.check_head(model)
         if self.evaluates_padded and not training:
             return
+        documents = self.guard.sample(dataset, self.trainer.args.max_length)
         self.guard.ensure(
-            self.guard.sample(dataset, self.trainer.args.max_length),
+            documents,
             training=training,
             wrapped=model,
             collator=self.collators.for_probes(),
         )
         self.collators.drop_shapes_of_padded_rows()
+        self.sharing.decide(model, documents, training=training)
 
     # --- streams ------------------------------------------------------------------------------
 

@@ -1,0 +1,117 @@
+"""Decides whether the rows of a run compute shared prefixes once.
+
+prefix_sharing="off"      no
+prefix_sharing="bin"      documents share within a bin, if
+                            nothing needs each document's own tokens (a balance of experts, a user's
+                            loss, dropout in attention, virtual tokens)
+                            the attention in use takes keys of their own
+                            the check of this model shows that siblings stay apart
+Otherwise the run trains as with "off", and one line says why.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from trl import SFTTrainer
+
+from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.isolation.prefix_check import check_prefixes
+from trl_packing.models.introspection import text_config
+from trl_packing.models.sharding import all_reduce_max
+from trl_packing.training.collators import RunCollators
+
+logger = get_logger(__name__)
+
+# Backends whose kernels take boundaries of queries and keys apart.
+_BACKENDS = ("documents", "varlen")
+
+
+class PrefixSharing:
+    """Turns the sharing of prefixes on where it is exact.
+
+    Args:
+        trainer: its model and loss are read.
+        guard: knows the attention in use.
+        collators: their packed rows share.
+        mode: "off" or "bin".
+        user_loss: whether a user's method computes the loss.
+
+    Attributes:
+        reason: why rows do not share; None if they do, or before the first decision.
+    """
+
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        guard: IsolationGuard,
+        collators: RunCollators,
+        mode: str,
+        *,
+        user_loss: bool,
+    ):
+        self.trainer = trainer
+        self.guard = guard
+        self.collators = collators
+        self.mode = mode
+        self.user_loss = user_loss
+        self.reason: str | None = None
+        self._decided: dict[tuple[str, bool], str | None] = {}
+
+    def decide(self, model: Any, documents: Sequence[np.ndarray], *, training: bool) -> None:
+        """Turn sharing on or off, before batches are made in this mode.
+
+        Args:
+            model: wrapped as it will run.
+            documents: token ids ``(T,)`` of documents of the run.
+            training: the mode of the model.
+        """
+        if self.mode == "off":
+            return
+        key = (self.guard.attention.backend, training)
+        if key not in self._decided:
+            self._decided[key] = self._why_not() or self._failure(model, documents, training)
+            if (reason := self._decided[key]) and reason != self.reason:
+                logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
+            self.reason = self._decided[key]
+        # In place, because the data loader already holds the collator.
+        self.collators.packed.shares_prefixes = self._decided[key] is None
+
+    def _why_not(self) -> str | None:
+        """Return why no model could share in this run, or None."""
+        trainer, backend = self.trainer, self.guard.attention
+        if trainer.aux_loss_enabled:
+            return "the balance of experts counts every token of every document"
+        if trainer.compute_loss_func is not None or self.user_loss:
+            return "the loss is your own, and a shared token would count once in it"
+        peft_config = getattr(trainer.model, "active_peft_config", None)
+        if getattr(peft_config, "is_prompt_learning", False):
+            return "virtual tokens stand in front of each row"
+        if dropout := getattr(text_config(self.guard.base_model), "attention_dropout", 0.0):
+            return f"attention_dropout={dropout} would drop the same for all documents of a prefix"
+        if backend.backend not in _BACKENDS:
+            return f"{backend} has one set of boundaries for queries and keys"
+        return None
+
+    def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
+        """Return how the check of this model failed on some rank, or None."""
+        try:
+            report = check_prefixes(
+                model,
+                documents,
+                collator=self.collators.for_probes(),
+                training=training,
+                attention=str(self.guard.attention),
+                fused_head=True,
+            )
+            failure = "" if report else str(report)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # models raise all kinds of errors
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        device = next(self.trainer.model.parameters()).device
+        if not all_reduce_max(int(bool(failure)), device):
+            return None
+        return failure or "it is not exact on another rank"
