@@ -92,7 +92,7 @@ class PrefixSharing:
         if dropout := getattr(text_config(self.guard.base_model), "attention_dropout", 0.0):
             return f"attention_dropout={dropout} would drop the same for all documents of a prefix"
         if backend.backend not in _BACKENDS:
-            return f"{backend} has one set of boundaries for queries and keys"
+            return f"attention={backend.backend!r} has one set of boundaries for queries and keys"
         return None
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
