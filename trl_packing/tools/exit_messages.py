@@ -4,20 +4,18 @@ a ValueError about the options     →  lora.py: --lora_rank is unknown …     
 an error inside a training step    →  a traceback, because no option caused it
 """
 
-import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from traceback import walk_tb
-from typing import NoReturn, ParamSpec, TypeVar
-from unittest.mock import patch
+from typing import ParamSpec, TypeVar
 
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.spelling import name_unknown_option, shorten_choices, unused_option
+from trl_packing.tools.usage_errors import short_usage_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,20 +63,6 @@ def _for_shell(message: str) -> str:
 
         message = name_unknown_option(message, known_options())
     return shorten_choices(message)
-
-
-@contextmanager
-def short_usage_errors() -> Iterator[None]:
-    """Make errors of `argparse` a ValueError inside the block, without the usage.
-
-    The usage of a parser of TRL has hundreds of lines.
-    """
-
-    def fail(self: argparse.ArgumentParser, message: str) -> NoReturn:
-        raise ValueError(message)
-
-    with patch.object(argparse.ArgumentParser, "error", fail):
-        yield
 
 
 def exits_in_one_line(main: Callable[P, T]) -> Callable[P, T]:

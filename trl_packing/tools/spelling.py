@@ -8,7 +8,6 @@ Some specified arguments are not used by the HfArgumentParser: ['--max_lenght', 
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
-from os.path import commonprefix
 
 # Lists of choices up to this number of characters are shown whole.
 _SHOWN = 120
@@ -59,7 +58,8 @@ def shorten_choices(message: str) -> str:
     hint = suggest(written[-1], names)
     if len(found["names"]) <= _SHOWN:
         return message[: found.end()] + hint + message[found.end() :]
-    some = ", ".join(sorted(names, key=lambda name: -len(commonprefix([name, written[-1]])))[:3])
+    alike = [name for name in names if name[:3] == written[-1][:3]] or names
+    some = ", ".join(alike[:3])
     hint = hint or f"; there are {len(names)} choices, such as {some}"
     return message[: found.start()] + hint + message[found.end() :]
 

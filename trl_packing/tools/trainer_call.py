@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from transformers import Trainer, TrainingArguments
 
-from trl_packing.tools.exit_messages import short_usage_errors
+from trl_packing.tools.usage_errors import short_usage_errors
 from trl_packing.trainer import PackedSFTTrainer
 
 # A machine without a GPU accepts these arguments. None of them affects the data.
