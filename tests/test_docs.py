@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlsplit
 
 import pytest
@@ -507,12 +508,41 @@ def test_every_public_name_is_on_the_api_page():
     assert "::: trl_packing.packing.bins.pack\n" in public_names.completed(without)
 
 
-def test_pictures_are_what_their_script_draws(tmp_path):
-    spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
+def script(name: str) -> ModuleType:
+    """Return a script of docs/pictures as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "pictures" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_of_rows_are_what_their_script_draws():
+    draw_data = script("draw_data")
+    examples = list(draw_data.examples((DOCS / "data.md").read_text()))
+    drawn = {DOCS / example.file: draw_data.draw(example) for example in examples}
+    stored = {p: p.read_text() for p in (DOCS / "pictures" / "data").glob("*.svg")}
+    assert drawn == stored, "run python docs/pictures/draw_data.py"
+    assert len(drawn) == len(examples) > 12
+
+
+def test_a_picture_of_a_row_shows_its_trained_tokens():
+    draw_data = script("draw_data")
+    page = (
+        '```json\n{"prompt": "a", "completion": " b"}\n```\n\n![Trained tokens](x.svg)\n\n'
+        "![Trained tokens, with --completion_only_loss false --append_eos](y.svg)\n"
+    )
+    completion, everything = draw_data.examples(page)
+    assert draw_data.tokens(completion) == [("a", 0), (" b", 1), ("</s>", 1)]
+    assert everything.options == ["--completion_only_loss", "false", "--append_eos"]
+    longer = everything._replace(row={"prompt": "a c", "completion": " b"})
+    assert draw_data.tokens(longer)[:2] == [("a", 0), (" c", 1)]
+    assert draw_data.draw(longer) != draw_data.draw(everything)
+
+
+def test_pictures_are_what_their_script_draws(tmp_path):
+    draw = script("draw")
     table = draw.import_table()
     draw.HERE = tmp_path
     draw.draw_row()
