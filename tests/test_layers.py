@@ -106,9 +106,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "trainer",
             "training",
         },
-        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
+        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl", "yaml"},
     ),
-    "cli": ({"data", "pages", "tools"}, set()),
+    "cli": ({"formatting", "pages", "tools"}, set()),
 }
 
 
