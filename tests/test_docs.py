@@ -127,7 +127,13 @@ def test_every_page_is_in_the_navigation():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = pages_in(config["nav"])
     written = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
-    assert written == named
+    recipes = {p.name for p in (ROOT / "recipes").glob("*.py")} - {
+        "make_demo_data.py",
+        "recipe_data.py",
+    }
+    made = {f"recipes/{name}.md" for name in recipes} | {"recipes/README.md"}
+    made |= {f"notebooks/{p.name}.md" for p in (ROOT / "notebooks").glob("*.ipynb")}
+    assert written | made == named
 
 
 # --- what is quoted from the sources --------------------------------------------------------------
