@@ -14,6 +14,10 @@ from typing import Any
 
 from trl_packing.pages.page import asset, escape, section
 
+_ON_AXES = (
+    "over documents or tokens, packed and padded runs can be compared; over steps, they cannot"
+)
+
 # Most points of a curve: more than a wide screen has pixels for.
 MOST_POINTS = 1000
 
@@ -94,7 +98,10 @@ class Curves:
         rest = self._frames(range(main, len(self.charts)))
         style = f"<style>\n{asset('curves.css')}</style>"
         folded = f"<details><summary>Other logged numbers</summary>{rest}</details>"
-        return [style, section("Curves", self._controls(), first, folded if rest else "")]
+        return [
+            style,
+            section("Curves", self._controls(), first, folded if rest else "", note=_ON_AXES),
+        ]
 
     def data(self) -> dict[str, Any]:
         """Return what curves.js draws."""

@@ -124,7 +124,7 @@ class RunRecord:
         """Return the record as JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["totals"] = {str(step): asdict(found) for step, found in self.totals.items()}
-        return json.dumps({"format": _FORMAT, **_storable(plain)}, allow_nan=False)
+        return json.dumps({"format": _FORMAT, **storable(plain)}, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "RunRecord":
@@ -154,12 +154,12 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _storable(value: Any) -> Any:
+def storable(value: Any) -> Any:
     """Return `value` as JSON; numbers that JSON lacks, and other objects, become texts."""
     if isinstance(value, dict):
-        return {str(name): _storable(inner) for name, inner in value.items()}
+        return {str(name): storable(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_storable(inner) for inner in value]
+        return [storable(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)  # "NaN", "Infinity", "-Infinity"
     if value is None or isinstance(value, (bool, int, float, str)):
