@@ -103,12 +103,13 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "loss",
             "models",
             "packing",
+            "pages",
             "trainer",
             "training",
         },
-        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
+        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl", "yaml"},
     ),
-    "cli": ({"data", "tools"}, set()),
+    "cli": ({"formatting", "pages", "tools"}, set()),
 }
 
 

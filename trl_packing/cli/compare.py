@@ -1,14 +1,28 @@
 """`trl-packing compare`: several runs over documents, tokens, steps or hours."""
 
 import argparse
-import sys
+import json
 from pathlib import Path
 
-HELP = "compare runs: losses, tokens, time, settings, versions"
+from trl_packing.cli.output import note, print_json
+
+HELP = "compare runs: losses, tokens, time, settings and versions"
+
+EPILOG = """\
+examples:
+  trl-packing compare outputs/packed outputs/padded
+  trl-packing compare outputs/* --html compare.html
+  trl-packing compare outputs/packed outputs_of_trl/checkpoint-500/trainer_state.json --over tokens
+
+exit status:
+  0  the comparison is printed
+  2  a run cannot be read or compared; stderr has the reason in one line
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    parser.epilog = EPILOG
     parser.add_argument(
         "runs",
         nargs="+",
@@ -23,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens, else steps if they hold equally many documents",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with the curves too")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,8 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--html {arguments.html}: its folder does not exist")
     records = [load_run(path) for path in arguments.runs]
     comparison = compare(records, arguments.over)
-    print(comparison.to_json() if arguments.json else comparison)
+    if arguments.json:
+        print_json(json.loads(comparison.to_json()))
+    else:
+        print(comparison)
     if arguments.html:
         Path(arguments.html).write_text(compare_page(records, comparison), encoding="utf-8")
-        print(f"wrote {arguments.html}", file=sys.stderr)
+        note(f"wrote {arguments.html}")
     return 0
