@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
 from helpers.tiny import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
