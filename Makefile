@@ -1,4 +1,4 @@
-# Every target creates the virtual environment that it needs. The README shows the plain commands.
+# Every target creates the virtual environment that it needs. docs/index.md shows the plain commands.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
