@@ -73,7 +73,8 @@ def test_a_cut_table_a_missing_picture_and_a_foreign_request_are_seen(site):
     text = page.read_text()
     bad = (
         '<pre><code style="white-space: pre; display: block; overflow: auto">'
-        f'{"x" * 500}</code></pre><table><tr><td style="white-space: nowrap">{"y " * 300}</td></tr></table>'
+        f"{'x' * 500}</code></pre>"
+        f'<table><tr><td style="white-space: nowrap">{"y " * 300}</td></tr></table>'
         '<img src="nothing.png"><img src="https://example.com/a.png">'
         '<div style="position: absolute; left: 0; width: 5000px">z</div>'
     )
