@@ -100,7 +100,7 @@ def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCou
     """Return the documents that fit, and counts of what was kept and lost."""
     documents, counts, name = whole.documents, None, whole.rows.name
     if isinstance(documents, IterableDataset) and not whole.rows.are_packed:
-        documents = _shuffle_fitted(fit_stream(documents, whole.overflow, rules.eos), rules)
+        documents = shuffle_fitted(fit_stream(documents, whole.overflow, rules.eos), rules)
     elif isinstance(documents, Dataset) and not whole.rows.are_packed:
         documents, counts = fit_and_count(
             documents,
@@ -109,7 +109,7 @@ def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCou
             num_proc=rules.args.dataset_num_proc,
             name=name,
         )
-        documents = _shuffle_fitted(documents, rules)
+        documents = shuffle_fitted(documents, rules)
     if whole.missing is not None and counts is not None:
         logger.warning(f"{name} dataset: {whole.missing.warning(rules.eos.appends)}")
         counts = counts.with_note(whole.missing.note(rules.eos.appends))
@@ -237,7 +237,7 @@ def _shuffle_unfitted(documents: AnyDataset, rules: Preparation) -> AnyDataset:
     return documents.shuffle(seed=rules.args.seed)
 
 
-def _shuffle_fitted(fitted: AnyDataset, rules: Preparation) -> AnyDataset:
+def shuffle_fitted(fitted: AnyDataset, rules: Preparation) -> AnyDataset:
     """Return `fitted`, shuffled if the config asks for it and TRL would shuffle it here."""
     if not rules.args.shuffle_dataset or not _drops_before_shuffling(fitted, rules):
         return fitted

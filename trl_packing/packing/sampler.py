@@ -187,6 +187,10 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return [np.asarray(documents) for step in self.steps() for documents in step]
         return list(self._packed_steps())
 
+    def plan(self) -> PackingPlan | None:
+        """Return the bins of this epoch; None with documents_per_step."""
+        return None if self.documents_per_step is not None else self._plan_for(self.epoch)
+
     def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
         return iter(self._document_steps())

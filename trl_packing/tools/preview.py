@@ -8,12 +8,15 @@ all documents  →  bins and optimizer steps          →  the report that the t
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from datasets import Dataset
+
 from trl_packing.config import PackedSFTConfig
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
+from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.previewed_run import PreviewedRun
 from trl_packing.tools.show import show_document
 from trl_packing.training.epoch_report import PackingReport
@@ -88,10 +91,18 @@ def preview_epoch(
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
     """
+    prepared, counts = run.documents()
+    documents, sampler = plan_of(run, prepared, ranks=ranks, hidden_size=hidden_size)
+    return report_on(run, documents, sampler, counts)
+
+
+def plan_of(
+    run: PreviewedRun, prepared: Dataset, *, ranks: int = 1, hidden_size: int | None = None
+) -> tuple[ArrowDocuments, PackedBatchSampler]:
+    """Return the prepared documents of `run`, and the sampler of rank 0; as `preview_epoch`."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     args = run.args
-    prepared, counts = run.documents()
     columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
     documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
     sampler = training_sampler(
@@ -102,11 +113,22 @@ def preview_epoch(
         ranks=ranks,
         hidden_size=hidden_size,
     )
+    return documents, sampler
+
+
+def report_on(
+    run: PreviewedRun,
+    documents: ArrowDocuments,
+    sampler: PackedBatchSampler,
+    counts: PreparationCounts | None,
+) -> PackingReport:
+    """Return the report on what `plan_of` returns."""
+    args = run.args
     return plan_report(
         documents,
         sampler,
         attention=None,
-        loss=in_words(args.loss_weighting, prepared.column_names),
+        loss=in_words(args.loss_weighting, documents.dataset.column_names),
         preparation=counts or PreparationCounts(),
         tokens_per_micro_batch=_static_tokens(args),
         given_in_steps=settings_in_steps(args),
