@@ -127,7 +127,13 @@ def test_every_page_is_in_the_navigation():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = pages_in(config["nav"])
     written = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
-    assert written == named
+    recipes = {p.name for p in (ROOT / "recipes").glob("*.py")} - {
+        "make_demo_data.py",
+        "recipe_data.py",
+    }
+    made = {f"recipes/{name}.md" for name in recipes} | {"recipes/README.md"}
+    made |= {f"notebooks/{p.name}.md" for p in (ROOT / "notebooks").glob("*.ipynb")}
+    assert written | made == named
 
 
 # --- what is quoted from the sources --------------------------------------------------------------
@@ -144,8 +150,13 @@ def not_said(quotes: list[str], texts: list[str]) -> list[str]:
     return [q for q in quotes if not any(messages.one_line(q) in text for text in texts)]
 
 
-def test_every_message_of_the_troubleshooting_page_is_in_the_sources():
-    quotes = quoted((DOCS / "troubleshooting.md").read_text())
+def troubleshooting() -> str:
+    """Return the pages that explain messages."""
+    return "\n".join(p.read_text() for p in sorted((DOCS / "troubleshooting").glob("*.md")))
+
+
+def test_every_message_of_the_troubleshooting_pages_is_in_the_sources():
+    quotes = quoted(troubleshooting())
     assert len(quotes) > 90
     assert not_said(quotes, list(messages.texts())) == []
 
@@ -158,9 +169,8 @@ def test_the_check_sees_a_message_that_nothing_says(tmp_path):
     assert not_said(quoted(page), texts) == ["is worse"]
 
 
-def test_every_row_of_the_troubleshooting_page_says_something():
-    page = (DOCS / "troubleshooting.md").read_text()
-    assert re.findall(r"^\| .* \| *\|$", page, re.M) == []
+def test_every_row_of_the_troubleshooting_pages_says_something():
+    assert re.findall(r"^\| .* \| *\|$", troubleshooting(), re.M) == []
 
 
 def test_all_messages_are_found_with_their_module(tmp_path):

@@ -53,6 +53,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "loss",
             "models",
             "packing",
+            "pages",
             "streaming",
         },
         {"accelerate", "datasets", "numpy", "safetensors", "torch", "transformers", "trl"},

@@ -207,6 +207,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return max(map(len, self.micro_batches()))
         return self._packed_steps().most_documents()
 
+    def documents_by_bin(self) -> np.ndarray | None:
+        """Return the number of documents in each bin of epoch 0, None if nothing is packed here."""
+        if self.documents_per_step is not None or self.rows:
+            return None
+        return np.diff(self._plan_for(0).offsets)
+
     # --- drawing an epoch ---------------------------------------------------------------------
 
     def _plan_for(self, epoch: int) -> PackingPlan:
