@@ -22,7 +22,15 @@ def escape(text: object) -> str:
     return html.escape(escape_hidden(str(text)))
 
 
-def page(title: str, sections: Iterable[str], *, data: Any = None, script: str = "") -> str:
+def page(
+    title: str,
+    sections: Iterable[str],
+    *,
+    data: Any = None,
+    script: str = "",
+    style: str = "",
+    note: str = "",
+) -> str:
     """Return the text of an HTML file.
 
     Args:
@@ -30,6 +38,8 @@ def page(title: str, sections: Iterable[str], *, data: Any = None, script: str =
         sections: HTML, from the functions of this folder.
         data: JSON for the script, which finds it as ``data``.
         script: JavaScript, run when the page is loaded.
+        style: CSS, after that of all pages.
+        note: plain text, shown beside the title in a lighter color.
     """
     code = f"const data = JSON.parse(document.getElementById('data').textContent);\n{script}"
     return "\n".join(
@@ -38,7 +48,8 @@ def page(title: str, sections: Iterable[str], *, data: Any = None, script: str =
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>\n{asset('page.css')}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
+            f"<style>\n{asset('page.css')}{style}</style>\n</head>\n<body>",
+            f"<h1>{_with_note(title, note)}</h1>",
             *sections,
             f'<script type="application/json" id="data">{json_in_html(data)}</script>'
             * bool(script),

@@ -37,7 +37,7 @@ class PlannedEpoch:
     @classmethod
     def from_sampler(cls, sampler: PackedBatchSampler) -> "PlannedEpoch":
         """Return the epoch that `sampler` would draw next."""
-        members = sampler.micro_batches()
+        members = [np.asarray(batch, np.int64) for batch in sampler.micro_batches()]
         documents = np.array([len(batch) for batch in members], np.int64)
         ends = np.cumsum(documents)
         lengths = sampler.lengths[np.concatenate(members)].astype(np.int64)

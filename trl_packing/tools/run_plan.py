@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.overflow import Pieces, pieces_of, prompt_lengths
+from trl_packing.data.overflow import Overflow, Pieces, pieces_of, prompt_lengths
 from trl_packing.data.preparation import Unfitted, fit
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
@@ -41,11 +40,13 @@ class CutDocuments:
 
     Attributes:
         documents: all documents of any length.
+        overflow: the policy.
         pieces: those that the policy keeps of them.
         rows: numbers of the documents of which a token is lost, or that are split.
     """
 
     documents: ArrowDocuments
+    overflow: Overflow
     pieces: Pieces
     rows: np.ndarray
 
@@ -58,7 +59,7 @@ class CutDocuments:
         prompts = documents.in_order([prompt_lengths(*chunk) for chunk in chunks])
         pieces = pieces_of(lengths, whole.overflow, prompts)
         intact = pieces.rows[pieces.stops - pieces.starts == lengths[pieces.rows]]
-        return cls(documents, pieces, np.setdiff1d(np.arange(len(lengths)), intact))
+        return cls(documents, whole.overflow, pieces, np.setdiff1d(np.arange(len(lengths)), intact))
 
 
 @dataclass(frozen=True, eq=False)

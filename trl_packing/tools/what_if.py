@@ -6,7 +6,7 @@ documents that fit       →  padded | packed | documents_per_step              
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class WhatIf:
 
     max_length: int | None
     refused: str = ""
-    counts: PreparationCounts = PreparationCounts()
+    counts: PreparationCounts = field(default_factory=PreparationCounts)
     bins: int | None = None
     utilization: float | None = None
     steps: int = 0
