@@ -124,7 +124,8 @@ def test_the_plot_draws_the_counts():
     assert drawn.get_data().values.tolist() == list(REPORT.lengths.counts)
     assert lengths.get_xlabel() == "tokens of a document"
     assert [line.get_xdata()[0] for line in lengths.lines] == [1024]
-    assert by_bin.patches[0].get_data().edges.tolist() == list(REPORT.documents_by_bin.edges)
+    assert lengths.get_title(loc="right") == "max_length=1,024"
+    assert by_bin.patches[0].get_data().edges.tolist() == [1.5, 2.5, 3.5, 4.5, 5.5], "on 2 to 5"
     assert len(replace(REPORT, documents_by_bin=None).plot().axes) == 1
 
 

@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from trl_packing.formatting.printable import escape_hidden
@@ -57,6 +58,12 @@ def page(
             "</body>\n</html>\n",
         ]
     )
+
+
+def check_can_write(option: str, path: str) -> None:
+    """Raise ValueError if the folder of the file `path` does not exist; `option` is its name."""
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: its folder does not exist; create it first")
 
 
 def asset(name: str) -> str:

@@ -35,15 +35,19 @@ def plot_lengths_and_bins(
     axes = figure.subplots(1, number, squeeze=False)[0]
     _draw(axes[0], lengths, "tokens of a document", "documents")
     if capacity is not None and capacity <= lengths.edges[-1]:
-        axes[0].axvline(capacity, color=_CUT, linestyle="--", label=f"max_length={capacity:,}")
-        axes[0].legend(frameon=False, labelcolor=_TEXT)
+        axes[0].axvline(capacity, color=_CUT, linestyle="--")
+        axes[0].set_title(f"max_length={capacity:,}", color=_CUT, loc="right", fontsize="medium")
     if documents_by_bin is not None:
         _draw(axes[1], documents_by_bin, "documents in a bin", "bins")
     return figure
 
 
 def _draw(axes: Any, histogram: Histogram, xlabel: str, ylabel: str) -> None:
-    axes.stairs(histogram.counts, histogram.edges, fill=True, color=_BAR)
+    # A bar of width 1 is centered on its number; wider bars begin at theirs.
+    shift = 0.5 if histogram.edges[1] - histogram.edges[0] == 1 else 0.0
+    edges = [edge - shift for edge in histogram.edges]
+    axes.stairs(histogram.counts, edges, fill=True, color=_BAR)
+    axes.locator_params(integer=True)
     axes.set_xlabel(xlabel, color=_TEXT)
     axes.set_ylabel(ylabel, color=_TEXT)
     axes.tick_params(colors=_TEXT)
