@@ -14,7 +14,18 @@ import numpy as np
 import trl_packing
 from trl_packing.data.counts import TokenCounts, quantity
 from trl_packing.pages.charts import histogram
-from trl_packing.pages.page import asset, bars, cards, columns, escape, figure, page, section, table
+from trl_packing.pages.page import (
+    HtmlPage,
+    asset,
+    bars,
+    cards,
+    columns,
+    escape,
+    figure,
+    page,
+    section,
+    table,
+)
 from trl_packing.tools.plan_documents import example_documents, strips
 from trl_packing.tools.run_plan import RunPlan
 from trl_packing.tools.what_if import WhatIf
@@ -24,7 +35,7 @@ _MOST_RANKS = 64  # with a bar of their own
 _LIBRARIES = ("torch", "transformers", "trl", "accelerate", "datasets", "numpy")
 
 
-def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> str:
+def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
     """Return the text of an HTML file that shows `plan`.
 
     Args:
@@ -67,7 +78,7 @@ def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
             f"full: {report.bins:,} bins of {report.capacity:,} tokens",
         )
     padded = report.padded_steps
-    beside = f"; padded: {padded:,}" * (padded not in (None, report.steps_per_epoch))
+    beside = f"; padded: {padded:,}" if padded not in (None, report.steps_per_epoch) else ""
     size = f"{report.documents_per_step:,.1f} documents"
     yield f"{report.steps_per_epoch:,}", f"steps an epoch, of {size}{beside}"
     yield f"{int(plan.epoch.tokens.max()):,}", "tokens in the largest micro-batch"
@@ -228,7 +239,8 @@ def _losses(plan: RunPlan) -> str:
     rows.append(["trained in an epoch", *_numbers(counts.after)])
     notes = str(counts).splitlines()[len(counts.stages) :]
     said = [
-        f'<p class="what{" warn" * line.startswith("warning")}">{escape(line)}</p>' for line in notes
+        f'<p class="what{" warn" * line.startswith("warning")}">{escape(line)}</p>'
+        for line in notes
     ]
     return section("Kept and lost", table(head, rows, marked=len(rows) - 1), *said)
 

@@ -101,14 +101,6 @@ class RunPlan:
             return self.documents.lengths()
         return np.concatenate([row[SEQ_LENGTHS] for row in self.documents])
 
-    def _repr_html_(self) -> str:
-        """Return the page in a frame, for a notebook."""
-        from trl_packing.pages.page import escape
-        from trl_packing.tools.plan_page import plan_page
-
-        style = "width:100%;height:900px;border:0"
-        return f'<iframe srcdoc="{escape(plan_page(self))}" style="{style}"></iframe>'
-
 
 def plan_run(run: PreviewedRun, *, ranks: int = 1, hidden_size: int | None = None) -> RunPlan:
     """Return the plan of the first epoch of `run`.
