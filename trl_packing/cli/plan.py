@@ -1,70 +1,86 @@
 """`trl-packing plan`: the bins and optimizer steps of an epoch."""
 
 import argparse
-import sys
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trl_packing.cli.run_options import add_run_arguments, previewed_run
+from trl_packing.cli.output import note, print_json
+from trl_packing.cli.run_options import (
+    add_run_arguments,
+    add_stream_argument,
+    name_of_data,
+    previewed_run,
+)
 
 if TYPE_CHECKING:
     from trl_packing.tools.previewed_run import PreviewedRun
 
 HELP = "print the bins and optimizer steps of an epoch"
 
+EPILOG = """\
+examples:
+  trl-packing plan recipes/sft_packed.py --config recipes/sft_gsm8k.yaml
+  trl-packing plan --config recipes/lora_8b.yaml --max_length 8192 --ranks 8
+  trl-packing plan --model M --data chat.jsonl --train_on assistant --json
+  trl-packing plan --config recipes/lora_8b.yaml --html plan.html
+
+exit status:
+  0  the plan is printed
+  2  the run cannot be planned; stderr has the reason in one line
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add_run_arguments(parser)
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel processes")
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="data-parallel processes (default: 1)"
+    )
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page")
-    parser.add_argument("--png", metavar="FILE", help="draw the plan (needs matplotlib)")
+    parser.add_argument("--png", metavar="FILE", help="draw the plan; needs matplotlib")
+    add_stream_argument(parser)
+    add_run_arguments(parser, "plan")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report that the trainer would print before an epoch."""
+    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview import preview_epoch
-    from trl_packing.tools.settings import load_hidden_size
 
-    files = {"--html": arguments.html, "--png": arguments.png}
-    _check_files(files)
+    for option, path in (("--html", arguments.html), ("--png", arguments.png)):
+        if path:
+            check_can_write(option, path)
     run = previewed_run(arguments)
-    hidden_size = load_hidden_size(arguments.model, arguments.settings)
-    if any(files.values()):
-        _write_files(run, arguments, hidden_size)
+    if arguments.html or arguments.png:
+        report = _write_files(run, arguments)
     else:
-        print(preview_epoch(run, ranks=arguments.ranks, hidden_size=hidden_size))
+        report = preview_epoch(run, ranks=arguments.ranks)
+    if arguments.json:
+        rows = {"rows": len(run.dataset), "is_stream": run.is_stream}
+        print_json(json.loads(report.to_json()) | rows)
+        return 0
+    if run.is_stream:
+        print(f"The first {len(run.dataset):,} rows of a stream, as if they were all:")
+    print(report)
     return 0
 
 
-def _check_files(files: dict[str, str | None]) -> None:
-    from trl_packing.pages.page import check_can_write
-
-    for option, path in files.items():
-        if path:
-            check_can_write(option, path)
-
-
-def _write_files(
-    run: "PreviewedRun", arguments: argparse.Namespace, hidden_size: int | None
-) -> None:
+def _write_files(run: "PreviewedRun", arguments: argparse.Namespace) -> Any:
+    """Write the page and the picture, and return the report."""
     from trl_packing.tools.command_line import command_line
     from trl_packing.tools.plan_page import plan_page
     from trl_packing.tools.plan_plot import plot_plan
     from trl_packing.tools.run_plan import plan_run
 
-    plan = plan_run(run, ranks=arguments.ranks, hidden_size=hidden_size)
-    print(plan.report)
+    plan = plan_run(run, ranks=arguments.ranks)
     if arguments.html:
-        data = Path(arguments.data)
-        text = plan_page(
-            plan,
-            title=f"Plan · {data.name if data.exists() else arguments.data}",
-            note=arguments.model,
-            command=command_line("trl-packing"),
-        )
+        data = name_of_data(arguments)
+        name = Path(data).name if Path(data).exists() else data
+        text = plan_page(plan, title=f"Plan · {name}", command=command_line("trl-packing"))
         Path(arguments.html).write_text(text, encoding="utf-8")
+        note(f"wrote {arguments.html}")
     if arguments.png:
         plot_plan(plan).savefig(arguments.png, dpi=150)
-    for path in filter(None, (arguments.html, arguments.png)):
-        print(f"wrote {path}", file=sys.stderr)
+        note(f"wrote {arguments.png}")
+    return plan.report

@@ -41,7 +41,7 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
     Args:
         plan: as `plan_run` returns it.
         title: of the page.
-        note: shown beside the title: the model, the settings.
+        note: shown beside the title; "" for the model and max_length.
         command: that makes the page.
 
     Examples:
@@ -60,7 +60,17 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
         section("Documents", example_documents(plan), note="trained tokens are marked green"),
         _provenance(plan, command),
     ]
-    return page(title, filter(None, sections), style=asset("plan.css"), note=note)
+    return page(title, filter(None, sections), style=asset("plan.css"), note=note or _about(plan))
+
+
+def _about(plan: RunPlan) -> str:
+    """Return the model and the most important setting."""
+    run, limit = plan.run, plan.run.args.max_length
+    model = run.model if isinstance(run.model, str) else type(run.model).__name__
+    words = [model] * (run.model is not None)
+    words += [f"max_length {limit:,}" if limit else "no max_length"]
+    words += [f"the first {len(run.dataset):,} rows of a stream"] * run.is_stream
+    return " · ".join(words)
 
 
 # --- cards ----------------------------------------------------------------------------------------

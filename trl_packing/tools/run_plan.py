@@ -102,25 +102,20 @@ class RunPlan:
         return np.concatenate([row[SEQ_LENGTHS] for row in self.documents])
 
 
-def plan_run(run: PreviewedRun, *, ranks: int = 1, hidden_size: int | None = None) -> RunPlan:
+def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     """Return the plan of the first epoch of `run`.
 
     Args:
         run: the settings and the data.
         ranks: data-parallel processes.
-        hidden_size: the model's, which the balance of ranks depends on.
 
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
     """
-    whole, counts = run.unfitted(), None
-    prepared = run.dataset
-    if whole is None:
-        prepared, counts = run.documents()
-    else:
-        prepared, counts = fit(whole, run.preparation)
-    documents, sampler = plan_of(run, prepared, ranks=ranks, hidden_size=hidden_size)
-    setup = Setup(run.args, ranks, hidden_size)
+    whole = run.unfitted()
+    prepared, counts = run.documents() if whole is None else fit(whole, run.preparation)
+    documents, sampler = plan_of(run, prepared, ranks=ranks)
+    setup = Setup(run.args, ranks, run.hidden_size)
     lengths, own = documents.lengths(), run.args.max_length
     limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
     return RunPlan(
