@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "hooks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 
 import draw
+import draw_data
 import hero
 import messages
 import pictures
@@ -521,6 +522,27 @@ def test_every_public_name_is_on_the_api_page():
         assert hasattr(importlib.import_module(home), name), f"{home}.{name}"
     without = page.replace("::: trl_packing.packing.bins.pack\n", "")
     assert "::: trl_packing.packing.bins.pack\n" in public_names.completed(without)
+
+
+def test_pictures_of_rows_are_what_their_script_draws():
+    examples = list(draw_data.examples((DOCS / "data.md").read_text()))
+    drawn = {DOCS / example.file: draw_data.draw(example) for example in examples}
+    stored = {p: p.read_text() for p in (DOCS / "pictures" / "data").glob("*.svg")}
+    assert drawn == stored, "run python docs/pictures/draw_data.py"
+    assert len(drawn) == len(examples) > 12
+
+
+def test_a_picture_of_a_row_shows_its_trained_tokens():
+    page = (
+        '```json\n{"prompt": "a", "completion": " b"}\n```\n\n![Trained tokens](x.svg)\n\n'
+        "![Trained tokens, with --completion_only_loss false --append_eos](y.svg)\n"
+    )
+    completion, everything = draw_data.examples(page)
+    assert draw_data.tokens(completion) == [("a", 0), (" b", 1), ("</s>", 1)]
+    assert everything.options == ["--completion_only_loss", "false", "--append_eos"]
+    longer = everything._replace(row={"prompt": "a c", "completion": " b"})
+    assert draw_data.tokens(longer)[:2] == [("a", 0), (" c", 1)]
+    assert draw_data.draw(longer) != draw_data.draw(everything)
 
 
 def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):
