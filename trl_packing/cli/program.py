@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         written = message.partition("invalid choice: '")[2].partition("'")[0]
-        hint = suggest(written, COMMANDS) if "argument command:" in message else ""
+        hint = suggest(written, COMMANDS) if "argument COMMAND:" in message else ""
         self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}{hint}\n")
 
 
