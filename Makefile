@@ -14,7 +14,7 @@ TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/t
 	training/test_metrics plain_trainer/test_enable training/test_resume streaming/test_loader \
 	streaming/test_reader))
 
-.PHONY: demo test test-all test-oldest notebooks matrix check lint types format docs bench clean
+.PHONY: demo test test-all test-oldest chromium notebooks matrix check lint types format docs bench clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
@@ -22,11 +22,17 @@ demo: $(READY)  ## the main job: train a small model on packed data, before and 
 test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
-test-all: $(ALL_READY)  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs
+test-all: $(ALL_READY) chromium  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 test-oldest: $(OLDEST)/.ready  ## what touches other libraries, on the oldest versions that are promised
 	$(OLDEST)/bin/python -m pytest -m "not slow" -n 2 --dist worksteal $(TOUCH_LIBRARIES)
+
+chromium:  ## the browser in which HTML pages are tested, from Debian; skipped where it cannot be
+	@command -v chromium > /dev/null || { \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core > /dev/null; \
+	} || echo "Chromium cannot be installed here: the tests of HTML pages will be skipped"
 
 notebooks: $(READY)  ## run them top to bottom, offline, about a minute
 	$(BIN)/python -m pytest tests/test_notebooks.py -n 2

@@ -283,7 +283,7 @@ def options_in(text: str) -> set[str]:
 
 
 def options_of(command: str) -> set[str]:
-    from trl_packing.cli import _parser
+    from trl_packing.cli.program import _parser
     from trl_packing.config import PackedSFTConfig
 
     (commands,) = (a.choices for a in _parser()._actions if a.dest == "command")

@@ -178,7 +178,7 @@ def test_the_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
     assert wheel.name == f"trl_packing-{VERSION}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
     assert unwanted(names) == []
-    assert {"trl_packing/py.typed", "trl_packing/cli.py"} <= set(names)
+    assert {"trl_packing/py.typed", "trl_packing/cli/program.py"} <= set(names)
     assert any(n.endswith("licenses/LICENSE") for n in names)
     carried = {n.removeprefix("trl_packing/recipes/") for n in names if "/recipes/" in n}
     assert carried == recipes() | {"__init__.py"}

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from trl_packing import cli
 from trl_packing.attention.backends import CHOICES
+from trl_packing.cli.verify import ATTENTIONS
 
 HEAVY = ("torch", "transformers", "trl", "datasets")
 
@@ -33,4 +33,4 @@ def test_the_check_sees_a_library_that_is_loaded():
 
 
 def test_every_attention_backend_can_be_named():
-    assert cli.ATTENTIONS == CHOICES
+    assert ATTENTIONS == CHOICES

@@ -1,0 +1,103 @@
+"""The browser of the page tests sees what a page may not do: each check has a negative control."""
+
+import json
+import struct
+
+import pytest
+from helpers.browser import HOSTILE, open_page
+
+from trl_packing.pages.page import cards, escape, page, section, table
+
+
+def written(tmp_path, text):
+    path = tmp_path / "page.html"
+    path.write_text(text)
+    return path
+
+
+def good_page(script="document.querySelector('#said').textContent = data.text;"):
+    return page(
+        HOSTILE[0],
+        [
+            section(HOSTILE[1], cards([(HOSTILE[2], HOSTILE[3])]), note=HOSTILE[4]),
+            section("table", table(HOSTILE, [HOSTILE])),
+            f'<p id="said" title="{escape(HOSTILE[3])}"></p>',
+        ],
+        data={"text": "".join(HOSTILE)},
+        script=script,
+    )
+
+
+def test_hostile_text_is_shown_and_does_nothing_else(tmp_path):
+    with open_page(written(tmp_path, good_page())) as opened:
+        assert opened.problems() == []
+        assert opened.text("#said") == "".join(HOSTILE)
+        assert "<img src=x onerror" in opened.text("table")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<script>missing()</script>", "error: ReferenceError: missing is not defined"),
+        ("<script>console.error('no', 1)</script>", "error: console.error: no 1"),
+        ("<script>Promise.reject(new Error('kept'))</script>", "error: Error: kept"),
+        ("<script>setTimeout(() => missing())</script>", "error: ReferenceError: missing"),
+        ("<img src='http://localhost:9/a.png'>", "request: http://localhost:9/a.png"),
+        ("<link rel=stylesheet href='https://localhost:9/a.css'>", "request: https://localhost"),
+        ("<script>fetch('http://localhost:9/x')</script>", "request: http://localhost:9/x"),
+        ("<div style='width: 3000px'>wide</div>", "the page is 30"),
+        *[(text, "hostile text acts") for text in (*HOSTILE[:1], *HOSTILE[2:4], HOSTILE[6])],
+    ],
+)
+def test_a_bad_page_is_caught(tmp_path, text, problem):
+    with open_page(written(tmp_path, f"<!doctype html><p>{text}</p>")) as opened:
+        assert any(found.startswith(problem) for found in opened.problems()), opened.problems()
+
+
+def test_the_policy_refuses_what_a_page_loads(tmp_path):
+    path = written(
+        tmp_path, good_page().replace("<h1>", "<img src='http://localhost:9/a.png'><h1>")
+    )
+    with open_page(path) as opened:
+        found = "\n".join(opened.problems())
+    assert "Content Security Policy" in found
+
+
+def test_an_unescaped_page_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_packing.pages.page.escape", str)
+    with open_page(written(tmp_path, good_page())) as opened:
+        assert "hostile text acts" in opened.problems()
+
+
+def test_data_that_ends_its_script_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_packing.pages.page.json_in_html", json.dumps)
+    with open_page(written(tmp_path, good_page())) as opened:
+        assert "hostile text acts" in opened.problems()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_screenshot_has_the_width_and_the_theme(tmp_path, width):
+    backgrounds = set()
+    for dark in (False, True):
+        with open_page(written(tmp_path, good_page()), width=width, dark=dark) as opened:
+            assert opened.problems() == []
+            backgrounds.add(opened.evaluate("getComputedStyle(document.body).backgroundColor"))
+            opened.screenshot(tmp_path / "page.png")
+        data = (tmp_path / "page.png").read_bytes()
+        assert struct.unpack(">I", data[16:20]) == (width,)
+    assert len(backgrounds) == 2
+
+
+def test_the_mouse_hovers_and_clicks(tmp_path):
+    script = """
+    for (const kind of ['mouseenter', 'click'])
+      document.querySelector('table').addEventListener(kind, () => { window.seen = kind; });
+    """
+    with open_page(written(tmp_path, good_page(script))) as opened:
+        assert opened.evaluate("window.seen") is None
+        opened.hover("table")
+        assert opened.evaluate("window.seen") == "mouseenter"
+        opened.click("table")
+        assert opened.evaluate("window.seen") == "click"
+        with pytest.raises(RuntimeError, match="missing is not defined"):
+            opened.evaluate("missing")
