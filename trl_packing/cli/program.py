@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from trl_packing.tools.exit_messages import message_of
 
 # Modules of this folder, in the order of the help.
-COMMANDS = ("inspect", "plan", "verify")
+COMMANDS = ("inspect", "plan", "verify", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
