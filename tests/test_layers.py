@@ -53,6 +53,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "loss",
             "models",
             "packing",
+            "pages",
             "streaming",
         },
         {"accelerate", "datasets", "numpy", "safetensors", "torch", "transformers", "trl"},
@@ -101,12 +102,13 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "loss",
             "models",
             "packing",
+            "pages",
             "trainer",
             "training",
         },
         {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
     ),
-    "cli": ({"data", "tools"}, set()),
+    "cli": ({"data", "pages", "tools"}, set()),
 }
 
 

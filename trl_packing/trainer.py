@@ -81,6 +81,7 @@ from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.loaders import PackedLoaders
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
+from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_report import ReportCallback, RunReport
@@ -576,6 +577,18 @@ class PackedSFTTrainer(SFTTrainer):
         with self._meter.pause(), write_whole(checkpoint, self):
             self._epochs.save(checkpoint)
             super()._save_checkpoint(model, trial)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """Say in the model card what was packed, lost and checked; not on TRL's path."""
+        report = self.packing_report
+        super().create_model_card(model_name, dataset_name, with_tag(tags) if report else tags)
+        if report and self.is_world_process_zero():
+            describe_packing(Path(self.args.output_dir) / "README.md", report)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the position in a stream too, of which each rank has another."""

@@ -1,6 +1,6 @@
 """The messages of the package: every text in its sources, and the errors and warnings.
 
-`…` stands for a value, as on the troubleshooting page.
+`…` stands for a value, as on the troubleshooting pages.
 """
 
 import ast

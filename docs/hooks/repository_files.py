@@ -3,19 +3,26 @@
 `[step.md](../benchmarks/results/step.md)` works on GitHub and in an editor, but mkdocs only reads
 docs/. This hook adds every file that a page links to under repository/, Markdown as a page and
 others as text, and then the files that those link to. A broken link fails the strict build.
+
+Recipes and notebooks are pages of their own, at recipes/ and notebooks/.
 """
 
+import ast
 import os
 import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
+import notebooks
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 _CODE = re.compile(r"^(```|~~~).*?^\1\s*$|`[^`\n]*`", re.M | re.S)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=(?:#[^)\s]*)?\))")
+_PAGES = ("recipes", "notebooks")  # folders whose files are pages like those of docs/
+_SOURCE = "## Source { data-search-exclude }"
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", "": "make"}
 
 
@@ -29,8 +36,9 @@ def page_of(path: Path) -> str:
     """Return the page, relative to docs/, that shows a file of the repository."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
-    inside = f"repository/{path.relative_to(ROOT).as_posix()}"
-    return inside if path.suffix == ".md" else f"{inside}.md"
+    inside = path.relative_to(ROOT)
+    name = inside.as_posix() if inside.parts[0] in _PAGES else f"repository/{inside.as_posix()}"
+    return name if path.suffix == ".md" else f"{name}.md"
 
 
 def rewritten(markdown: str, source: Path) -> str:
@@ -53,17 +61,25 @@ def text_of(path: Path) -> str:
     """Return a page with the text of a file, or with the names in a folder."""
     if path.suffix == ".md":
         return rewritten(path.read_text(), path)
+    if path.suffix == ".ipynb":
+        return notebooks.markdown_of(path)
     title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
     if path.is_dir():
         names = sorted(p.name for p in path.iterdir() if not p.name.startswith((".", "__")))
         return title + "\n".join(f"- `{name}`" for name in names)
-    return f"{title}````{_LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"
+    source = path.read_text()
+    if path.suffix == ".py" and path.parent == ROOT / "recipes":
+        tree = ast.parse(source)
+        title = f"# {path.name}\n\n{ast.get_docstring(tree)}\n\n{_SOURCE}\n\n"
+        source = "".join(source.splitlines(keepends=True)[tree.body[0].end_lineno :]).lstrip()
+    return f"{title}````{_LANGUAGES.get(path.suffix, 'text')}\n{source}\n````\n"
 
 
 def linked_files() -> set[Path]:
-    """Return the files outside docs/ that its pages link to, directly or through other files."""
-    found: set[Path] = set()
-    waiting = sorted(DOCS.rglob("*.md"))
+    """Return the files outside docs/ that are pages, or that pages link to, however indirectly."""
+    shown = [ROOT / "recipes" / "README.md", *(ROOT / "recipes").glob("*.py")]
+    found = {*shown, *(ROOT / "notebooks").glob("*.ipynb")}
+    waiting = [*DOCS.rglob("*.md"), shown[0]]
     while waiting:
         source = waiting.pop()
         for link in links(source.read_text()):

@@ -1,10 +1,13 @@
-"""A table of the fields of `PackedSFTConfig`, from its source: name, type, default, help."""
+"""A list of the fields of `PackedSFTConfig`, from its source: name, type, default, help."""
 
 import ast
+import re
 from pathlib import Path
 
 CONFIG = Path(__file__).resolve().parents[2] / "trl_packing" / "config.py"
 
+# A quoted value, a name with an underscore, or both: packing_strategy='wrapped', eval_loss_<x>
+_NAME = re.compile(r"(?<!\w)(?:\w+=)?'[^'\n]+'(?!\w)|\b[a-z]+(?:_(?:[a-z0-9]+|<\w+>))+(?:=\w+)?")
 _MARK = "<!-- settings -->"
 
 
@@ -34,19 +37,21 @@ def _is_help(key: ast.expr | None) -> bool:
     return isinstance(key, ast.Constant) and key.value == "help"
 
 
-def table() -> str:
-    """Return the fields as a Markdown table."""
-    rows = ["| setting | type | default | |", "| --- | --- | --- | --- |"]
-    for name, kind, default, words in fields():
-        words, kind = (text.replace("|", "\\|") for text in (words, kind))
-        rows.append(f"| `{name}` | `{kind}` | `{default}` | {_shown(words)} |")
-    return "\n".join(rows)
+def list_of_settings() -> str:
+    """Return the fields as Markdown: a heading each, so that a link can lead to it."""
+    return "\n\n".join(
+        f"### `{name}` {{ #{name} }}\n\n`{kind}`, default `{default}`\n\n{_shown(words)}"
+        for name, kind, default, words in fields()
+    )
 
 
 def _shown(words: str) -> str:
-    """Return a help text as Markdown, with line breaks and angle brackets escaped."""
-    return words.replace("\n", "\\n").replace("<", "&lt;").replace("#", "\\#")
+    """Return a help text as Markdown: names and values as code, the rest escaped."""
+    shown = re.sub(_NAME, r"`\g<0>`", words.replace("\n", "\\n"))
+    text = re.split(r"(`[^`]*`)", shown)
+    text[::2] = [part.replace("<", "&lt;").replace("#", "\\#") for part in text[::2]]
+    return "".join(text)
 
 
 def on_page_markdown(markdown, page, config, files):
-    return markdown.replace(_MARK, table()) if _MARK in markdown else markdown
+    return markdown.replace(_MARK, list_of_settings()) if _MARK in markdown else markdown

@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
+from trl_packing.isolation.check import IsolationReport
+from trl_packing.isolation.evidence import Checked
 from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.histogram import Histogram
 
 KEPT_ALL = PreparationCounts(TokenCounts(3, 9, 6, 3), TokenCounts(3, 9, 6, 3))
 CUT = PreparationCounts(
@@ -24,6 +27,9 @@ CUT = PreparationCounts(
     ),
     notes=("3 of 1,150 documents (0.3%) end in no stop token",),
 )
+EVIDENCE = IsolationReport(
+    "isolated", 0.0, 6.8e-4, 20.3, "short documents", "LlamaForCausalLM", "documents", "training"
+)
 REPORT = PackingReport(
     documents=1_150,
     tokens=560_000,
@@ -38,30 +44,42 @@ REPORT = PackingReport(
     micro_batch="4 bins",
     attention="documents: torch SDPA, a call for each document (no CUDA device)",
     preparation=CUT,
+    padded_documents_per_step=32,
+    given_in_steps={"max_steps": 9},
+    loss="mean over the trained tokens of a step, each with weight 1",
+    room=4096,
+    checked=Checked("isolated", "", EVIDENCE),
+    lengths=Histogram((1, 512, 1023), (700, 450)),
+    documents_by_bin=Histogram((1, 3), (548,)),
 )
 
 
-def test_the_report_in_words():
+def test_the_report_in_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "88")
     lines = str(REPORT).splitlines()
     width = max(map(len, lines))
+    assert width <= 88
     assert lines[0] == f"{' trl_packing ':─^{width}}"
     assert lines[-1] == "─" * width
     assert lines[1:-1] == [
         "documents    1,150 · 560,000 tokens · 380,000 trained (68%)",
         "packed into  548 bins of 1,024 tokens · 99.79% filled",
-        "an epoch     138 micro-batches · 18 optimizer steps · 63.9 documents, 21,111 trained "
-        "tokens a step (2 ranks × 4 accumulated × 4 bins)",
-        "             warning: 18 optimizer steps an epoch; lower max_length, "
-        "per_device_train_batch_size or gradient_accumulation_steps, or set documents_per_step, if "
-        "the run has few epochs",
+        "an epoch     18 optimizer steps · 138 micro-batches · up to 4,096 tokens a micro-batch",
+        "a step       63.9 documents · 21,111 trained tokens · 2 ranks × 4 accumulated × 4 bins",
+        "if padded    36 steps an epoch, 32 documents each (documents_per_step=32 keeps that)",
+        "             max_steps=9 is 0.5 epochs here, 0.2 if padded",
+        "             warning: 18 optimizer steps an epoch; documents_per_step=57 makes 21, if",
+        "             the run has few epochs",
+        "loss         mean over the trained tokens of a step, each with weight 1",
         "attention    documents: torch SDPA, a call for each document (no CUDA device)",
-        "             30 documents longer than max_length=1024: cut at the end; lost 38,000 "
-        "tokens, 20,000 trained, 30 stop tokens",
-        "             50 documents without a trained token: dropped (2 of them empty); lost 2,000 "
-        "tokens",
+        "checked      isolated on this model: packed − alone 0, rounding 7e-4, a leak would be 20",
+        "             30 documents longer than max_length=1024: cut at the end; lost 38,000",
+        "             tokens, 20,000 trained, 30 stop tokens",
+        "             50 documents without a trained token: dropped (2 of them empty); lost 2,000",
+        "             tokens",
         "             lost in all: 40,000 tokens, 20,000 trained, 30 stop tokens",
-        "             warning: 5.0% of the trained tokens are lost and 2.5% of the documents lost "
-        "a stop token; raise max_length or set overflow='split'",
+        "             warning: 5.0% of the trained tokens are lost and 2.5% of the documents lost",
+        "             a stop token; raise max_length or set overflow='split'",
         "             3 of 1,150 documents (0.3%) end in no stop token",
     ]
 
@@ -79,7 +97,14 @@ def test_the_report_as_json_holds_every_number():
     ]
     assert tuple(stages) == CUT.stages
     assert tuple(preparation["notes"]) == CUT.notes
-    assert PackingReport(**read, preparation=CUT) == REPORT
+    checked = read.pop("checked")
+    evidence = IsolationReport(**checked.pop("evidence"))
+    assert Checked(**checked, evidence=evidence) == REPORT.checked
+    for name in ("lengths", "documents_by_bin"):
+        counted = read.pop(name)
+        assert sum(counted["counts"]) in (REPORT.documents, REPORT.bins)
+        read[name] = Histogram(tuple(counted["edges"]), tuple(counted["counts"]))
+    assert PackingReport(**read, preparation=CUT, checked=REPORT.checked) == REPORT
 
 
 def test_nothing_is_said_where_nothing_was_lost():
@@ -168,9 +193,11 @@ def test_a_stream_is_reported_without_numbers():
         "documents    a stream: counted as it is read",
         "micro-batch  2 bins",
         "attention    model",
+        "checked      nothing (a preview loads no model; trl-packing verify checks one)",
     ]
     read = replace(report, preparation=CUT)
-    assert str(read).splitlines()[1] == (
-        "documents    a stream: read so far 1,200 documents · 600,000 tokens, 400,000 trained, "
-        "1,200 stop tokens"
+    assert read.lines()[0] == (
+        "documents",
+        "a stream: read so far 1,200 documents · 600,000 tokens, 400,000 trained, "
+        "1,200 stop tokens",
     )

@@ -211,7 +211,7 @@ class Page:
 
     def _mouse(self, kind: str, selector: str) -> None:
         x, y = self.evaluate(
-            f"(e => {{ e.scrollIntoView({{block: 'center', inline: 'nearest'}}); "
+            f"(e => {{ e.scrollIntoView({{block: 'center', inline: 'center'}}); "
             "const b = e.getBoundingClientRect(); "
             "return [b.x + b.width / 2, b.y + b.height / 2]; })"
             f"(document.querySelector({json.dumps(selector)}))"

@@ -343,7 +343,7 @@ def test_the_callers_lengths_are_left_alone():
         (
             ([1, 9, 900], 8),
             "document 1 has 9 tokens but capacity is 8; "
-            "raise max_length or set overflow='truncate' or 'split'",
+            "raise max_length or set overflow='truncate' or 'drop'",
         ),
     ],
 )

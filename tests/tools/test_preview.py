@@ -223,7 +223,8 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_
         planned = plan(
             rows, load_processing_class(str(chat_model)), flags_of(options), model=str(chat_model)
         )
-        assert json.loads(planned.to_json()) | {"attention": None} == trained | {"attention": None}
+        of_the_model = {"attention": None, "checked": None}
+        assert json.loads(planned.to_json()) | of_the_model == trained | of_the_model
 
 
 def test_the_first_row_decides_as_in_training(tmp_path, chat_model):

@@ -67,14 +67,14 @@ def test_documents_per_step_keeps_the_steps_of_the_padded_run(tmp_path):
     padded = trainer_for(tmp_path, documents(30), packing=False, **settings)
     packed = trainer_for(tmp_path, documents(30), documents_per_step=4, **settings)
     assert documents_by_step(padded) == documents_by_step(packed) == [4] * 7 + [2]
-    assert "keeps them" not in str(packed.packing_report)
+    assert "if padded" not in str(packed.packing_report)
 
 
 def test_the_report_names_the_setting_that_keeps_a_padded_runs_steps(tmp_path):
     trainer = trainer_for(tmp_path, documents(30), per_device_train_batch_size=2)
     report = trainer.packing_report
     assert report.padded_steps == 15
-    assert "15 steps of 2 documents; documents_per_step=2 keeps them" in str(report)
+    assert "15 steps an epoch, 2 documents each (documents_per_step=2 keeps that)" in str(report)
     assert f"{report.trained_tokens / report.steps_per_epoch:,.0f} trained tokens" in str(report)
 
 
@@ -84,26 +84,32 @@ def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps"}
     evaluated = {"eval_dataset": documents(3)}
     packed = trainer_for(tmp_path, documents(30), **evaluated, **settings)
-    report, text = packed.packing_report, str(packed.packing_report)
+    report = packed.packing_report
+    text = " ".join(str(report).split())
     packed.train()
     here = packed.state.epoch
     assert here > 1
     assert here == pytest.approx(12 / report.steps_per_epoch)
-    assert f"max_steps=12 is {here:.1f} epochs here, {12 / 15:.1f} padded; " in text
-    assert f"warmup_steps=3 is {3 / report.steps_per_epoch:.1f} epochs here, 0.2 padded" in text
+    assert f"max_steps=12 is {here:.1f} epochs here, {12 / 15:.1f} if padded; " in text
+    assert f"warmup_steps=3 is {3 / report.steps_per_epoch:.1f} epochs here, 0.2 if padded" in text
     assert "eval_steps=4 is" in text
     assert "save_steps" not in text, "500 is nobody's choice"
     padded = trainer_for(tmp_path, documents(30), **evaluated, packing=False, **settings)
     assert "epochs here" not in str(padded.packing_report), "the steps are the same"
 
 
-def test_few_steps_are_warned_of(tmp_path):
-    assert "warning: 5 optimizer steps an epoch" in str(
-        trainer_for(tmp_path, documents(50), documents_per_step=10).packing_report
-    )
-    assert "warning" not in str(
-        trainer_for(tmp_path, documents(50), documents_per_step=1).packing_report
-    )
+def test_few_steps_are_warned_of_with_a_setting_that_makes_more(tmp_path):
+    few = trainer_for(tmp_path, documents(50), documents_per_step=10).packing_report
+    warning = "warning: 5 optimizer steps an epoch; documents_per_step=2 makes 25"
+    assert warning in str(few)
+    more = trainer_for(tmp_path, documents(50), documents_per_step=2).packing_report
+    assert more.steps_per_epoch == 25
+    assert "warning" not in str(more)
+
+
+def test_nothing_is_advised_where_no_setting_makes_more_steps(tmp_path):
+    report = trainer_for(tmp_path, documents(5), documents_per_step=1).packing_report
+    assert ("", "warning: 5 optimizer steps an epoch") in report.lines()
 
 
 def test_a_micro_batch_beyond_a_bin_is_said(tmp_path):
@@ -145,7 +151,9 @@ def test_the_plan_is_the_report_of_the_trainer(tmp_path):
     run = PreviewedRun.from_settings(rows, tiny_tokenizer(), flags)
     planned = json.loads(preview_epoch(run).to_json())
     trained = json.loads(trainer_for(tmp_path, rows, **options).packing_report.to_json())
-    assert planned | {"attention": None} == trained | {"attention": None}
+    of_the_model = {"attention": None, "checked": None}
+    assert planned | of_the_model == trained | of_the_model
+    assert planned["checked"]["verdict"] == trained["checked"]["verdict"] == "not checked"
 
 
 def test_the_plan_of_more_ranks_has_fewer_steps():
@@ -181,6 +189,7 @@ def test_a_stream_is_reported_when_it_is_read(tmp_path, capsys, caplog):
     assert read.before.documents % 20 == 0
     assert read.stages[0].affected == read.before.documents / 2
     assert "20 documents (100.0%) do not end in a trained stop token" in read.notes[0]
+    assert "checked      isolated on this model: packed − alone" in printed
 
 
 def test_an_evaluated_stream_says_what_it_loses(tmp_path, caplog):
@@ -197,9 +206,9 @@ def test_an_evaluated_stream_says_what_it_loses(tmp_path, caplog):
 
 def test_the_report_says_what_a_token_counts(tmp_path):
     report = trainer_for(tmp_path, documents(9), loss_weighting="document").packing_report
-    assert "loss         the mean over the trained tokens of a step, divided by" in str(report)
+    assert "each with weight 1/n (n: trained tokens of its document)" in report.loss
     weighted = documents(9).add_column("loss_weight", [2.0] * 9)
     report = trainer_for(tmp_path, weighted).packing_report
-    assert "of a step, all alike, times loss_weight" in str(report)
+    assert report.loss == "mean over the trained tokens of a step, each with weight loss_weight"
     stream = weighted.to_iterable_dataset()
     assert str(trainer_for(tmp_path, stream, max_steps=1).packing_report.loss) == report.loss

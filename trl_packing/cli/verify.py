@@ -55,7 +55,8 @@ def _verify_model(arguments: argparse.Namespace) -> int:
 
 
 def _verify_all(arguments: argparse.Namespace) -> int:
-    from trl_packing.tools.compatibility import judge_all, report, summary
+    from trl_packing.tools.compatibility import judge_all, summary
+    from trl_packing.tools.compatibility_page import report
     from trl_packing.tools.tiny_models import names, vision_names
 
     known = [*names(), *vision_names()]

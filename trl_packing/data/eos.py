@@ -20,7 +20,7 @@ from trl import SFTConfig
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
-from trl_packing.documents.list_columns import list_column, token_lists
+from trl_packing.documents.list_columns import FlatLists, list_column, token_lists
 from trl_packing.formatting.printable import quote
 
 # A text that no chat template contains.
@@ -136,27 +136,42 @@ def documents_without_eos(documents: ArrowDocuments, eos: EosRule) -> MissingEos
 
     Documents without a trained token are left out. None, too, if there is no stop token.
     """
-    stops = sorted(eos.stop_ids)
-    if not stops:
+    if not eos.stop_ids:
         return None
-    whitespace = _WhitespaceTokens(eos.tokenizer, stops)
-    trained, ended = [], []
-    for labels, offsets in documents.readers["labels"].chunks:
-        trained.append(_last(labels, offsets, [IGNORE_INDEX]) >= 0)
-        ended.append(_holds(labels, whitespace.last(labels, offsets, IGNORE_INDEX), stops))
-    trained_rows, ended_rows = documents.in_order(trained), documents.in_order(ended)
-    wrong = np.flatnonzero(trained_rows & ~ended_rows)
+    labels = documents.readers["labels"].chunks
+    trained = documents.in_order([_last(*chunk, [IGNORE_INDEX]) >= 0 for chunk in labels])
+    wrong = np.flatnonzero(trained & ~documents.in_order(ends_in_stop_token(labels, eos)))
     if not len(wrong):
         return None
     row = int(wrong[0])
-    names = (eos.tokenizer.convert_ids_to_tokens(stop) or str(stop) for stop in stops)
+    names = (
+        eos.tokenizer.convert_ids_to_tokens(stop) or str(stop) for stop in sorted(eos.stop_ids)
+    )
     return MissingEos(
         documents=len(wrong),
-        of=int(trained_rows.sum()),
+        of=int(trained.sum()),
         row=row,
         ending=eos.tokenizer.decode(documents[row]["input_ids"][-20:].tolist())[-40:],
         stop_tokens=tuple(names),
     )
+
+
+def ends_in_stop_token(labels: Iterable[FlatLists], eos: EosRule) -> list[np.ndarray]:
+    """Return whether the last trained token of each document is a stop token.
+
+    Args:
+        labels: chunks of (values, offsets), a list of labels for each document.
+        eos: the stop tokens, and the tokenizer that tells white space, which is skipped.
+
+    Returns:
+        One array for each chunk, ``(documents,)`` bool.
+    """
+    stops = sorted(eos.stop_ids)
+    whitespace = _WhitespaceTokens(eos.tokenizer, stops)
+    return [
+        _holds(values, whitespace.last(values, offsets, IGNORE_INDEX), stops)
+        for values, offsets in labels
+    ]
 
 
 class _WhitespaceTokens:

@@ -35,6 +35,12 @@ from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 logger = get_logger(__name__)
 
+# Beside one of these columns, a `text` holds a prompt and its answer, as in tatsu-lab/alpaca.
+_COLUMNS_OF_PROMPTS = {
+    *("prompt", "messages", "conversations"),
+    *("instruction", "question", "query", "response", "answer", "output"),
+}
+
 
 def prepare(
     dataset: AnyDataset, rules: Preparation, *, formatting_func: Any = None, name: str = "train"
@@ -87,7 +93,7 @@ def _is_running_text(rows: UserRows, rules: Preparation) -> bool:
     if rows.formatting_func is not None:
         return False
     has_template = rules.options.prompt_template or rules.options.response_template
-    return not has_template and not {*rows.columns} & {"prompt", "messages", "conversations"}
+    return not has_template and not {*rows.columns} & _COLUMNS_OF_PROMPTS
 
 
 # --- tokenize -------------------------------------------------------------------------------------

@@ -29,11 +29,7 @@ LOSS_WEIGHTINGS = ("token", "document", "sqrt")
 
 _POWER = {"token": 0.0, "document": 1.0, "sqrt": 0.5}
 _MOST = float(np.finfo(np.float32).max)
-_WORDS = {
-    "token": "all alike",
-    "document": "divided by those of its document: documents count alike",
-    "sqrt": "divided by the root of those of its document",
-}
+_WORDS = {"token": "", "document": "1/n", "sqrt": "1/√n"}
 
 
 def in_words(weighting: str, columns: Iterable[str]) -> str:
@@ -45,11 +41,16 @@ def in_words(weighting: str, columns: Iterable[str]) -> str:
 
     Example:
         >>> in_words("token", ["input_ids", "loss_weight"])
-        'the mean over the trained tokens of a step, all alike, times loss_weight'
+        'mean over the trained tokens of a step, each with weight loss_weight'
+        >>> in_words("document", ["input_ids"]).partition(", ")[2]
+        'each with weight 1/n (n: trained tokens of its document)'
     """
-    present = [name for name in WEIGHT_COLUMNS if name in columns]
-    times = "".join(f", times {name}" for name in present)
-    return f"the mean over the trained tokens of a step, {_WORDS[weighting]}{times}"
+    columns = set(columns)
+    factors = [_WORDS[weighting], *(name for name in WEIGHT_COLUMNS if name in columns)]
+    weight = " × ".join(filter(None, factors)) or "1"
+    counted = "sum of loss_weights" if TOKEN_WEIGHTS in columns else "trained tokens"
+    explained = f" (n: {counted} of its document)" if _WORDS[weighting] else ""
+    return f"mean over the trained tokens of a step, each with weight {weight}{explained}"
 
 
 def weigh_tokens(

@@ -23,6 +23,7 @@ from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.check import check_fused_head
+from trl_packing.isolation.evidence import Checked
 from trl_packing.isolation.fallback import (
     CheckResult,
     install_first,
@@ -88,6 +89,7 @@ class IsolationGuard:
         self.model = model
         self.limits = limits_of(self.base_model)
         self.passed: list[Passed] = []
+        self._results: dict[bool, CheckResult] = {}  # of the backend in use, by training
         self._requested, self._isolation_check = attention, isolation_check
         self._packing_requested = packing_requested
         self._options = {"fused_head": fused_head, "agree": agree, "max_length": max_length}
@@ -103,6 +105,14 @@ class IsolationGuard:
     def attention(self) -> AttentionChoice:
         """The backend in use."""
         return self._choices[0]
+
+    @property
+    def checked(self) -> Checked:
+        """The result of the check for training (else for evaluation) on the backend in use."""
+        result = self._results.get(True, self._results.get(False))
+        # Among the backends of "auto", padded rows are used after a failure only as in `_accept`.
+        pads = self._requested == "auto" and self.attention.backend == "padded" and not result
+        return Checked.from_result(result, isolation_check=self._isolation_check, pads=pads)
 
     @property
     def base_model(self) -> Any:
@@ -169,7 +179,8 @@ class IsolationGuard:
         precision = precision or self._precision
         assert precision is not None, "no backend was selected"
         if collator != self._collator:  # a user may set another one between two runs
-            self.passed, self._collator = [], copy.copy(collator)
+            self._forget_checks()
+            self._collator = copy.copy(collator)
         if self.covers(documents, training=training, precision=precision):
             return
         is_selected = precision == self._precision
@@ -185,7 +196,8 @@ class IsolationGuard:
             choice = choice if result else self._accept(choice, result)
         except BaseException:
             if not is_selected:  # the first of `choices` is installed, and was not checked
-                self.passed, self._precision = [], None
+                self._forget_checks()
+                self._precision = None
             raise
         if result:
             self._logger.info(str(result))
@@ -193,6 +205,7 @@ class IsolationGuard:
             self._logger.warning(f"{type(self.base_model).__name__} runs by {choice}")
         self._use(choice, choices, precision)
         self.trust(documents, training=training, precision=precision)
+        self._results[training] = result
 
     def check_head(self, wrapped: nn.Module) -> None:
         """Score the native logits where TRL's fused LM head computes something else."""
@@ -220,10 +233,13 @@ class IsolationGuard:
     ) -> None:
         """Record that `choice` is installed; forget the checks of another backend."""
         if self._choices and choice.backend != self.attention.backend:
-            self.passed = []
+            self._forget_checks()
         backends = [known.backend for known in choices]
         after = choices[backends.index(choice.backend) + 1 :] if choice.backend in backends else []
         self._choices, self._precision = [choice, *after], precision
+
+    def _forget_checks(self) -> None:
+        self.passed, self._results = [], {}
 
     def _search(
         self,

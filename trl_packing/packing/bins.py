@@ -183,7 +183,7 @@ def _checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
         at = int(np.argmax(sizes > capacity))
         raise ValueError(
             f"document {at} has {sizes[at]} tokens but capacity is {capacity}; "
-            "raise max_length or set overflow='truncate' or 'split'"
+            "raise max_length or set overflow='truncate' or 'drop'"
         )
     return sizes.astype(_smallest_integer(capacity), copy=False)
 

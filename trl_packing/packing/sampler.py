@@ -187,6 +187,10 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return [np.asarray(documents) for step in self.steps() for documents in step]
         return list(self._packed_steps())
 
+    def plan(self) -> PackingPlan | None:
+        """Return the bins of this epoch; None with documents_per_step."""
+        return None if self.documents_per_step is not None else self._plan_for(self.epoch)
+
     def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
         return iter(self._document_steps())
@@ -202,6 +206,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             return max(map(len, self.micro_batches()))
         return self._packed_steps().most_documents()
+
+    def documents_by_bin(self) -> np.ndarray | None:
+        """Return the number of documents in each bin of epoch 0, None if nothing is packed here."""
+        if self.documents_per_step is not None or self.rows:
+            return None
+        return np.diff(self._plan_for(0).offsets)
 
     # --- drawing an epoch ---------------------------------------------------------------------
 

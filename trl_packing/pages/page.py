@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from trl_packing.formatting.printable import escape_hidden
@@ -48,6 +49,12 @@ def page(title: str, sections: Iterable[str], *, data: Any = None, script: str =
     )
 
 
+def check_can_write(option: str, path: str) -> None:
+    """Raise ValueError if the folder of the file `path` does not exist; `option` is its name."""
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: its folder does not exist; create it first")
+
+
 def asset(name: str) -> str:
     """Return the text of a file of this folder."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
@@ -61,8 +68,8 @@ def json_in_html(data: Any) -> str:
 
 def section(heading: str, *content: str, note: str = "") -> str:
     """Return content under a heading, with a note in a lighter color beside it."""
-    beside = f' <span class="note">{escape(note)}</span>' if note else ""
-    return f"<section>\n<h2>{escape(heading)}{beside}</h2>\n" + "\n".join(content) + "\n</section>"
+    beside = _with_note(heading, note)
+    return f"<section>\n<h2>{beside}</h2>\n" + "\n".join(content) + "\n</section>"
 
 
 def columns(*content: str) -> str:
@@ -82,13 +89,55 @@ def cards(items: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table that scrolls sideways on a narrow screen. Numbers align to the right."""
+def figure(title: str, content: str, *, note: str = "") -> str:
+    """Return a chart under its title."""
+    return f"<figure><figcaption>{_with_note(title, note)}</figcaption>{content}</figure>"
+
+
+def bars(items: Iterable[tuple[str, float, str]], *, color: str = "var(--blue)") -> str:
+    """Return horizontal bars from 0: (name, length, words at the end)."""
+    items = list(items)
+    longest = max((length for _, length, _ in items), default=0) or 1
+    style = "width:{:.2f}%;background:" + color
+    return (
+        '<div class="bars">'
+        + "".join(
+            f"<span>{escape(name)}</span>"
+            f'<div class="bar"><i style="{style.format(100 * length / longest)}"></i></div>'
+            f"<span>{escape(words)}</span>"
+            for name, length, words in items
+        )
+        + "</div>"
+    )
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    marked: int | None = None,
+    words: bool = False,
+) -> str:
+    """Return a table that scrolls sideways on a narrow screen.
+
+    Args:
+        head: names of the columns.
+        rows: cells; numbers align to the right, except in the first column.
+        marked: the row in bold.
+        words: align all columns to the left.
+    """
     header = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        f"<tr{' class=this' * (i == marked)}>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for i, row in enumerate(rows)
     )
     return (
-        f'<div class="scroll"><table>\n<thead><tr>{header}</tr></thead>\n'
+        f'<div class="scroll"><table{" class=words" * words}>\n<thead><tr>{header}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table></div>"
     )
+
+
+def _with_note(title: str, note: str) -> str:
+    return escape(title) + (f' <span class="note">{escape(note)}</span>' if note else "")

@@ -1,12 +1,23 @@
 """`PackingReport`: the documents, bins and optimizer steps of an epoch, printed before the first.
 
-print(trainer.packing_report)
+print(trainer.packing_report)        in a terminal
+trainer.packing_report               in a notebook, as a table
+trainer.packing_report.to_json()     the numbers
+trainer.packing_report.plot()        lengths, bins and computed tokens, drawn by matplotlib
 """
 
 import json
 from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.isolation.evidence import Checked
+from trl_packing.training.histogram import Histogram
+from trl_packing.training.report_layout import Line, as_html, as_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The report warns of fewer optimizer steps an epoch: few steps learn little, whatever their size.
 WARN_STEPS = 20
@@ -29,6 +40,10 @@ class PackingReport:
         tokens_per_micro_batch: padding included; None unless static shapes hold it constant.
         preparation: what was kept and lost when documents were prepared.
         given_in_steps: settings that count optimizer steps, by name.
+        room: tokens that fit into a micro-batch of bins.
+        checked: what was checked on the model, with the evidence.
+        lengths: tokens of documents; None for streams and for rows that were packed before.
+        documents_by_bin: number of documents in bins.
     """
 
     ranks: int
@@ -49,6 +64,10 @@ class PackingReport:
     tokens_per_micro_batch: int | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
     given_in_steps: dict[str, int] = field(default_factory=dict)
+    room: int | None = None
+    checked: Checked = field(default_factory=Checked)
+    lengths: Histogram | None = None
+    documents_by_bin: Histogram | None = None
 
     @property
     def utilization(self) -> float | None:
@@ -66,8 +85,8 @@ class PackingReport:
         return 1 - self.tokens / (batches * held)
 
     def to_json(self) -> str:
-        """Return the report as one line of JSON."""
-        return json.dumps(asdict(self) | {"utilization": self.utilization})
+        """Return the report as one line of JSON. Numbers that are not finite become strings."""
+        return json.dumps(_finite(asdict(self) | {"utilization": self.utilization}))
 
     @property
     def padded_steps(self) -> int | None:
@@ -77,27 +96,47 @@ class PackingReport:
         return -(-self.documents // self.padded_documents_per_step)
 
     def __str__(self) -> str:
+        return as_text(self.lines())
+
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows."""
+        return as_html(self.lines())
+
+    def plot(self) -> "Figure":
+        """Return a figure: the lengths of documents, and how many documents share a bin.
+
+        Raises:
+            ValueError: matplotlib is not installed, or the lengths are not known (a stream, rows).
+        """
+        from trl_packing.training.report_plot import plot_lengths_and_bins
+
+        if self.lengths is None:
+            raise ValueError(
+                "plot() needs the lengths of documents, which are not known of a stream and of "
+                "packed rows"
+            )
+        return plot_lengths_and_bins(self.lengths, self.documents_by_bin, self.capacity)
+
+    def lines(self) -> list[Line]:
+        """Return the report as labels and texts."""
         lines = [
-            self._data(),
-            self._plan(),
-            self._shapes(),
-            self._step(),
+            ("documents", self._data()),
+            *self._plan(),
+            *self._epoch(),
             *self._padded(),
-            f"loss         {self.loss}" if self.loss else "",
-            f"attention    {self.attention}" if self.attention else "",
+            ("loss", self.loss or ""),
+            ("attention", self.attention or ""),
+            ("checked", str(self.checked)),
+            *(("", line) for line in str(self.preparation).splitlines()),
         ]
-        lines = [line for line in lines if line]
-        lines += [f"             {line}" for line in str(self.preparation).splitlines()]
-        width = max(len(line) for line in lines)
-        return "\n".join([f"{' trl_packing ':─^{width}}", *lines, "─" * width])
+        return [(label, text) for label, text in lines if text]
 
     def _data(self) -> str:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
-            return f"documents    a stream: {self._read()}"
+            return f"a stream: {self._read()}"
         share = f" ({self.trained_tokens / self.tokens:.0%})"
         return (
-            f"documents    {self.documents:,} · {self.tokens:,} tokens · "
-            f"{self.trained_tokens:,} trained{share}"
+            f"{self.documents:,} · {self.tokens:,} tokens · {self.trained_tokens:,} trained{share}"
         )
 
     def _read(self) -> str:
@@ -106,61 +145,87 @@ class PackingReport:
             return "counted as it is read"
         return f"read so far {quantity(read.documents, 'document')} · {read}"
 
-    def _plan(self) -> str:
+    def _plan(self) -> list[Line]:
         if self.bins is None:
-            return f"micro-batch  {self.micro_batch}"
-        if self.utilization is None:
-            return f"packed into  {self.bins:,} rows"
-        return (
-            f"packed into  {self.bins:,} bins of {self.capacity:,} tokens · "
-            f"{self.utilization:.2%} filled"
-        )
+            return [("micro-batch", self.micro_batch), ("shapes", self._shapes())]
+        packed = f"{self.bins:,} rows"
+        if self.utilization is not None:
+            bins = f"{self.bins:,} bins of {self.capacity:,} tokens"
+            packed = f"{bins} · {self.utilization:.2%} filled"
+        return [("packed into", packed), ("shapes", self._shapes())]
 
     def _shapes(self) -> str:
         if not self.tokens_per_micro_batch:
             return ""
-        line = f"shapes       every micro-batch has {self.tokens_per_micro_batch:,} tokens"
+        line = f"every micro-batch has {self.tokens_per_micro_batch:,} tokens"
         return line if self.padding is None else f"{line} · {self.padding:.2%} padding in all"
 
-    def _step(self) -> str:
+    def _epoch(self) -> list[Line]:
         if self.steps_per_epoch is None:
-            return ""
-        return (
-            f"an epoch     {self.micro_batches_per_epoch:,} micro-batches · "
-            f"{self.steps_per_epoch:,} optimizer steps · "
-            f"{self.documents_per_step:,.1f} documents, "
-            f"{(self.trained_tokens or 0) / self.steps_per_epoch:,.0f} trained tokens a step"
-            f" ({self.ranks} rank{'s' * (self.ranks > 1)} × {self.accumulation} accumulated × "
-            f"{self.micro_batch})"
-        )
+            return []
+        most = None if self.tokens_per_micro_batch else self.room or self.largest_micro_batch
+        epoch = [
+            quantity(self.steps_per_epoch, "optimizer step"),
+            f"{self.micro_batches_per_epoch:,} micro-batches",
+            f"up to {most:,} tokens a micro-batch" if most else "",
+        ]
+        trained = (self.trained_tokens or 0) / self.steps_per_epoch
+        ranks = quantity(self.ranks, "rank")
+        step = [
+            f"{self.documents_per_step:,.1f}".removesuffix(".0") + " documents",
+            f"{trained:,.0f} trained tokens",
+            f"{ranks} × {self.accumulation} accumulated × {self.micro_batch}",
+        ]
+        return [("an epoch", " · ".join(filter(None, epoch))), ("a step", " · ".join(step))]
 
     def _in_epochs(self, steps: int, padded_steps: int) -> str:
         """Return settings in steps as epochs: a packed step may hold many padded ones."""
         epochs = {n: (v, v / steps, v / padded_steps) for n, v in self.given_in_steps.items()}
         return "; ".join(
-            f"{name}={value} is {here:.1f} epochs here, {padded:.1f} padded"
+            f"{name}={value} is {here:.1f} epochs here, {padded:.1f} if padded"
             for name, (value, here, padded) in epochs.items()
         )
 
-    def _padded(self) -> list[str]:
+    def _padded(self) -> list[Line]:
         """Return the steps of a padded run, how to keep them, and a warning for few steps."""
         lines = []
         steps, size = self.steps_per_epoch, self.padded_documents_per_step
         if steps and self.padded_steps and size and steps != self.padded_steps:
-            padded = f"{quantity(self.padded_steps, 'step')} of {quantity(size, 'document')}"
-            lines.append(f"padded       {padded}; documents_per_step={size} keeps them")
+            padded = f"{quantity(self.padded_steps, 'step')} an epoch"
+            keeps = f"{quantity(size, 'document')} each (documents_per_step={size} keeps that)"
+            lines.append(("if padded", f"{padded}, {keeps}"))
             if self.given_in_steps:
-                lines.append(f"             {self._in_epochs(steps, self.padded_steps)}")
+                lines.append(("", self._in_epochs(steps, self.padded_steps)))
         largest = self.largest_micro_batch
         if largest and self.capacity and largest > self.capacity:
-            lines.append(
-                f"             the largest micro-batch seen has {largest:,} tokens; if memory runs "
-                "out, raise gradient_accumulation_steps"
+            seen = (
+                f"the largest micro-batch seen has {largest:,} tokens; if memory runs out, raise "
+                "gradient_accumulation_steps"
             )
+            lines.append(("", seen))
         if steps and steps < WARN_STEPS:
             lines.append(
-                f"             warning: {quantity(steps, 'optimizer step')} an epoch; lower "
-                "max_length, per_device_train_batch_size or gradient_accumulation_steps, or set "
-                "documents_per_step, if the run has few epochs"
+                ("", f"warning: {quantity(steps, 'optimizer step')} an epoch{self._more()}")
             )
         return lines
+
+    def _more(self) -> str:
+        """Return the setting that makes more steps of an epoch, where there is one."""
+        if self.padded_documents_per_step is None:  # rows or a user's sampler stay as they are
+            can = (self.micro_batches_per_epoch or 0) > (self.steps_per_epoch or 0) * self.ranks
+            return "; lower gradient_accumulation_steps, if the run has few epochs" * can
+        least = self.ranks * self.accumulation
+        size = max((self.documents or 0) // WARN_STEPS, least)
+        steps = -(-(self.documents or 0) // size)
+        if steps <= (self.steps_per_epoch or 0):
+            return ""
+        return f"; documents_per_step={size} makes {steps}, if the run has few epochs"
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with floats that JSON cannot hold as strings: "nan", "inf"."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

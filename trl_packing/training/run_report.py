@@ -23,6 +23,7 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.histogram import Histogram
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.sampling import Sampling
 
@@ -56,7 +57,7 @@ def plan_report(
         given_in_steps: as `settings_in_steps` returns it.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
-    steps = -(-len(sampler) // accumulation)
+    steps, by_bin = -(-len(sampler) // accumulation), sampler.documents_by_bin()
     return PackingReport(
         ranks=ranks,
         accumulation=accumulation,
@@ -76,6 +77,9 @@ def plan_report(
         tokens_per_micro_batch=tokens_per_micro_batch,
         preparation=preparation,
         given_in_steps=given_in_steps or {},
+        room=sampler.tokens_per_batch,
+        lengths=None if sampler.rows else Histogram.of(documents.lengths()),
+        documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
     )
 
 
@@ -150,6 +154,7 @@ def report_of_any_sampler(
         documents_per_step=batch_size * accumulation * ranks,
         loss=loss,
         preparation=preparation,
+        lengths=Histogram.of(documents.lengths()),
     )
 
 
@@ -221,10 +226,11 @@ class RunReport:
 
     @property
     def current(self) -> PackingReport | None:
-        """The report, with the attention and shapes in use; None on TRL's path."""
+        """The report, with the attention, its check and the shapes in use; None on TRL's path."""
         return self._planned and replace(
             self._planned,
             attention=str(self.guard.attention),
+            checked=self.guard.checked,
             tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
         )
 

@@ -1,0 +1,46 @@
+"""Tables that fit: cells know their column, and long code may be broken at its punctuation.
+
+In narrow windows, docs/stylesheets/extra.css shows a row as a card and writes the name of the
+column before the cell. Cells of two columns stand below each other and need no names.
+"""
+
+import re
+from html import escape, unescape
+
+_TABLE = re.compile(r"<table>.*?</table>", re.S)
+_ROW = re.compile(r"<tr>.*?</tr>", re.S)
+_CODE = re.compile(r"<code>([^<]{16,})</code>")
+_PLACE = re.compile(r"(?<=[_=/.,(\[])(?=\w)")
+_HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.S)
+
+
+def named(table: str) -> str:
+    """Return a table with `data-column` on the cells after the first of each row."""
+    columns = [unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in _HEADING.findall(table)]
+    if len(columns) < 3:
+        return table
+    return _ROW.sub(lambda row: _named_row(row[0], columns), table)
+
+
+def _named_row(row: str, columns: list[str]) -> str:
+    names = iter(columns)
+
+    def opening(cell: re.Match[str]) -> str:
+        name = next(names, "")
+        first = name == columns[0]
+        return cell[0] if first or not name else f'<td data-column="{escape(name)}"{cell[1]}>'
+
+    return re.sub(r"<td((?: [^>]*)?)>", opening, row)
+
+
+def breakable(table: str) -> str:
+    """Return a table whose long code has places to break it: after _ = / . , and brackets."""
+
+    def broken(code: re.Match[str]) -> str:
+        return f"<code>{_PLACE.sub('<wbr>', code[1])}</code>"
+
+    return _CODE.sub(broken, table)
+
+
+def on_page_content(html, page, config, files):
+    return _TABLE.sub(lambda table: breakable(named(table[0])), html)

@@ -1,0 +1,156 @@
+"""The report shows the verdict on the backend in use with its numbers, or why there is none."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from datasets import Dataset
+from helpers.leaks import AddRowMean, with_layer
+from helpers.tiny import tiny_tokenizer
+from torch import nn
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.isolation.check import IsolationReport
+from trl_packing.isolation.evidence import Checked, brief
+from trl_packing.isolation.fallback import Refusal
+from trl_packing.tools.tiny_models import tiny_model
+from trl_packing.tools.tiny_step import tiny_documents
+
+MEASURED = IsolationReport(
+    "isolated", 0.0, 6.8e-4, 20.3, "short documents", "LlamaForCausalLM", "documents", "training"
+)
+
+
+class AddMeanOfBatch(nn.Module):
+    """Leaks through every backend, padded rows among them."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x + 0.1 * x.mean((0, 1))
+
+
+def hopeless():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = AddMeanOfBatch(model.model.layers[0].mlp)
+    return model
+
+
+def trainer_for(model, folder, **options):
+    settings = {
+        "max_length": 120,
+        "max_steps": 1,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    rows = Dataset.from_list(tiny_documents())
+    args = PackedSFTConfig(str(folder), **settings | options)
+    return PackedSFTTrainer(
+        model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer()
+    )
+
+
+def checked_line(trainer) -> str:
+    return dict(line for line in trainer.packing_report.lines() if line[0])["checked"]
+
+
+def test_the_numbers_are_those_of_the_check(tmp_path, capsys):
+    trainer = trainer_for(tiny_model("llama"), tmp_path)
+    assert checked_line(trainer) == "nothing (train() checks before its first step)"
+    trainer.train()
+    line = checked_line(trainer)
+    assert line in " ".join(capsys.readouterr().out.split()), "printed after the check"
+    evidence = trainer.packing_report.checked.evidence
+    assert evidence.mode == "training"
+    assert evidence.leak > 100 * evidence.difference
+    assert line == (
+        f"isolated on this model: packed − alone {brief(evidence.difference)}, "
+        f"rounding {brief(evidence.noise)}, a leak would be {brief(evidence.leak)}"
+    )
+    written = json.loads(trainer.packing_report.to_json())["checked"]
+    assert written["verdict"] == "isolated"
+    assert written["evidence"]["leak"] == evidence.leak
+
+
+def test_a_fallback_is_shown_with_its_own_evidence(tmp_path):
+    """Falcon with ALiBi leaks where the model masks by position_ids, and its padded rows do not."""
+    trainer = trainer_for(tiny_model("falcon+alibi"), tmp_path)
+    first = trainer.attention.backend
+    trainer.train()
+    report = trainer.packing_report
+    assert trainer.attention.backend != first
+    assert str(trainer.attention) == report.attention == report.checked.evidence.attention or (
+        report.checked.verdict == "isolated"
+        and report.checked.evidence.attention.partition(" (")[0] in report.attention
+    )
+    assert checked_line(trainer).startswith("isolated on this model: ")
+
+
+def test_evaluation_alone_is_evidence_until_training_is_checked(tmp_path):
+    trainer = trainer_for(tiny_model("llama"), tmp_path)
+    trainer.evaluate()
+    assert trainer.packing_report.checked.evidence.mode == "evaluation"
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.packing_report.checked.evidence.mode == "training"
+
+
+def test_a_leak_that_is_trained_all_the_same_is_said(tmp_path):
+    trainer = trainer_for(hopeless(), tmp_path, isolation_check="warn")
+    trainer.train()
+    line = checked_line(trainer)
+    assert line.startswith("documents LEAK into each other on this model: packed − alone ")
+    assert line.endswith("; isolation_check='warn' trains all the same")
+
+
+def test_padded_rows_after_a_leak_are_said(tmp_path):
+    trainer = trainer_for(hopeless(), tmp_path, packing=False, per_device_train_batch_size=4)
+    trainer.train()
+    assert trainer.attention.backend == "padded"
+    assert checked_line(trainer).startswith("rows are padded, as in TRL, for documents would LEAK")
+
+
+def test_nothing_is_claimed_without_a_check(tmp_path):
+    model = with_layer(AddRowMean)
+    trainer = trainer_for(model, tmp_path, isolation_check="off", attention="documents")
+    trainer.train()
+    assert checked_line(trainer) == "nothing (isolation_check='off')"
+
+
+def test_evidence_is_forgotten_with_its_check(tmp_path):
+    trainer = trainer_for(tiny_model("llama"), tmp_path)
+    trainer.train()
+    trainer._guard._forget_checks()
+    assert trainer.packing_report.checked.verdict == "not checked"
+
+
+@pytest.mark.parametrize(
+    ("result", "pads", "words"),
+    [
+        (MEASURED, False, "isolated on this model: packed − alone 0, rounding 7e-4, a leak would "),
+        (replace(MEASURED, verdict="inconclusive"), False, "isolation could not be shown on this"),
+        (replace(MEASURED, verdict="leaks"), False, "documents LEAK into each other on this model"),
+        (replace(MEASURED, verdict="leaks"), True, "rows are padded, as in TRL, for documents "),
+        (Refusal("KeyError: x"), True, "rows are padded, as in TRL: the model refuses packed ones"),
+        (None, False, "nothing (train() checks before its first step)"),
+    ],
+)
+def test_every_result_has_its_words(result, pads, words):
+    checked = Checked.from_result(result, isolation_check="error", pads=pads)
+    assert str(checked).startswith(words)
+    assert (checked.verdict == "isolated") == bool(result)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (7.4e-4, "7e-4"), (1.4e-6, "1e-6"), (0.0123, "0.012"), (3.77, "3.8"), (20.3, "20"),
+     (123.4, "123"), (12345.6, "12,346"), (float("nan"), "nan"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_numbers_of_any_size_are_short(number, text):
+    assert brief(number) == text

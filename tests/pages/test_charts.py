@@ -1,0 +1,100 @@
+"""Charts show the numbers that they are given."""
+
+import re
+
+import numpy as np
+import pytest
+
+from trl_packing.pages.axes import log_ticks, short, ticks
+from trl_packing.pages.charts import histogram, lines
+from trl_packing.pages.page import bars, table
+
+BAR = re.compile(r'height="([\d.]+)" fill="([^"]+)"><title>([\d.,]+)(?: to ([\d.,]+))?: ([\d,]+) ')
+
+
+def shown(svg):
+    """Return (color, first value, last value, count) of each bar."""
+    return [
+        (fill, float(a.replace(",", "")), float((b or a).replace(",", "")), int(n.replace(",", "")))
+        for _, fill, a, b, n in BAR.findall(svg)
+    ]
+
+
+@pytest.mark.parametrize("high", [3, 31, 32, 700, 40_000])
+def test_the_bars_of_a_histogram_hold_each_value_once(high):
+    values = np.random.default_rng(0).integers(1, high, 5000, endpoint=True)
+    found = shown(histogram(values, label="tokens", counted="documents"))
+    assert 2 < len(found) < 45
+    for _, first, last, count in found:
+        assert count == ((values >= first) & (values <= last)).sum()
+    assert sum(count for *_, count in found) == len(values)
+
+
+def test_a_long_tail_gets_a_logarithmic_axis_with_every_value():
+    values = np.append(np.full(900, 100), [5, 40_000])
+    found = shown(histogram(values, label="tokens"))
+    assert [(count, first <= 100 <= last) for _, first, last, count in found] == [
+        (1, False),
+        (900, True),
+        (1, False),
+    ]
+
+
+def test_values_beyond_the_cut_are_red():
+    values = np.arange(1000)
+    bars = re.findall(r'height="([\d.]+)" fill="([^"]+)"', histogram(values, label="t", cut=712))
+    tall = {"var(--red)": 0.0, "var(--blue)": 0.0}
+    for height, fill in bars:
+        tall[fill] += float(height)
+    share = tall["var(--red)"] / sum(tall.values())
+    assert share == pytest.approx((values > 712).mean(), abs=0.002)
+
+
+def test_nothing_and_one_value_can_be_shown():
+    assert "nothing" in histogram([], label="tokens")
+    assert [bar[1:] for bar in shown(histogram([7], label="tokens"))] == [(7, 7, 1)]
+    assert "<svg" in histogram([0.5], label="share")
+    assert "nothing" in lines({"loss": ([], [])}, x_label="steps")
+    assert "nothing" in lines({"loss": ([1.0], [float("nan")])}, x_label="steps")
+    assert "<path" in lines({"loss": ([1.0], [2.0])}, x_label="steps")
+
+
+def test_a_line_stays_small_and_ends_where_the_run_ends():
+    x = np.arange(100_000)
+    svg = lines({"loss": (x, -x)}, x_label="steps")
+    assert len(svg) < 15_000
+    assert "L512.0 178.0" in svg  # the last step and the lowest loss, in the corner
+
+
+def test_a_gap_is_not_drawn_across():
+    svg = lines({"loss": ([0, 1, 2, 3], [1, float("inf"), 2, 3])}, x_label="steps")
+    assert re.search(r'd="M[^L]*M[^L]*L[^L]*"', svg)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 997), (-3.2, 5), (1e-7, 2e-7), (5, 1e9)])
+def test_ticks_are_round_few_and_inside(low, high):
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7
+    assert all(low <= tick <= high for tick in found)
+    assert np.ptp(np.diff(found)) < 1e-9 * (high - low)
+
+
+def test_logarithmic_ticks_and_short_numbers():
+    assert log_ticks(3, 210) == [5, 10, 20, 50, 100, 200]
+    assert log_ticks(1, 1e6)[:3] == [1, 10, 100]
+    assert [short(v) for v in (0.02, 950, 9500, 12_000, 3e6)] == [
+        "0.02",
+        "950",
+        "9,500",
+        "12k",
+        "3M",
+    ]
+
+
+def test_cells_and_bars_are_escaped_and_one_row_is_marked():
+    html = table(["<a>"], [["<b>"], [2]], marked=1)
+    assert "<th>&lt;a&gt;</th>" in html
+    assert "<td>&lt;b&gt;</td>" in html
+    assert "<tr class=this><td>2</td>" in html
+    assert "width:50.00%" in bars([("a", 2, "2"), ("<b>", 1, "<1>")])
+    assert "&lt;b&gt;" in bars([("<b>", 1, "<1>")])
