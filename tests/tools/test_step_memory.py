@@ -113,14 +113,15 @@ def test_the_peak_is_that_of_a_real_step_within_a_tenth(tmp_path, lora, checkpoi
         optimizer="sgd",  # has no states
     )
     computed = found.peak - state_memory(model, "sgd").parameters
-    print(computed / measured, computed, measured)
     assert computed == pytest.approx(measured, rel=0.1)
 
 
 def test_half_of_the_tokens_is_seen():
     """The negative control of the test above: a wrong number of tokens is outside of a tenth."""
     model = meta_model(CONFIG)
-    whole, half = (step_memory(model, n, gradient_checkpointing=False) for n in (TOKENS, TOKENS // 2))
+    whole, half = (
+        step_memory(model, n, gradient_checkpointing=False) for n in (TOKENS, TOKENS // 2)
+    )
     assert half.peak < 0.8 * whole.peak
     assert half.kept < 0.6 * whole.kept
 

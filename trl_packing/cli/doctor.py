@@ -22,9 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 1 if training would fail."""
+    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.doctor import diagnose
     from trl_packing.tools.doctor_page import doctor_page
 
+    if arguments.html:
+        check_can_write("--html", arguments.html)
     diagnosis = diagnose(arguments.model, arguments.settings)
     if arguments.html:
         Path(arguments.html).write_text(doctor_page(diagnosis), encoding="utf-8")

@@ -182,21 +182,22 @@ def advice(trials: Trials, capability: tuple[int, int] | None) -> str:
         )
     if capability < (8, 0):
         return "nothing to install: FlashAttention needs an NVIDIA GPU from sm80 (A100, RTX 30)"
-    wanted = "flash_attention_3" if capability < (10, 0) else "flash_attention_4"
-    if capability < (9, 0) or ((chosen or "") >= "flash_attention_3" and chosen != "varlen"):
-        wanted = "flash_attention_2"
-    trial = trials[wanted]
-    if chosen == wanted or trial.verdict != "not installed":
+    best, oldest = _BEST_ON.get(capability[0], "flash_attention_4"), "flash_attention_2"
+    if chosen == best:
         return f"nothing to install: {chosen} is the fastest exact backend here"
-    if trial.reason:
-        return f"nothing to install: {trial.reason}"
-    if chosen == "varlen" and wanted == "flash_attention_2":
+    if chosen == "varlen" and best == oldest:
         return (
             "nothing to install: varlen is FlashAttention 2 from PyTorch itself; the flash-attn "
             "package adds dropout and soft-cap, which this model does not need"
         )
-    return f"{_INSTALL[wanted]}; {chosen} is used until then"
+    for name in (best, oldest) if chosen not in (oldest, "varlen") else (best,):
+        if trials[name].verdict == "not installed" and not trials[name].reason:
+            return f"{_INSTALL[name]}; {chosen} is used until then"
+    return f"nothing to install: {best} is not possible ({trials[best].reason})"
 
+
+# By the first number of the compute capability: Ampere and Ada, Hopper.
+_BEST_ON = {8: "flash_attention_2", 9: "flash_attention_3"}
 
 _INSTALL = {
     "flash_attention_4": "pip install flash-attn-4 (written for sm90 to sm120)",

@@ -164,7 +164,7 @@ def load_config(model: str, run: RunSettings, *, online: bool) -> tuple[Any, str
         )
     except (OSError, ValueError) as error:
         words = " ".join(str(error).split())
-        if not online and not Path(model).exists():
+        if not online and "does not exist" not in words and not Path(model).exists():
             words = f"{model} is not in the cache, and the hub is not reachable; name a folder"
         return None, words
     if Path(model).is_dir() and not _has_weights(Path(model)):

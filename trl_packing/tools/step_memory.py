@@ -192,16 +192,14 @@ def _replace_by_fake_tensors(model: nn.Module) -> None:
     """
     made: dict[int, Any] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, tensor.requires_grad)
-                    made[id(tensor)] = fake
-                held[name] = made[id(tensor)]
+        held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in held:
+            if id(tensor) not in made:
+                fake: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, tensor.requires_grad)
+                made[id(tensor)] = fake
+            setattr(module, name, made[id(tensor)])
 
 
 def _run(
@@ -271,7 +269,7 @@ class Allocations(TorchDispatchMode):
         """Count tensors that existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = id(storage)  # torch keeps one object for each storage
             if key not in self._sizes:
                 self._sizes[key] = storage.nbytes()
                 self.alive += storage.nbytes()
