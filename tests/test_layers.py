@@ -55,6 +55,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "packing",
             "pages",
             "streaming",
+            "versions",
         },
         {"accelerate", "datasets", "numpy", "safetensors", "torch", "transformers", "trl"},
     ),
@@ -119,7 +120,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "yaml",
         },
     ),
-    "cli": ({"data", "pages", "tools"}, set()),
+    "cli": ({"formatting", "pages", "tools"}, set()),
 }
 
 

@@ -103,7 +103,7 @@ def test_a_backend_that_raises_is_an_error_and_not_chosen(monkeypatch):
 
 def test_no_exact_backend_fails(trials):
     broken = replace(trials, chosen=None)
-    diagnosis = diagnose(None, ["--use_cpu"], machine=MACHINE, trials=broken)
+    diagnosis = diagnose(["--use_cpu"], machine=MACHINE, trials=broken)
     assert [f.name for f in diagnosis.failures] == ["attention"]
 
 
@@ -146,7 +146,7 @@ def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
 
 
 def precision(device: Device, *words: str, trials: Trials) -> str:
-    diagnosis = diagnose(None, words, machine=on(device), trials=trials)
+    diagnosis = diagnose(words, machine=on(device), trials=trials)
     return " ".join(f.text for f in found(diagnosis, "advice") + found(diagnosis, "settings"))
 
 
@@ -162,59 +162,63 @@ def test_precision_advice_fits_the_device(trials):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes bf16")
 def test_a_precision_that_the_machine_refuses_fails_only_if_it_was_asked_for(trials):
     assert "add --use_cpu True" in precision(CPU, trials=trials)
-    refused = diagnose(None, ["--bf16", "True"], machine=MACHINE, trials=trials)
+    refused = diagnose(["--bf16", "True"], machine=MACHINE, trials=trials)
     assert [f.name for f in refused.failures] == ["settings"]
     assert "set --bf16 False" in refused.failures[0].text
 
 
 def test_a_misspelled_option_and_a_wrong_value_are_named(trials):
     with pytest.raises(ValueError, match="--max_lenght"):
-        diagnose(None, ["--max_lenght", "3"], machine=MACHINE, trials=trials)
+        diagnose(["--max_lenght", "3"], machine=MACHINE, trials=trials)
     with pytest.raises(ValueError, match="max_length"):
-        diagnose(None, ["--max_length", "long"], machine=MACHINE, trials=trials)
+        diagnose(["--max_length", "long"], machine=MACHINE, trials=trials)
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
 
 def test_gradient_checkpointing_is_advised_by_the_memory_of_the_device(model_folder, trials):
-    roomy = diagnose(str(model_folder), ON_CPU, machine=MACHINE, trials=trials)
+    roomy = diagnose(["--model", str(model_folder), *ON_CPU], machine=MACHINE, trials=trials)
     (text,) = [f.text for f in found(roomy, "advice") if "checkpointing" in f.text]
     assert "is not needed" in text
     assert "25% of a step's operations" in text
     memory = roomy.facts["memory"]
     between = (memory["without"]["peak"] + memory["with_checkpointing"]["peak"]) // 2
     tight = on(replace(CPU, free_bytes=between))
-    needed = diagnose(str(model_folder), ON_CPU, machine=tight, trials=trials)
+    needed = diagnose(["--model", str(model_folder), *ON_CPU], machine=tight, trials=trials)
     assert "gradient checkpointing is needed" in found(needed, "fits")[0].text
     words = [*ON_CPU, "--gradient_checkpointing", "False"]
-    off = diagnose(str(model_folder), words, machine=tight, trials=trials)
+    off = diagnose(["--model", str(model_folder), *words], machine=tight, trials=trials)
     assert "set --gradient_checkpointing True" in off.failures[0].text
     small = on(replace(CPU, free_bytes=memory["with_checkpointing"]["peak"] // 2))
-    failed = diagnose(str(model_folder), ON_CPU, machine=small, trials=trials)
+    failed = diagnose(["--model", str(model_folder), *ON_CPU], machine=small, trials=trials)
     assert "even with gradient checkpointing" in failed.failures[0].text
     assert "--use_peft" in failed.failures[0].text
 
 
 def test_several_devices_are_advised_to_share_the_model(model_folder, trials):
-    one = diagnose(str(model_folder), ON_CPU, machine=on(H100), trials=trials)
+    one = diagnose(["--model", str(model_folder), *ON_CPU], machine=on(H100), trials=trials)
     memory = one.facts["memory"]
     states = sum(memory["states"][k] for k in ("parameters", "gradients", "optimizer"))
     room = memory["with_checkpointing"]["peak"] - states // 4
     device = replace(H100, total_bytes=int(room / 0.92))
-    assert diagnose(str(model_folder), ON_CPU, machine=on(device), trials=trials).failures
-    shared = diagnose(str(model_folder), ON_CPU, machine=on(device, device), trials=trials)
+    assert diagnose(
+        ["--model", str(model_folder), *ON_CPU], machine=on(device), trials=trials
+    ).failures
+    shared = diagnose(
+        ["--model", str(model_folder), *ON_CPU], machine=on(device, device), trials=trials
+    )
     assert not shared.failures
     assert "shard the model over all 2" in found(shared, "advice")[0].text
 
 
 def test_the_tokens_that_fit_do_fit(model_folder, trials):
-    diagnosis = diagnose(str(model_folder), ON_CPU, machine=MACHINE, trials=trials)
+    diagnosis = diagnose(["--model", str(model_folder), *ON_CPU], machine=MACHINE, trials=trials)
     tokens = diagnosis.facts["memory"]["fitting_tokens"]
     for share, fits in ((0.9, True), (1.1, False)):
         words = ["--use_cpu", "--max_length", str(int(tokens * share))]
         words += ["--per_device_train_batch_size", "1"]
-        again = diagnose(str(model_folder), words, machine=MACHINE, trials=trials)
+        again = diagnose(["--model", str(model_folder), *words], machine=MACHINE, trials=trials)
         assert (again.facts["memory"]["without"]["peak"] <= CPU.free_bytes) == fits
 
 
@@ -229,9 +233,9 @@ def test_an_adapter_recomputes_a_third_of_a_step():
 
 def test_an_adapter_is_counted(model_folder, trials):
     words = [*ON_CPU, "--use_peft", "--lora_r", "4"]
-    states = diagnose(str(model_folder), words, machine=MACHINE, trials=trials).facts["memory"][
-        "states"
-    ]
+    states = diagnose(["--model", str(model_folder), *words], machine=MACHINE, trials=trials).facts[
+        "memory"
+    ]["states"]
     assert 0 < states["num_trained"] < states["num_parameters"] / 4
 
 
@@ -240,25 +244,25 @@ def test_an_adapter_is_counted(model_folder, trials):
 
 def test_a_model_that_is_not_there_fails_without_waiting(trials):
     start = time.monotonic()
-    diagnosis = diagnose("nobody/nothing", ["--use_cpu"], machine=MACHINE, trials=trials)
+    diagnosis = diagnose(["--use_cpu", "--model", "nobody/nothing"], machine=MACHINE, trials=trials)
     assert time.monotonic() - start < 5
     assert "is not in the cache" in diagnosis.failures[0].text
-    missing = diagnose("./nothing", ["--use_cpu"], machine=MACHINE, trials=trials)
+    missing = diagnose(["--use_cpu", "--model", "./nothing"], machine=MACHINE, trials=trials)
     assert "does not exist" in missing.failures[0].text
 
 
 def test_a_folder_without_weights_fails(tmp_path, trials):
     tiny_config("llama").save_pretrained(tmp_path)
-    diagnosis = diagnose(str(tmp_path), ON_CPU, machine=MACHINE, trials=trials)
+    diagnosis = diagnose(["--model", str(tmp_path), *ON_CPU], machine=MACHINE, trials=trials)
     assert "holds no weights" in diagnosis.failures[0].text
 
 
 def test_a_disk_without_room_for_a_checkpoint_fails(model_folder, trials):
     full = replace(MACHINE, disks=(replace(DISKS[0], free_bytes=10), DISKS[1]))
-    diagnosis = diagnose(str(model_folder), ON_CPU, machine=full, trials=trials)
+    diagnosis = diagnose(["--model", str(model_folder), *ON_CPU], machine=full, trials=trials)
     assert "--output_dir" in diagnosis.failures[0].text
     locked = replace(MACHINE, disks=(replace(DISKS[0], writable=False), DISKS[1]))
-    assert diagnose(None, ["--use_cpu"], machine=locked, trials=trials).failures
+    assert diagnose(["--use_cpu"], machine=locked, trials=trials).failures
 
 
 def test_the_space_of_a_folder_that_does_not_exist_is_that_of_its_parent(tmp_path):
@@ -287,7 +291,7 @@ def test_versions_are_judged(monkeypatch, trials):
     real = doctor.installed_version
     other = {"trl": "99.0", "numpy": "1.0"}
     monkeypatch.setattr(doctor, "installed_version", lambda name: other.get(name) or real(name))
-    diagnosis = diagnose(None, ["--use_cpu"], machine=MACHINE, trials=trials)
+    diagnosis = diagnose(["--use_cpu"], machine=MACHINE, trials=trials)
     texts = [f"{f.status} {f.name} {f.text}" for f in diagnosis.sections[0].findings]
     assert any(re.match("note trl 99.0 is not among those tested", text) for text in texts)
     assert any(re.match("fail numpy 1.0: pip install 'numpy>=", text) for text in texts)
@@ -298,7 +302,7 @@ def test_versions_are_judged(monkeypatch, trials):
 
 
 def test_the_text_fits_its_terminal_and_keeps_its_words(trials):
-    diagnosis = diagnose(None, ["--use_cpu"], machine=MACHINE, trials=trials)
+    diagnosis = diagnose(["--use_cpu"], machine=MACHINE, trials=trials)
     for width in (60, 80, 100):
         assert max(map(len, diagnosis.text(width).splitlines())) <= width
     narrow, wide = (diagnosis.text(width).split() for width in (60, 100))
@@ -308,7 +312,7 @@ def test_the_text_fits_its_terminal_and_keeps_its_words(trials):
 def test_the_json_holds_the_facts_and_the_reasons(trials):
     failing = replace(MACHINE, disks=(replace(DISKS[0], writable=False),))
     found = json.loads(
-        json.dumps(diagnose(None, ["--use_cpu"], machine=failing, trials=trials).as_json())
+        json.dumps(diagnose(["--use_cpu"], machine=failing, trials=trials).as_json())
     )
     assert found["trains"] is False
     assert found["failures"][0].startswith("output_dir: ")
@@ -318,7 +322,7 @@ def test_the_json_holds_the_facts_and_the_reasons(trials):
 
 def test_the_page_shows_hostile_text_and_runs_none(tmp_path, model_folder, trials):
     hostile = Section("<b>", tuple(Finding("fail", text, text) for text in browser.HOSTILE))
-    diagnosis = diagnose(str(model_folder), ON_CPU, machine=MACHINE, trials=trials)
+    diagnosis = diagnose(["--model", str(model_folder), *ON_CPU], machine=MACHINE, trials=trials)
     diagnosis = replace(diagnosis, sections=(*diagnosis.sections, hostile))
     path = tmp_path / "doctor.html"
     path.write_text(doctor_page(diagnosis), encoding="utf-8")

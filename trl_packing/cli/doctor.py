@@ -1,23 +1,32 @@
 """`trl-packing doctor`: whether this machine can train, and what would make it faster."""
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
+from trl_packing.cli.output import print_json, quiet_libraries
+from trl_packing.cli.run_options import add_run_arguments
+
 HELP = "test this machine: versions, devices, attention backends, memory of a model"
+
+EPILOG = """\
+examples:
+  trl-packing doctor
+  trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096 --html doctor.html
+  trl-packing doctor recipes/lora.py --config recipes/lora_8b.yaml
+
+exit status:
+  0  nothing here would stop a training run
+  1  training would fail, for the reasons that are printed
+  2  an option cannot be used; stderr has the reason in one line
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.epilog = (
-        "Further options are those of the run: --max_length, --per_device_train_batch_size, "
-        "--use_peft, --config run.yaml, ..."
-    )
-    parser.set_defaults(settings=[])
-    parser.add_argument("--model", help="hub id or folder: adds its memory and its kernels")
-    parser.add_argument("--json", action="store_true", help="print JSON, for a bug report")
-    parser.add_argument("--html", metavar="FILE", help="write a page")
+    parser.epilog = EPILOG
+    parser.add_argument("--html", metavar="FILE", help="write a page too")
+    add_run_arguments(parser, "doctor")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,11 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.html:
         check_can_write("--html", arguments.html)
-    diagnosis = diagnose(arguments.model, arguments.settings)
+    quiet_libraries()
+    diagnosis = diagnose(arguments.words)
     if arguments.html:
         Path(arguments.html).write_text(doctor_page(diagnosis), encoding="utf-8")
     if arguments.json:
-        print(json.dumps(diagnosis.as_json(), indent=2))
+        print_json(diagnosis.as_json())
     else:
         print(diagnosis.text(min(shutil.get_terminal_size((80, 24)).columns, 100)))
     return 1 if diagnosis.failures else 0

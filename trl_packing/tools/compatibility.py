@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -66,6 +66,10 @@ class Verdict:
     @property
     def is_silent_difference(self) -> bool:
         return self.outcome in ("differs", "error")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON; numbers that were not measured are None."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 def judge_architecture(name: str, **options: Any) -> Verdict:

@@ -32,8 +32,7 @@ _EXTRAS = 'extra == "'
 
 
 def diagnose(
-    model: str | None = None,
-    settings: Sequence[str] = (),
+    words: Sequence[str] = (),
     *,
     machine: Machine | None = None,
     trials: Trials | None = None,
@@ -41,8 +40,8 @@ def diagnose(
     """Return the diagnosis of this machine, and of a run on it.
 
     Args:
-        model: a hub id or a folder; None leaves out what depends on a model.
-        settings: options of `PackedSFTConfig` and of TRL's `ModelConfig`, as on a command line.
+        words: options of a training command; without ``--model``, nothing that depends on one is
+            diagnosed.
         machine: its facts; None reads them.
         trials: results of the attention backends; None tries them.
 
@@ -50,16 +49,16 @@ def diagnose(
         ValueError: an option is unknown.
     """
     transformers_logging.set_verbosity_error()
-    run = RunSettings.from_words(settings)
+    run = RunSettings.from_words(words)
     machine = machine or read_machine(run.output_dir, use_cpu=run.args.use_cpu)
     run = run.on(machine.device)
     versions = installed_versions()
     sections = [_versions(versions, machine), _devices(machine), _precision(machine.device, run)]
     config, meta, memory = None, None, None
     loading: list[Finding] = []
-    if model is not None:
+    if run.name is not None:
         online = machine.hub.state == "reachable"
-        config, problem = load_config(model, run, online=online)
+        config, problem = load_config(run, online=online)
         loading = [Finding("fail", "model", problem)] if problem else []
     if config is not None:
         meta = _meta(config)
@@ -77,8 +76,7 @@ def diagnose(
         "machine": asdict(machine),
         "attention": asdict(trials),
         "memory": None if memory is None else memory.facts(),
-        "settings": list(settings),
-        "model": model,
+        "command": list(words),
     }
     return Diagnosis(tuple(sections), facts)
 
@@ -170,7 +168,7 @@ def _precision(device: Device, run: RunSettings) -> Section:
         return Section("Precision", (Finding("fail", "settings", run.problem),))
     findings = [Finding("ok", "this run", run.precision)]
     if device.milliseconds:
-        speeds = ", ".join(f"{name} {ms:.2g} ms" for name, ms in device.milliseconds.items())
+        speeds = ", ".join(f"{name} {ms:,.1f} ms" for name, ms in device.milliseconds.items())
         findings.append(Finding("ok", "measured", f"a product of 512×512 matrices: {speeds}"))
     findings += [Finding("note", "advice", text) for text in precision_advice(device, run)]
     return Section("Precision", tuple(findings))

@@ -1,26 +1,29 @@
 """The options of a run, as the doctor judges them: its settings, its adapter, its model's config.
 
-Options that a YAML file has for the script itself (the data, a seed of the script) do not matter
-here; on the command line, an unknown option is an error.
+Options of the script itself, such as the data, do not matter here.
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoConfig
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from trl_packing.config import PackedSFTConfig
 from trl_packing.tools.doctor_machine import Device
+from trl_packing.tools.given_options import GivenOptions
 from trl_packing.tools.settings import check_path_exists
+from trl_packing.tools.spelling import shorten_choices
+from trl_packing.tools.training_command import options_of_words
 
 # Settings that decide the precision; where none is given, the doctor chooses.
-_PRECISION = ("bf16", "fp16", "use_cpu")
+_PRECISION = {"bf16", "fp16", "use_cpu"}
+
+_ANYWHERE = ("--use_cpu", "True", "--bf16", "False", "--fp16", "False")
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,14 @@ class RunSettings:
     """The settings of a run.
 
     Attributes:
-        words: options as on a command line.
+        options: as on a command line, and in its YAML file.
         args: the config of the trainer.
         model: TRL's options of the model.
         problem: why the settings cannot be used on the device; empty if they can.
-        needs: options that the run needs on this device beside `words`.
+        needs: options that the run needs on this device beside those given.
     """
 
-    words: tuple[str, ...]
+    options: GivenOptions
     args: Any
     model: ModelConfig
     problem: str = ""
@@ -43,17 +46,17 @@ class RunSettings:
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> "RunSettings":
-        """Return the settings that `words` describe.
+        """Return the settings that the words of a training command describe.
 
         Raises:
             ValueError: an option is unknown, or has a value that it cannot have.
         """
+        options = options_of_words(words, _names(ModelConfig))
         try:
-            return cls(tuple(words), *_parse(words))
+            return cls(options, *_parse(options))
         except ValueError as error:
             # Either the device refuses the precision, or the options are wrong on any device.
-            anywhere = _parse([*words, "--use_cpu", "True", "--bf16", "False", "--fp16", "False"])
-            return cls(tuple(words), *anywhere, problem=str(error))
+            return cls(options, *_parse(options, _ANYWHERE), problem=str(error))
 
     @property
     def output_dir(self) -> str:
@@ -70,29 +73,25 @@ class RunSettings:
             return self._on_described(device)
         if not self.problem:
             return self
-        if self._names_precision():
+        if self.options.names & _PRECISION:
             reason = self.problem.rstrip(".")
             return replace(self, problem=f"{reason}; set --bf16 False, or add --use_cpu True")
         needs = ("--use_cpu", "True") if device.kind == "cpu" else ("--bf16", "False")
-        return replace(self, args=_parse([*self.words, *needs])[0], needs=needs, problem="")
+        return replace(self, args=_parse(self.options, needs)[0], needs=needs, problem="")
 
     def _on_described(self, device: Device) -> "RunSettings":
         """Return the settings on a GPU that is described, and not there."""
-        fp16 = "--fp16" in self.words
-        args = copy.copy(self.args)
-        args.fp16, args.bf16 = fp16, not fp16 and "--bf16" not in self.words
+        args, names = copy.copy(self.args), self.options.names
+        args.fp16, args.bf16 = "fp16" in names, not names & {"fp16", "bf16"}
         if args.bf16 and (device.capability or (8, 0)) < (8, 0):
             args.bf16 = False
             return replace(self, args=args, needs=("--bf16", "False"), problem="")
         return replace(self, args=args, problem="")
 
-    def _names_precision(self) -> bool:
-        """Whether the words or their YAML file decide the precision."""
-        names = {word.removeprefix("--").partition("=")[0] for word in self.words}
-        for option, file in zip(self.words, self.words[1:], strict=False):
-            if option == "--config":
-                names |= set(yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {})
-        return bool(names & set(_PRECISION))
+    @property
+    def name(self) -> str | None:
+        """Name of the model, None without one."""
+        return self.model.model_name_or_path
 
     @property
     def precision(self) -> str:
@@ -117,43 +116,46 @@ class RunSettings:
 
     @property
     def lora(self) -> Any:
-        """The adapter, or None."""
-        if not self.model.use_peft:
+        """The adapter, or None. Recipes of adapters need no ``--use_peft``."""
+        adapter = {name for name in self.options.names if name.startswith("lora_")}
+        if not (self.model.use_peft or adapter):
             return None
-        lora = get_peft_config(self.model)
+        lora = get_peft_config(replace(self.model, use_peft=True))
         if lora is not None and lora.target_modules is None:
             lora.target_modules = "all-linear"
         return lora
 
 
-def _parse(words: Sequence[str]) -> tuple[Any, ModelConfig]:
-    # Recipes' YAML files hold options of their scripts too.
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _parse(options: GivenOptions, more: Sequence[str] = ()) -> tuple[Any, ModelConfig]:
+    """Return the two configs, from the options that are theirs; others belong to the script."""
+    options = options.only(_names(PackedSFTConfig) | _names(ModelConfig))
+    in_file = {"output_dir": "outputs"} | options.in_file
     parser = TrlParser((PackedSFTConfig, ModelConfig))
     parser.error = _raise
-    output_dir = [] if any("--output_dir" in w for w in words) else ["--output_dir", "outputs"]
-    args, model, unknown = parser.parse_args_and_config(
-        [*output_dir, *words], return_remaining_strings=True, fail_with_unknown_args=False
-    )
-    if extra := [word for word in unknown if word.startswith("--") and word in words]:
-        raise ValueError(f"{' '.join(extra)}: no such option; check the spelling")
+    parser.set_defaults_with_config(**in_file)
+    args, model = parser.parse_args_into_dataclasses([*options.words(), *more])
     return args, model
 
 
 def _raise(message: str) -> Any:
-    raise ValueError(message)
+    raise ValueError(shorten_choices(message))
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def load_config(model: str, run: RunSettings, *, online: bool) -> tuple[Any, str]:
+def load_config(run: RunSettings, *, online: bool) -> tuple[Any, str]:
     """Return the config of a model and "", or None and why training would fail.
 
     Args:
-        model: a hub id or a folder.
-        run: its revision, and whether code from the hub is trusted.
+        run: names it, its revision, and whether code from the hub is trusted.
         online: whether the hub answers; the cache is searched otherwise, without waiting.
     """
+    model = str(run.name)
     try:
         check_path_exists("--model", model)
         config = AutoConfig.from_pretrained(
