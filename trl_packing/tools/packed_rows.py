@@ -117,7 +117,7 @@ class PackedEpoch:
         cls,
         run: PreviewedRun,
         *,
-        model: str | None = None,
+        model: Any = None,
         ranks: int = 1,
         hidden_size: int | None = None,
     ) -> "PackedEpoch":
@@ -125,7 +125,7 @@ class PackedEpoch:
 
         Args:
             run: the run.
-            model: name or folder; its config decides the shapes of `static_shapes`.
+            model: a model or its name; its config decides the shapes of `static_shapes`.
             ranks: data-parallel processes.
             hidden_size: the model's, which the balance of ranks depends on.
 

@@ -4,6 +4,7 @@ The trainer's own (training/collators.py) belongs to a trainer, which has a mode
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -14,15 +15,13 @@ from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.tools.previewed_run import PreviewedRun
 
 
-def collator_of(
-    run: PreviewedRun, sampler: PackedBatchSampler, model: str | None
-) -> PackedCollator:
+def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> PackedCollator:
     """Return the collator of a run.
 
     Args:
         run: the run.
         sampler: of its training set.
-        model: name or folder; its config decides the shapes of `static_shapes`.
+        model: a model or its name; its config decides the shapes of `static_shapes`.
 
     Raises:
         ValueError: `static_shapes` is set without a model.
@@ -34,7 +33,7 @@ def collator_of(
             raise ValueError("static_shapes=True depends on the model's config; name the model")
         most = None if sampler.rows else sampler.most_documents()
         shapes = StaticShapes.for_model(
-            SimpleNamespace(config=AutoConfig.from_pretrained(model)),
+            _with_config(model),
             capacity=args.max_length,
             bins=args.per_device_train_batch_size,
             most_documents=most,
@@ -47,3 +46,9 @@ def collator_of(
         static_shapes=shapes,
         tensors_only=True,
     )
+
+
+def _with_config(model: Any) -> Any:
+    if not isinstance(model, str):
+        return model
+    return SimpleNamespace(config=AutoConfig.from_pretrained(model))
