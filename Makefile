@@ -1,4 +1,4 @@
-# Every target creates the virtual environment that it needs. The README shows the plain commands.
+# Every target creates the virtual environment that it needs. docs/index.md shows the plain commands.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -67,8 +67,10 @@ bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idl
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trl_packing needs Python >= 3.11, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@echo "1 of 2: installing PyTorch into $(VENV), a large download"
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	@echo "2 of 2: installing trl_packing and what its demo and tests need"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt

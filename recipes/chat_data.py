@@ -28,8 +28,9 @@ one bin of 512 tokens, five minutes on a busy CPU core):
     documents    30 · 6,583 tokens · 5,187 trained (79%)
     packed into  14 bins of 512 tokens · 91.84% filled
     …
-    loss         the mean over the trained tokens of a step, all alike
+    loss         mean over the trained tokens of a step, each with weight 1
     attention    document-wise SDPA (cpu, float32)
+    checked      isolated on this model: packed − alone …
     …
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '2.027', … 'epoch': '0.1429'}

@@ -28,8 +28,9 @@ minutes on a busy CPU core):
     documents    30 · 5,974 tokens · 5,207 trained (87%)
     packed into  12 bins of 512 tokens · 97.23% filled
     …
-    loss         the mean over the trained tokens of a step, all alike
+    loss         mean over the trained tokens of a step, each with weight 1
     attention    document-wise SDPA (cpu, float32)
+    checked      isolated on this model: packed − alone …
     …
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '1.259', … 'epoch': '0.08333'}

@@ -24,8 +24,9 @@ and the second command prints:
     documents    300 · 133,568 tokens · 74,779 trained (56%)
     packed into  67 bins of 2,048 tokens · 97.34% filled
     …
-    loss         the mean over the trained tokens of a step, all alike
+    loss         mean over the trained tokens of a step, each with weight 1
     attention    document-wise SDPA (cpu, float32)
+    checked      isolated on this model: packed − alone …
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '5.175', 'grad_norm': '0.9703', 'learning_rate': '0.0004862', … 'epoch': '0.597'}
     …

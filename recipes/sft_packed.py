@@ -32,7 +32,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from accelerate import PartialState
 from datasets import disable_progress_bars
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    ProgressCallback,
+    set_seed,
+)
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trl.data_utils import get_dataset_column_names
@@ -42,6 +48,7 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.formatting.printable import escape_text
 from trl_packing.recipes import FOLDER
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+from trl_packing.recipes.recipe_summary import ShortLines, summary
 from trl_packing.tools.exit_messages import exits_in_one_line
 
 # TRL 1.16 sets options that transformers 5.23 has renamed. Users cannot change that.
@@ -75,7 +82,7 @@ DEMO_ARGUMENTS = {
     "adam_beta2": 0.98,
     "bf16": False,
     "gradient_checkpointing": False,
-    "logging_steps": 200,
+    "logging_steps": 100,
     "save_strategy": "no",
     "report_to": "none",
 }
@@ -97,7 +104,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, save, and return the metrics. Raises InputError before anything is written."""
     data_args, training_args, model_args = parse(argv)
     say = PartialState().print
-    if model_args.model_name_or_path is None:
+    is_demo = model_args.model_name_or_path is None
+    if is_demo:
         say("The demo: a small Llama learns to turn orders into packing lists, in a few minutes.")
         disable_progress_bars()  # preparation takes only seconds
     model, tokenizer = load_model(training_args, model_args)
@@ -127,6 +135,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    if is_demo and trainer.pop_callback(ProgressCallback):
+        trainer.add_callback(ShortLines)
     questions = list(data.test.take(data_args.num_samples)) if data.test is not None else []
     answers = {"before": answer(trainer, questions)}
     metrics = trainer.train(training_args.resume_from_checkpoint).metrics
@@ -137,6 +147,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         metrics |= compare(questions, answers, say)
     trainer.save_metrics("all", metrics, combined=False)
     trainer.save_model(training_args.output_dir)
+    summary(trainer, say)
     say(f"Model and metrics are in {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=data_args.dataset_name)

@@ -18,8 +18,9 @@ Expected output (SmolLM2-135M-Instruct, four files of 100 conversations, three s
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     documents    a stream: counted as it is read
     micro-batch  1 bin
-    loss         the mean over the trained tokens of a step, all alike
+    loss         mean over the trained tokens of a step, each with weight 1
     attention    document-wise SDPA (cpu, float32)
+    checked      isolated on this model: packed − alone …
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '1.527', 'grad_norm': '7.646', 'learning_rate': '0', … 'epoch': '0.3333'}
     …

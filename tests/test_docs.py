@@ -23,8 +23,13 @@ import yaml
 import trl_packing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "hooks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 
+import draw
+import draw_data
+import hero
 import messages
+import pictures
 import public_names
 import settings_table
 
@@ -130,6 +135,7 @@ def test_every_page_is_in_the_navigation():
     recipes = {p.name for p in (ROOT / "recipes").glob("*.py")} - {
         "make_demo_data.py",
         "recipe_data.py",
+        "recipe_summary.py",
     }
     made = {f"recipes/{name}.md" for name in recipes} | {"recipes/README.md"}
     made |= {f"notebooks/{p.name}.md" for p in (ROOT / "notebooks").glob("*.ipynb")}
@@ -305,7 +311,7 @@ def options_of(command: str) -> set[str]:
         for s in a.option_strings
     }
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    return own | (fields if command in ("inspect", "plan") else set())
+    return own | (fields if command in ("inspect", "plan", "verify") else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -318,14 +324,14 @@ def test_commands_on_a_page_exist(path):
 def test_the_check_sees_a_command_that_does_not_exist():
     bad = (
         "make nothing\npython benchmarks/nothing.py\npython -m trl_packing.recipes.nothing\n"
-        "trl-packing plan --model M \\\n    --no-such-option 3\ntrl-packing verify --train_on all\n"
+        "trl-packing plan --model M \\\n    --no-such-option 3\ntrl-packing verify --nonsense all\n"
     )
     assert list(unknown_commands(bad)) == [
         "make nothing",
         "benchmarks/nothing.py",
         "trl_packing.recipes.nothing",
         "plan no_such_option",
-        "verify train_on",
+        "verify nonsense",
     ]
     good = "make check\ntrl-packing plan --model M --max_length 4096 --ranks 8 # bins"
     assert list(unknown_commands(good)) == []
@@ -415,6 +421,17 @@ def test_numbers_of_ours_are_those_of_the_files_that_are_named():
     assert unmeasured(page) == []
 
 
+def test_numbers_of_the_readme_are_those_of_the_files_that_are_named():
+    page = ROOT / "README.md"
+    assert unmeasured(page) == []
+    text = page.read_text()
+    lines = text.partition("<!-- benchmarks/real_model.py -->")[2].partition("<!-- end -->")[0]
+    measured = re.findall(r"([\d.]+) (?:s|GiB) \|", lines)
+    assert len(measured) == 6
+    held = (ROOT / "benchmarks" / "results" / "real_model.md").read_text()
+    assert set(measured) - set(re.findall(r"[\d.]+", held)) == set()
+
+
 def test_the_check_sees_a_number_that_was_not_measured(tmp_path):
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results" / "a.md").write_text("| 1,234 | 5.6× |\n")
@@ -427,16 +444,18 @@ def test_the_check_sees_a_number_that_was_not_measured(tmp_path):
 
 def test_the_readme_counts_architectures_as_the_matrix_does():
     matrix = (DOCS / "compatibility.md").read_text()
-    packed, padded = re.search(r"(\d+) packed-exact, (\d+) exact by padded", matrix).groups()
-    by_trl = re.search(r"by TRL: (\d+) exact, (\d+) silent differences, (\d+) refused", matrix)
-    exact, silent, refused = by_trl.groups()
+    counts = dict(re.findall(r"^\| ([a-z, ]+) \| (\d+ \| \S+) \|$", matrix, re.M))
+    packed, exact = counts["exact in one row"].split(" | ")
+    padded, _ = counts["exact as padded rows"].split(" | ")
+    ours, silent = counts["another loss, silently"].split(" | ")
+    _, refused = counts["refused with an error"].split(" | ")
     promise = " ".join((ROOT / "README.md").read_text().split())
     assert f"on all {int(packed) + int(padded)} architectures" in promise
     assert f"{packed} of them packed, {padded} as padded rows" in promise
     total = int(packed) + int(padded)
     by_trl = f"{exact} of the {total} are exact, {refused} raise an error, and {silent} silently"
     assert by_trl in promise
-    assert "silent differences: 0" in matrix
+    assert ours == "0"
 
 
 # --- the API --------------------------------------------------------------------------------------
@@ -505,22 +524,49 @@ def test_every_public_name_is_on_the_api_page():
     assert "::: trl_packing.packing.bins.pack\n" in public_names.completed(without)
 
 
-def test_pictures_are_what_their_script_draws(tmp_path):
-    spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
-    assert spec is not None
-    assert spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+def test_pictures_of_rows_are_what_their_script_draws():
+    examples = list(draw_data.examples((DOCS / "data.md").read_text()))
+    drawn = {DOCS / example.file: draw_data.draw(example) for example in examples}
+    stored = {p: p.read_text() for p in (DOCS / "pictures" / "data").glob("*.svg")}
+    assert drawn == stored, "run python docs/pictures/draw_data.py"
+    assert len(drawn) == len(examples) > 12
+
+
+def test_a_picture_of_a_row_shows_its_trained_tokens():
+    page = (
+        '```json\n{"prompt": "a", "completion": " b"}\n```\n\n![Trained tokens](x.svg)\n\n'
+        "![Trained tokens, with --completion_only_loss false --append_eos](y.svg)\n"
+    )
+    completion, everything = draw_data.examples(page)
+    assert draw_data.tokens(completion) == [("a", 0), (" b", 1), ("</s>", 1)]
+    assert everything.options == ["--completion_only_loss", "false", "--append_eos"]
+    longer = everything._replace(row={"prompt": "a c", "completion": " b"})
+    assert draw_data.tokens(longer)[:2] == [("a", 0), (" c", 1)]
+    assert draw_data.draw(longer) != draw_data.draw(everything)
+
+
+def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):
     table = draw.import_table()
-    draw.HERE = tmp_path
+    monkeypatch.setattr(draw, "HERE", tmp_path)
+    monkeypatch.setattr(hero, "HERE", tmp_path)
     draw.draw_row()
     draw.draw_plan()
     draw.draw_step()
     draw.draw_imports(table)
+    hero.draw_hero()
     drawn = {p.name: p.read_text() for p in tmp_path.glob("*.svg")}
     stored = {p.name: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
     assert drawn == stored, "run python docs/pictures/draw.py"
-    assert len(drawn) == 4
+    assert len(drawn) == 6
+
+
+def test_a_picture_with_a_dark_version_becomes_two_images_of_the_site():
+    page = (DOCS / "index.md").read_text()
+    shown = pictures.on_page_markdown(page, None, None, None)
+    sources = re.findall(r'<img src="([^"#]+)#only-(light|dark)" width="836" alt="32', shown)
+    assert sources == [(f"pictures/hero_{theme}.svg", theme) for theme in ("light", "dark")]
+    assert all((DOCS / name).exists() for name, _ in sources)
+    assert "<picture>" not in shown
 
 
 def test_the_architecture_page_names_modules_that_exist_and_every_folder():

@@ -55,6 +55,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "packing",
             "pages",
             "streaming",
+            "versions",
         },
         {"accelerate", "datasets", "numpy", "safetensors", "torch", "transformers", "trl"},
     ),
@@ -106,9 +107,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "trainer",
             "training",
         },
-        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl"},
+        {"datasets", "numpy", "tokenizers", "torch", "transformers", "trl", "yaml"},
     ),
-    "cli": ({"data", "pages", "tools"}, set()),
+    "cli": ({"formatting", "pages", "tools"}, set()),
 }
 
 

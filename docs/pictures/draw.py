@@ -1,12 +1,14 @@
-"""Draw the pictures of how-it-works.md and architecture.md: `python docs/pictures/draw.py`.
+"""Draw the pictures of the documentation: `python docs/pictures/draw.py`.
 
 Each picture has a white background, so it is readable in light and dark themes, and on GitHub.
+hero.py draws the one of README.md in both themes.
 """
 
 import ast
 from pathlib import Path
 
 import torch
+from hero import draw_hero
 
 from trl_packing import PackedCollator, document_ids_from_lengths, pack
 
@@ -269,3 +271,4 @@ if __name__ == "__main__":
     draw_plan()
     draw_step()
     draw_imports()
+    draw_hero()

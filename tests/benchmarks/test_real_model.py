@@ -40,14 +40,14 @@ def test_other_losses_or_documents_stop_the_benchmark(real_model):
         real_model.check(turn(real_model, **{ours: {"tokens": [9]}}), documents=2)
 
 
-def test_only_the_table_of_the_readme_is_replaced(real_model, tmp_path):
+def test_only_the_lines_of_the_readme_are_replaced(real_model, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- benchmarks/real_model.py -->\n| old |\n<!-- end -->\nb\n")
-    real_model.replace_table(readme, "| new |\n")
-    assert readme.read_text() == "a\n<!-- benchmarks/real_model.py -->\n| new |\n<!-- end -->\nb\n"
+    readme.write_text("a\n<!-- benchmarks/real_model.py -->\nold\n<!-- end -->\nb\n")
+    real_model.replace_lines(readme, "new\n")
+    assert readme.read_text() == "a\n<!-- benchmarks/real_model.py -->\nnew\n<!-- end -->\nb\n"
     readme.write_text("no table")
     with pytest.raises(SystemExit, match="must hold"):
-        real_model.replace_table(readme, "| new |\n")
+        real_model.replace_lines(readme, "new\n")
 
 
 @pytest.mark.slow

@@ -1,17 +1,14 @@
-"""The command prints help quickly, and knows every backend."""
+"""The program: help, typing errors, versions, colors, and exit statuses."""
 
 import subprocess
 import sys
 
 import pytest
 
-from trl_packing.attention.backends import CHOICES
-from trl_packing.cli.verify import ATTENTIONS
-
 HEAVY = ("torch", "transformers", "trl", "datasets")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["verify", "--wrong"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan", "--color", "pink"]])
 def test_help_and_typing_errors_load_no_library(arguments):
     code = (
         "import sys\n"
@@ -30,7 +27,3 @@ def test_the_check_sees_a_library_that_is_loaded():
     code = f"import sys, torch\nprint('loaded', [n for n in {HEAVY} if n in sys.modules])\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("loaded ['torch']")
-
-
-def test_every_attention_backend_can_be_named():
-    assert ATTENTIONS == CHOICES

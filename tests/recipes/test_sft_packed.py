@@ -242,10 +242,17 @@ def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     out = str(tmp_path / "out")
-    metrics = sft_packed.main(["--max_steps", "2", "--num_samples", "4", "--output_dir", out])
+    options = ["--max_steps", "2", "--logging_steps", "1", "--num_samples", "4"]
+    metrics = sft_packed.main([*options, "--output_dir", out])
     assert metrics["exact_match_before"] == 0
     assert metrics["eval_loss"] > 0
-    assert "Exact match on 4 held-out prompts: 0.0% before" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Exact match on 4 held-out prompts: 0.0% before" in printed
+    assert "packed     246 bins of 1,024 tokens: the model computes 251,021 tokens" in printed
+    assert "Training loss" in printed
+    assert re.search(r"^step     2 · epoch 0.01 · loss ", printed, flags=re.M)
+    lines = [line for line in printed.splitlines() if "real_accelerator.py" not in line]
+    assert max(map(len, lines)) <= 100
     AutoModelForCausalLM.from_pretrained(out)
 
 

@@ -11,7 +11,6 @@ from trl_packing.tools.compatibility import (
     Verdict,
     judge_architecture,
     summary,
-    table,
 )
 
 # (architecture, the backend that must be exact, the result of TRL's packing)
@@ -89,8 +88,6 @@ def test_the_summary_counts_what_matters():
     assert "1 packed-exact, 2 exact by padded rows, 0 refused, 1 not built" in text
     assert "silent differences: 1" in text
     assert "padded here: c" in text
-    assert len(table(verdicts).splitlines()) == 2 + len(verdicts)
-    assert r"needs \| timm" in table(verdicts)
     assert {v.backend for v in verdicts if v.backend in ONE_ROW_BACKENDS} == {"documents"}
 
 
@@ -99,7 +96,7 @@ def test_the_command_judges_architectures_and_writes_the_table(tmp_path, capsys)
     output = tmp_path / "compatibility.md"
     code = main(["verify", "--matrix", "--only", "llama", "bloom", "--output", str(output)])
     assert code == 0
-    assert "| bloom | exact | padded |" in output.read_text()
+    assert "| `bloom` | padded rows, `padded` |" in output.read_text()
     assert "silent differences: 0" in capsys.readouterr().out
 
 

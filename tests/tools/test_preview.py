@@ -320,7 +320,7 @@ def test_rows_by_default_are_the_first_that_there_are(command):
     assert "row 1 ·" in out
 
 
-def test_the_status_says_that_no_row_could_be_shown_and_the_message_names_the_row(command):
+def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row(command):
     rows = [chat_row("So."), chat_row("So.") | {"messages": [{"role": "wizard", "content": "!"}]}]
     status, out, _ = command("inspect", rows, "--rows", "1")
     assert status == 1
@@ -328,8 +328,10 @@ def test_the_status_says_that_no_row_could_be_shown_and_the_message_names_the_ro
     assert "row 0" not in out
     assert "inspected" not in out
     status, out, _ = command("inspect", rows, "--rows", "0", "1")
-    assert status == 0
+    assert status == 1
+    assert "⟦" in out
     assert "row 1 · not trained" in out
+    assert command("inspect", rows, "--rows", "0")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["inspect", "plan"])
@@ -367,10 +369,14 @@ def test_the_report_quotes_the_data_without_harm(command):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--model", "nowhere/at/all"], "--model nowhere/at/all does not exist"),
+        (["--model", "nowhere/at/all"], "the model nowhere/at/all does not exist"),
         (["--model", "model", "--dtype", "float33"], "--dtype float33 is no data type"),
         (["--model", "model", "--device", "gpu"], "--device gpu cannot be used"),
-        (["--model", "model", "--max-length", "0"], "--max-length 0 must be at least 2"),
+        (["--model", "model", "--max-length", "0"], "max_length=0 must be positive"),
+        (["--model", "model", "--max_length", "1"], "--max_length 1 must be at least 2"),
+        (["--model", "model", "--matrix"], "--matrix takes no run: leave out --model model"),
+        (["--model", "model", "--max_lenght", "5"], "did you mean --max_length?"),
+        ([], "name the model (--model NAME)"),
         (["--model", "model"], ""),  # a tokenizer alone
         (["--matrix", "--only", "nonsense"], "--only nonsense: "),
         (["--matrix", "--only", "llama", "--output", "no/such/m.md"], "its folder does not exist"),

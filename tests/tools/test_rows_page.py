@@ -396,7 +396,7 @@ def test_the_command_writes_the_page_of_the_run(tmp_path, capsys):
     html = tmp_path / "rows.html"
     options = ["--model", str(path), "--data", str(data), "--max_length", "64"]
     assert main(["inspect", *options, "--rows", "0", "--html", str(html)]) == 0
-    assert f"wrote {html}" in capsys.readouterr().out
+    assert f"wrote {html}" in capsys.readouterr().err
     run = PreviewedRun.from_settings(
         chats(), tiny_tokenizer(chat=True), ["--max_length", "64"], str(path)
     )

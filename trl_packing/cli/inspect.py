@@ -1,55 +1,78 @@
 """`trl-packing inspect`: documents with their trained tokens marked."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_packing.cli.run_options import add_run_arguments, previewed_run
+from trl_packing.cli.output import note, print_json, uses_color
+from trl_packing.cli.run_options import (
+    add_run_arguments,
+    add_stream_argument,
+    name_of_data,
+    previewed_run,
+)
 
 if TYPE_CHECKING:
     from trl_packing.tools.previewed_run import PreviewedRun
 
 HELP = "print documents with their trained tokens marked"
 
+EPILOG = """\
+examples:
+  trl-packing inspect recipes/chat_data.py --config recipes/chat_data.yaml
+  trl-packing inspect --config recipes/lora_8b.yaml --rows 0 17 --all
+  trl-packing inspect --model M --data chat.jsonl --train_on assistant --json
+
+exit status:
+  0  every row that was asked for is trained
+  1  one of them is not; its reason is printed
+  2  the run cannot be shown; stderr has the reason in one line
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add_run_arguments(parser)
-    parser.add_argument("--rows", type=int, nargs="+", help="row numbers; default: 0 1 2")
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--rows", type=int, nargs="+", metavar="ROW", help="row numbers (default: 0 1 2)"
+    )
     parser.add_argument("--all", action="store_true", help="count what all rows would lose")
     parser.add_argument("--html", metavar="FILE", help="write the packed rows of the run as a page")
+    add_stream_argument(parser)
+    add_run_arguments(parser, "inspect")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the rows; return 1 if none of them is trained."""
+    """Print the rows; return 1 if one of them is not trained."""
     from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview import preview_losses, preview_rows
 
     if arguments.html:
         check_can_write("--html", arguments.html)
     run = previewed_run(arguments)
-    shows_documents = False
-    for preview in preview_rows(run, arguments.rows, color=sys.stdout.isatty()):
-        shows_documents |= bool(preview.documents)
-        for text in preview.texts:
+    color = not arguments.json and uses_color(arguments.color)
+    rows = []
+    for preview in preview_rows(run, arguments.rows, color=color):
+        rows.append(preview)
+        for text in () if arguments.json else preview.texts:
             print(text, end="\n\n")
-    if arguments.all:
-        print(preview_losses(run), end="\n\n")
+    losses = preview_losses(run) if arguments.all else None
+    if arguments.json:
+        print_json({"rows": [row.to_dict() for row in rows], "losses": losses})
+    elif losses is not None:
+        print(losses, end="\n\n")
     if arguments.html:
         _write_page(run, arguments)
-    return 0 if shows_documents else 1
+    return 0 if all(row.documents for row in rows) else 1
 
 
 def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:
     from trl_packing.tools.command_line import command_line
     from trl_packing.tools.packed_rows import PackedEpoch
     from trl_packing.tools.rows_page import rows_page
-    from trl_packing.tools.settings import load_hidden_size
 
-    hidden_size = load_hidden_size(arguments.model, arguments.settings)
-    epoch = PackedEpoch.of(run, model=arguments.model, hidden_size=hidden_size)
-    title = f"Rows · {arguments.data} · max_length {run.args.max_length}"
+    epoch = PackedEpoch.of(run, model=run.model, hidden_size=run.hidden_size)
+    title = f"Rows · {name_of_data(arguments)} · max_length {run.args.max_length}"
     text = rows_page(epoch, title=title, command=command_line("trl-packing"))
     Path(arguments.html).write_text(text, encoding="utf-8")
-    print(f"wrote {arguments.html}")
+    note(f"wrote {arguments.html}")

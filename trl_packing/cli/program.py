@@ -1,45 +1,72 @@
 """The program `trl-packing`: its commands, and errors as one line.
 
-trl-packing inspect --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl
-    print documents with their trained tokens marked, and count what preparation would lose
-
-trl-packing plan --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl --ranks 8
-    print the bins, optimizer steps and documents a step of an epoch, beside those of a padded run
-
+trl-packing plan recipes/lora.py --config recipes/lora_8b.yaml --ranks 8
+trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
 trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
-trl-packing verify --matrix --output docs/compatibility.md
-    measure whether packing changes what a model learns, on one model or on every architecture
 """
 
 import argparse
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+import trl_packing
+from trl_packing.cli.output import add_output_arguments
+from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.exit_messages import message_of
+from trl_packing.tools.spelling import suggest
 
 # Modules of this folder, in the order of the help.
-COMMANDS = ("inspect", "plan", "verify")
+COMMANDS = ("inspect", "plan", "verify", "compare")
+
+EPILOG = """\
+examples:
+  trl-packing plan recipes/lora.py --config recipes/lora_8b.yaml --ranks 8
+  trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
+  trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
+Any training command becomes a preview: replace `accelerate launch` by `trl-packing plan`.
+
+exit status:
+  0  done
+  1  the result is bad news: a row is not trained, documents leak, ...
+  2  the command cannot run; stderr has the reason in one line
+
+TRL_PACKING_TRACEBACK=1 shows where an error comes from.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        written = message.partition("invalid choice: '")[2].partition("'")[0]
+        hint = suggest(written, COMMANDS) if "argument command:" in message else ""
+        self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}{hint}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit status: 0 on success; 1 if documents leak or differ silently (verify), or no row
-        can be shown (inspect); 2 if the command cannot run, with the reason in one line on stderr.
+        The exit status: 0 if it is done; 1 if its result is bad news, such as documents that leak;
+        2 if it cannot run, with the reason in one line on stderr.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal may lack some characters
             stream.reconfigure(errors="backslashreplace")
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and not hasattr(arguments, "settings"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    arguments.settings = rest
+    arguments = _parse(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
     except Exception as error:
         message = message_of(error)
         if message is None:
@@ -48,14 +75,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if hasattr(arguments, "forwarded"):  # the training script comes first, if there is one
+        is_script = rest[:1] and not rest[0].startswith("--")
+        size = (2 if rest[0] == "-m" else 1) if is_script else 0
+        arguments.words = [*rest[:size], *arguments.forwarded, *rest[size:]]
+    elif rest:
+        known = [name.replace("_", "-") for name in vars(arguments)]
+        hint = suggest(rest[0].strip("-"), known, mark="--")
+        parser.error(f"{arguments.command} has no option {' '.join(rest)}{hint}")
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-packing", description="Look at a packed run before it starts."
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="trl-packing",
+        description="Look at a packed run before it starts.",
+        epilog=EPILOG,
+        formatter_class=layout,
+        allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument(
+        "--version", action="version", version=f"trl-packing {trl_packing.__version__}"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"trl_packing.cli.{name}")
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            formatter_class=layout,
+            allow_abbrev=False,
+        )
         module.add_arguments(command)
+        add_output_arguments(command)
         command.set_defaults(run=module.run)
     return parser

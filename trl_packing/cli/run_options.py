@@ -1,35 +1,132 @@
-"""The options that describe a run: its model, its data and its settings."""
+"""The options that describe a run. They are those of its training command.
+
+accelerate launch recipes/lora.py --config c.yaml --max_length 512   trains
+trl-packing plan  recipes/lora.py --config c.yaml --max_length 512   shows the same run
+"""
 
 import argparse
-import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from trl_packing.cli.output import note, quiet_libraries
 
 if TYPE_CHECKING:
     from trl_packing.tools.previewed_run import PreviewedRun
 
+_FLAG = "[BOOL]"
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run. Those that `parser` does not know become `arguments.settings`."""
-    parser.epilog = "Further options are those of PackedSFTConfig: --train_on, --max_length, ..."
-    parser.set_defaults(settings=[])
-    parser.add_argument("--model", required=True, help="hub id or folder of a tokenizer")
-    parser.add_argument("--data", required=True, help="hub id, .json, .jsonl or .parquet")
-    parser.add_argument("--split", default="train")
+RUN = (
+    (("--config",), "FILE", "YAML file with options, as in training"),
+    (("--model_name_or_path", "--model"), "NAME", "hub id or folder of a model"),
+    (("--dataset_name", "--data"), "NAME", "hub id, .json, .jsonl or .parquet file, or folder"),
+    (("--dataset_config",), "NAME", "subset of a data set on the hub"),
+    (("--dataset_train_split", "--split"), "SPLIT", "split or part of it: 'train[:1000]'"),
+    (("--max_length", "--max-length"), "N", "tokens of a bin; documents beyond it are cut"),
+    (("--model_revision", "--revision"), "NAME", "branch, tag or commit of the model"),
+    (("--trust_remote_code",), _FLAG, "run code that comes with the model"),
+)
+
+# The settings of `PackedSFTConfig` that TRL does not have, or that have other defaults here. The
+# file config.py has them in full; importing it would take seconds.
+SETTINGS = (
+    ("packing", _FLAG, "false: padding-free, the documents of a padded run in each step"),
+    ("packing_strategy", "{bfd,bfd_split,next_fit,greedy,wrapped}", "how bins are filled"),
+    ("overflow", "{truncate,truncate_prompt,drop,split,error}", "documents beyond max_length"),
+    ("train_on", "{assistant,last_assistant,all}", "trained messages of a conversation"),
+    ("response_template", "TEXT", "train the text after it: '### Answer:'"),
+    ("instruction_template", "TEXT", "with response_template: train every answer"),
+    ("prompt_template", "TEXT", "alpaca, qa, a file, or text with {columns}"),
+    ("query_field", "COLUMN", "with prompt_template: the question"),
+    ("response_field", "COLUMN", "with prompt_template: the answer"),
+    ("append_eos", _FLAG, "end documents in the tokenizer's EOS"),
+    ("documents_per_step", "N", "documents of an optimizer step, over all ranks"),
+    ("loss_weighting", "{token,document,sqrt}", "weight of a token in the loss"),
+    ("source_column", "COLUMN", "report eval_loss for each value of it"),
+    ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
+    ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),
+    ("isolation_check", "{error,warn,off}", "before the first step: does a document leak?"),
+)
+
+_USAGE = "trl-packing {name} [SCRIPT] [--config FILE] [--OPTION VALUE ...]"
+
+
+class _Forward(argparse.Action):
+    """Collect an option and its words for the training script, as they were written."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        given = [] if values is None else [values]
+        namespace.forwarded = [*namespace.forwarded, option_string, *given]
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of a run to the command `name`.
+
+    They, and those that `parser` does not know, become `arguments.words`: a training command
+    without its launcher.
+    """
+    parser.usage = _USAGE.format(name=name)
+    parser.set_defaults(forwarded=[])
+    run = parser.add_argument_group(
+        "the run",
+        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does not\n"
+        "train. Without it, the recipe is the one that the comments of FILE name, or the\n"
+        "first one that takes the options.",
+    )
+    settings = parser.add_argument_group(
+        "settings of trl_packing",
+        "The hundreds of options of TRL and transformers work as in training.",
+    )
+    for names, metavar, text in RUN:
+        _forward(run, names, metavar, text)
+    for setting, metavar, text in SETTINGS:
+        _forward(settings, (f"--{setting}",), metavar, text)
+
+
+def _forward(group: Any, names: tuple[str, ...], metavar: str, text: str) -> None:
+    is_flag = metavar == _FLAG
+    group.add_argument(
+        *names,
+        action=_Forward,
+        nargs="?" if is_flag else None,
+        metavar=metavar.strip("[]"),
+        default=argparse.SUPPRESS,
+        help=text,
+    )
+
+
+def add_stream_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the number of rows that are read of a stream."""
+    parser.add_argument(
+        "--stream_rows",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="rows to read of a stream, which has no length (default: 1000)",
+    )
 
 
 def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     """Return the run that `arguments` describe, with its rows and its tokenizer."""
-    import datasets
-
-    from trl_packing.data.dataset import load_rows
     from trl_packing.tools.previewed_run import PreviewedRun
-    from trl_packing.tools.settings import load_processing_class
+    from trl_packing.tools.training_command import TrainingCommand
 
-    datasets.disable_progress_bars()
-    # datasets logs the errors that it raises.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # transformers warns about renamed options that TRL sets; the user cannot change them.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    processing_class = load_processing_class(arguments.model, arguments.settings)
-    rows = load_rows(arguments.data, arguments.split)
-    return PreviewedRun.from_settings(rows, processing_class, arguments.settings, arguments.model)
+    if arguments.stream_rows < 1:
+        raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
+    quiet_libraries()
+    command = TrainingCommand.from_words(arguments.words)
+    run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)
+    if command.why:
+        note(f"rows {command.why}")
+    if run.is_stream:
+        note(f"a stream: only its first {len(run.dataset):,} rows are read (--stream_rows)")
+    return run
+
+
+def name_of_data(arguments: argparse.Namespace) -> str:
+    """Return the data set of a run for a title: its name, or the file or script that names it."""
+    words = arguments.words
+    for option in ("--dataset_name", "--data", "--config"):
+        if option in words[:-1]:
+            return words[words.index(option) + 1]
+    return words[0] if words else ""

@@ -3,36 +3,36 @@
 import argparse
 from pathlib import Path
 
+from trl_packing.cli.output import print_json, quiet_libraries
+from trl_packing.cli.run_options import add_run_arguments
+
 HELP = "measure whether packed documents see each other"
 
-# `attention.backends.CHOICES`, written out here because importing it loads torch.
-ATTENTIONS = (
-    "auto",
-    "flash_attention_4",
-    "flash_attention_3",
-    "flash_attention_2",
-    "varlen",
-    "documents",
-    "model",
-    "mask",
-    "padded",
-    "equal_lengths",
-)
+EPILOG = """\
+examples:
+  trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --gradients
+  trl-packing verify --config recipes/lora_8b.yaml --device cuda
+  trl-packing verify --matrix --only llama qwen3
+
+exit status:
+  0  training on packed documents is exact
+  1  no backend is exact; with --matrix: a difference is silent
+  2  the model cannot be checked; stderr has the reason in one line
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    of_what = parser.add_mutually_exclusive_group(required=True)
-    of_what.add_argument("--model", help="causal language model: hub id or folder")
-    of_what.add_argument("--matrix", action="store_true", help="a tiny model of every architecture")
-    parser.add_argument("--attention", default="auto", choices=ATTENTIONS, help="with --model")
-    parser.add_argument("--dtype", default="float32", help="with --model: auto, bfloat16, ...")
-    parser.add_argument("--device", help="with --model: cpu, cuda, ...; default: cuda if available")
-    parser.add_argument("--max-length", type=int, default=1024, help="with --model: longest probe")
-    parser.add_argument("--gradients", action="store_true", help="with --model: gradients too")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="with --matrix: only these")
-    parser.add_argument("--processes", type=int, default=2, help="with --matrix: workers")
-    parser.add_argument("--output", help="with --matrix: Markdown file to write")
+    parser.epilog = EPILOG
+    parser.add_argument("--dtype", help="bfloat16, auto, ...; default: the run's, or float32")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: cuda if it is available")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients too")
+    matrix = parser.add_argument_group("the matrix of architectures")
+    matrix.add_argument("--matrix", action="store_true", help="tiny models instead of one model")
+    matrix.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures")
+    matrix.add_argument("--processes", type=int, default=2, metavar="N", help="default: 2")
+    matrix.add_argument("--output", metavar="FILE", help="Markdown file to write")
+    add_run_arguments(parser, "verify")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,23 +41,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify_model(arguments: argparse.Namespace) -> int:
-    from trl_packing.tools.verify import verify_model
+    from trl_packing.tools.training_command import model_of_words
+    from trl_packing.tools.verify import VerifiedModel
 
-    is_exact = verify_model(
-        arguments.model,
-        attention=arguments.attention,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        max_length=arguments.max_length,
-        gradients=arguments.gradients,
-    )
-    return 0 if is_exact else 1
+    quiet_libraries()
+    name_or_model, args = model_of_words(arguments.words)
+    model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
+    say = (lambda *_: None) if arguments.json else print
+    say(f"{model}\n")
+    results = []
+    for result in model.verify(gradients=arguments.gradients):
+        results.append(result)
+        say(result)
+    exact = results[-1].backend if results[-1].is_exact else None
+    if arguments.json:
+        print_json(model.to_dict() | {"exact": exact, "backends": [r.to_dict() for r in results]})
+    elif exact:
+        print(f"\nTraining on packed documents is exact with attention={exact!r}.")
+    else:
+        print("\nNo attention backend keeps the documents of a packed row apart on this model.")
+    return 0 if exact else 1
 
 
 def _verify_all(arguments: argparse.Namespace) -> int:
-    from trl_packing.tools.compatibility import judge_all, report, summary
+    from trl_packing.tools.compatibility import judge_all, summary
+    from trl_packing.tools.compatibility_page import report
     from trl_packing.tools.tiny_models import names, vision_names
 
+    if arguments.words:
+        raise ValueError(f"--matrix takes no run: leave out {' '.join(arguments.words)}")
     known = [*names(), *vision_names()]
     chosen = arguments.only or known
     if unknown := sorted(set(chosen) - set(known)):
@@ -69,8 +81,13 @@ def _verify_all(arguments: argparse.Namespace) -> int:
     verdicts = []
     for verdict in judge_all(chosen, processes=arguments.processes):
         verdicts.append(verdict)
-        print(f"{verdict.name:28} {verdict.outcome:10} {verdict.backend:14} {verdict.reason[:90]}")
-    print(f"\n{summary(verdicts)}")
+        if not arguments.json:
+            words = f"{verdict.name:28} {verdict.outcome:10} {verdict.backend:14}"
+            print(f"{words} {verdict.reason[:90]}")
+    if arguments.json:
+        print_json({"architectures": [verdict.to_dict() for verdict in verdicts]})
+    else:
+        print(f"\n{summary(verdicts)}")
     if arguments.output:
         Path(arguments.output).write_text(report(verdicts))
     # The negative control: packed by TRL, leaking models must be reported as different.

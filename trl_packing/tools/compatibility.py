@@ -1,23 +1,22 @@
 """Compatibility: every architecture that transformers knows, trained packed by the real trainer.
 
 `tiny_step.py` computes one optimizer step of each: the reference, packed by `PackedSFTTrainer`, and
-packed by TRL. A difference without an error or a warning is *silent*; the table exists to find
+packed by TRL. A difference without an error or a warning is *silent*; this module exists to find
 those. Differences that rounding explains are allowed (`rounding_tolerance`).
+`compatibility_page.py` writes the verdicts as a page.
 """
 
 import contextlib
 import copy
-import importlib.metadata
 import io
 import multiprocessing
-import platform
 import signal
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -67,6 +66,10 @@ class Verdict:
     @property
     def is_silent_difference(self) -> bool:
         return self.outcome in ("differs", "error")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON; numbers that were not measured are None."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 def judge_architecture(name: str, **options: Any) -> Verdict:
@@ -155,28 +158,6 @@ def _since(began: float) -> float:
     return time.perf_counter() - began
 
 
-# --- the report -----------------------------------------------------------------------------------
-
-_HEADER = """# Compatibility
-
-`trl-packing verify --matrix` trains one packed optimizer step of a tiny random model of every
-causal language model architecture that transformers knows (vision-language models on text
-included), and compares logits, loss and every gradient with the same documents one at a time.
-
-    backend       documents: a kernel that takes boundaries; model: the model's mask from
-                  position_ids; mask: an explicit 4-D mask; padded, equal_lengths: padded rows of
-                  the same documents
-    logits, ...   largest difference from one document at a time, relative to the largest value
-    tolerance     the largest difference that rounding explains on this model
-    by TRL        the same, for TRL's padding-free batch on the untouched model (log-probabilities)
-"""
-
-
-def report(verdicts: Sequence[Verdict]) -> str:
-    """Return the page docs/compatibility.md."""
-    return f"{_HEADER}\n{summary(verdicts)}\n\n{table(verdicts)}\n{_provenance()}"
-
-
 def summary(verdicts: Sequence[Verdict]) -> str:
     """Return the counts that matter, in a few lines."""
     exact = [v for v in verdicts if v.outcome == "exact"]
@@ -196,29 +177,5 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """Return a Markdown table with one row for each architecture."""
-    header = "architecture|outcome|backend|logits|loss|gradients|tolerance|by TRL|seconds|reason"
-    lines = ["| " + " | ".join(header.split("|")) + " |", "| --- " * 10 + "|"]
-    for v in verdicts:
-        errors = (v.logits_error, v.loss_error, v.gradient_error, v.tolerance)
-        numbers = ["" if e != e else f"{e:.0e}" for e in errors]
-        reason = "" if v.backend in ONE_ROW_BACKENDS and v.outcome == "exact" else v.reason
-        seconds = f"{v.seconds:.1f}"
-        cells = [v.name, v.outcome, v.backend, *numbers, v.by_trl, seconds, _cell(reason)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _provenance() -> str:
-    packages = ("torch", "transformers", "trl", "trl-packing")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return f"Python {platform.python_version()}, {versions}; float32 on CPU.\n"
-
-
 def _count(verdicts: Sequence[Verdict], outcome: str) -> int:
     return sum(v.outcome == outcome for v in verdicts)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:160]

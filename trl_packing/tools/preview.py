@@ -5,10 +5,13 @@ all rows       →  documents and counts              →  what preparation lose
 all documents  →  bins and optimizer steps          →  the report that the trainer would print
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from trl_packing.config import PackedSFTConfig
+import numpy as np
+
+from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
@@ -23,16 +26,36 @@ from trl_packing.training.sampling import training_sampler
 
 @dataclass(frozen=True)
 class RowPreview:
-    """One row of a data set as text: its documents, or the reason why none of it is trained."""
+    """One row of a data set as text: its documents, or the reason why none of it is trained.
+
+    Attributes:
+        row: its number.
+        documents: each document as text, with its trained tokens marked.
+        tokens: `input_ids`, `labels` and weights of each document.
+        reason: why there is no document.
+    """
 
     row: int
     documents: tuple[str, ...]
+    tokens: tuple[Mapping[str, Any], ...] = ()
     reason: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Return the texts to print: one for each document, or the reason."""
         return self.documents or (f"row {self.row} · not trained: {self.reason}",)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row for JSON: the columns of its documents, and their text."""
+        documents = [
+            {"text": text, **{name: _as_list(column) for name, column in tokens.items()}}
+            for text, tokens in zip(self.documents, self.tokens, strict=True)
+        ]
+        return {"row": self.row, "documents": documents, "reason": self.reason}
+
+
+def _as_list(column: Any) -> Any:
+    return column.tolist() if isinstance(column, np.ndarray) else column
 
 
 def preview_rows(
@@ -65,7 +88,7 @@ def preview_rows(
             )
             for document, piece in zip(documents, pieces, strict=True)
         ]
-        yield RowPreview(row, tuple(texts), escape_hidden(reason))
+        yield RowPreview(row, tuple(texts), tuple(documents), escape_hidden(reason))
 
 
 def preview_losses(run: PreviewedRun) -> str:
@@ -75,22 +98,19 @@ def preview_losses(run: PreviewedRun) -> str:
     return f"{len(run.dataset):,} rows\n{lost or 'Nothing is lost.'}"
 
 
-def preview_epoch(
-    run: PreviewedRun, *, ranks: int = 1, hidden_size: int | None = None
-) -> PackingReport:
+def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
     """Return the report that the trainer would print before an epoch.
 
     Args:
         run: the run.
         ranks: data-parallel processes.
-        hidden_size: the model's, which the balance of ranks depends on.
 
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
-    args = run.args
+    args, options = run.args, PackingOptions.of(run.args)
     prepared, counts = run.documents()
     columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
     documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
@@ -100,22 +120,22 @@ def preview_epoch(
         packing=args.packing,
         batch_size=args.per_device_train_batch_size,
         ranks=ranks,
-        hidden_size=hidden_size,
+        hidden_size=run.hidden_size,
     )
     return plan_report(
         documents,
         sampler,
         attention=None,
-        loss=in_words(args.loss_weighting, prepared.column_names),
+        loss=in_words(options.loss_weighting, prepared.column_names),
         preparation=counts or PreparationCounts(),
         tokens_per_micro_batch=_static_tokens(args),
         given_in_steps=settings_in_steps(args),
     )
 
 
-def _static_tokens(args: PackedSFTConfig) -> int | None:
+def _static_tokens(args: Any) -> int | None:
     """Return the tokens of every micro-batch with `static_shapes`, None without."""
-    if not args.static_shapes:
+    if not PackingOptions.of(args).static_shapes:
         return None
     multiple = args.pad_to_multiple_of or 1
     return -(-args.max_length * args.per_device_train_batch_size // multiple) * multiple

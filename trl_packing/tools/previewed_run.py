@@ -6,17 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
 
-from trl_packing.config import PackedSFTConfig
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import prepare
 from trl_packing.data.rules import Preparation
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
-from trl_packing.tools.settings import config_from_settings, configure_tokenizer
+from trl_packing.tools.settings import (
+    config_from_settings,
+    configure_tokenizer,
+    hidden_size_of,
+    processing_class_of,
+)
+from trl_packing.tools.trainer_call import TrainerCall
 from trl_packing.training.arguments import (
     check_arguments,
     generation_config_of,
@@ -27,13 +34,29 @@ from trl_packing.training.arguments import (
 _NAME = "inspected"
 
 
+# Rows of a stream that are read, unless the user names another number.
+STREAM_ROWS = 1000
+
+
 @dataclass(frozen=True)
 class PreviewedRun:
-    """The settings of a run, and its data as the trainer would prepare them."""
+    """The settings of a run, and its data as the trainer would prepare them.
 
-    args: PackedSFTConfig
+    Attributes:
+        args: a `PackedSFTConfig`, or a plain `SFTConfig`.
+        dataset: the rows; of a stream, the first ones.
+        preparation: the rules by which rows become documents.
+        model: a name or a model, if it is known.
+        formatting_func: the user's function from a row to its text.
+        is_stream: whether `dataset` is only the beginning of a stream.
+    """
+
+    args: Any
     dataset: Dataset
     preparation: Preparation
+    model: Any = None
+    formatting_func: Any = None
+    is_stream: bool = False
 
     @classmethod
     def from_settings(
@@ -55,14 +78,45 @@ class PreviewedRun:
         Raises:
             ValueError: an option cannot be used, or TRL's code would prepare the data.
         """
-        args = config_from_settings(settings)
+        return cls.from_call(TrainerCall(model, config_from_settings(settings), dataset, tokenizer))
+
+    @classmethod
+    def from_call(cls, call: TrainerCall, *, stream_rows: int = STREAM_ROWS) -> "PreviewedRun":
+        """Return the run of a trainer with these arguments.
+
+        Args:
+            call: the arguments. The tokenizer is copied.
+            stream_rows: rows to read, if the data set is a stream.
+
+        Raises:
+            ValueError: the arguments cannot be used, or TRL's code would prepare the data.
+        """
+        args, dataset, collator = call.args, call.train_dataset, call.data_collator
+        if not isinstance(args, SFTConfig):
+            raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
         check_arguments(args, dataset)
-        trl_path = reason_for_trl_path(dataset, None)
+        trl_path = reason_for_trl_path(dataset, collator)
         if trl_path:
             raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
-        generation_config = None if model is None else generation_config_of(model, args)
-        tokenizer = configure_tokenizer(tokenizer, args)
-        return cls(args, dataset, _preparation(args, tokenizer, dataset[0], generation_config))
+        processing_class, labeler = call.processing_class, None
+        if isinstance(collator, DataCollatorForCompletionOnlyLM):
+            processing_class, labeler = processing_class or collator.tokenizer, collator.labeler
+        if processing_class is None:
+            processing_class = processing_class_of(call.model, args)
+        generation_config = None if call.model is None else generation_config_of(call.model, args)
+        rows, is_stream = dataset, isinstance(dataset, IterableDataset)
+        if is_stream:
+            rows = Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
+        tokenizer = configure_tokenizer(processing_class, args)
+        preparation = _preparation(args, tokenizer, rows[0], generation_config, labeler)
+        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream)
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Hidden size of the model, which the balance of ranks depends on; None if unknown."""
+        return None if self.model is None else hidden_size_of(self.model, self.args)
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost."""
@@ -105,7 +159,7 @@ class PreviewedRun:
         self, dataset: Dataset, preparation: Preparation, name: str
     ) -> tuple[Dataset, PreparationCounts | None]:
         if not (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
-            return prepare(dataset, preparation, name=name)
+            return prepare(dataset, preparation, formatting_func=self.formatting_func, name=name)
         if "input_ids" not in dataset.column_names:
             raise ValueError(
                 "skip_prepare_dataset=True takes rows as they are, and these have no input_ids: "
@@ -125,7 +179,7 @@ def _renumber(message: str, rows: Sequence[int], row: int) -> str:
 
 
 def _preparation(
-    args: PackedSFTConfig, tokenizer: Any, first: dict[str, Any], generation_config: Any
+    args: Any, tokenizer: Any, first: dict[str, Any], generation_config: Any, labeler: Any
 ) -> Preparation:
     template = None
     if args.assistant_only_loss:
@@ -146,6 +200,7 @@ def _preparation(
         ),
         eos=EosRule.from_args(args, inner, tokenizer, generation_config),
         by_trl=_refuse,
+        labeler=labeler,
     )
 
 

@@ -5,14 +5,18 @@ The trainer's own (training/collators.py) belongs to a trainer, which has a mode
 
 from types import SimpleNamespace
 from typing import Any
+<<<<<<< HEAD
 
 from transformers import AutoConfig
+=======
+>>>>>>> main
 
 from trl_packing.config import PackingOptions
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.tools.previewed_run import PreviewedRun
+from trl_packing.tools.settings import config_of
 
 
 def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> PackedCollator:
@@ -21,7 +25,11 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> P
     Args:
         run: the run.
         sampler: of its training set.
+<<<<<<< HEAD
         model: a model or its name; its config decides the shapes of `static_shapes`.
+=======
+        model: a name or a model; its config decides the shapes of `static_shapes`.
+>>>>>>> main
 
     Raises:
         ValueError: `static_shapes` is set without a model.
@@ -33,7 +41,11 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> P
             raise ValueError("static_shapes=True depends on the model's config; name the model")
         most = None if sampler.rows else sampler.most_documents()
         shapes = StaticShapes.for_model(
+<<<<<<< HEAD
             _with_config(model),
+=======
+            SimpleNamespace(config=config_of(model, args)),
+>>>>>>> main
             capacity=args.max_length,
             bins=args.per_device_train_batch_size,
             most_documents=most,

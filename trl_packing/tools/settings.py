@@ -5,36 +5,50 @@
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from transformers import AutoConfig, AutoProcessor, HfArgumentParser
+from transformers import AutoConfig, AutoProcessor
+from trl import TrlParser
 from trl.chat_template_utils import clone_chat_template
 
 from trl_packing.config import PackedSFTConfig
+from trl_packing.tools.spelling import suggest
 
 # A CPU-only machine accepts these arguments. None of them affects what is previewed.
 _FIXED = ("--output_dir", "unused", "--use_cpu", "--bf16", "false", "--report_to", "none")
 
 
-class _Parser(HfArgumentParser):
+class _Parser(TrlParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)  # without the usage, which has hundreds of lines
 
 
-def config_from_settings(settings: Sequence[str]) -> PackedSFTConfig:
+def config_from_settings(
+    settings: Sequence[str], in_file: Mapping[str, Any] | None = None
+) -> PackedSFTConfig:
     """Return the config that the options of a command line describe.
+
+    Args:
+        settings: the words of the command line.
+        in_file: keys and values of a YAML file, which the command line overrides.
 
     Raises:
         ValueError: an option is unknown, or has a value that it cannot have.
     """
-    args, unknown = _Parser((PackedSFTConfig,)).parse_args_into_dataclasses(
-        args=[*_FIXED, *settings], return_remaining_strings=True, look_for_args_file=False
+    parser = _Parser((PackedSFTConfig,))
+    parser.set_defaults_with_config(**(in_file or {}))
+    args, unknown = parser.parse_args_into_dataclasses(
+        args=[*settings, *_FIXED], return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        raise ValueError(f"PackedSFTConfig has no option {' '.join(unknown)}; check its spelling")
+        hint = suggest(unknown[0].lstrip("-"), [f.name for f in fields(PackedSFTConfig)], mark="--")
+        raise ValueError(
+            f"PackedSFTConfig has no option {' '.join(unknown)}{hint or '; check its spelling'}"
+        )
     return args
 
 
@@ -52,27 +66,48 @@ def load_processing_class(model: str, settings: Sequence[str] = ()) -> Any:
         OSError: the model has neither.
         ValueError: `model` is a path that does not exist.
     """
-    check_path_exists("--model", model)
-    return AutoProcessor.from_pretrained(model, **_loading_options(config_from_settings(settings)))
+    return processing_class_of(model, config_from_settings(settings))
 
 
-def load_hidden_size(model: str, settings: Sequence[str] = ()) -> int | None:
-    """Return the hidden size in the config of a model, or None if there is no config."""
+def processing_class_of(model: Any, args: Any) -> Any:
+    """Return the tokenizer or processor of `model`, a model or its name, as the trainer loads it.
+
+    Raises:
+        OSError: the model has neither.
+        ValueError: `model` is a path that does not exist.
+    """
+    name = model if isinstance(model, str) else model.config.name_or_path
+    check_path_exists("the model", name)
+    return AutoProcessor.from_pretrained(name, **_loading_options(args))
+
+
+def config_of(model: Any, args: Any) -> Any:
+    """Return the config of `model`, a model or its name.
+
+    Raises:
+        OSError: a folder or a hub id has none.
+    """
+    if not isinstance(model, str):
+        return model.config
+    return AutoConfig.from_pretrained(model, **_loading_options(args))
+
+
+def hidden_size_of(model: Any, args: Any) -> int | None:
+    """Return the hidden size of `model`, a model or its name, or None if it has no config."""
     try:
-        options = _loading_options(config_from_settings(settings))
-        config = AutoConfig.from_pretrained(model, **options)
+        config = config_of(model, args)
     except (OSError, ValueError):  # a folder with only a tokenizer
         return None
     return getattr(config.get_text_config(), "hidden_size", None)
 
 
-def _loading_options(args: PackedSFTConfig) -> dict[str, Any]:
+def _loading_options(args: Any) -> dict[str, Any]:
     given = args.model_init_kwargs or {}
     trusts = given.get("trust_remote_code", args.trust_remote_code)
     return {"revision": given.get("revision") or "main", "trust_remote_code": trusts}
 
 
-def configure_tokenizer(tokenizer: Any, args: PackedSFTConfig) -> Any:
+def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
     """Return a copy of `tokenizer` with the tokens and the chat template that TRL's trainer sets.
 
     Raises:

@@ -1,0 +1,74 @@
+"""The form of the output: color, JSON, progress bars, and text of users that no terminal executes.
+
+stdout  the result: text, or one JSON object
+stderr  notes, progress bars (in a terminal alone), and the reason of a failure in one line
+"""
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every command has."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    group.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto: in a terminal, unless NO_COLOR is set; FORCE_COLOR: anywhere",
+    )
+
+
+def uses_color(choice: str, stream: TextIO | None = None) -> bool:
+    """Return whether to print colors.
+
+    Args:
+        choice: the option ``--color``. It overrides the environment variables.
+        stream: where the text goes; None: stdout.
+    """
+    if choice != "auto":
+        return choice == "always"
+    if os.environ.get("NO_COLOR"):  # https://no-color.org
+        return False
+    if os.environ.get("FORCE_COLOR", "0") != "0":  # https://force-color.org
+        return True
+    is_terminal = (stream or sys.stdout).isatty()
+    return is_terminal and os.environ.get("TERM") != "dumb"
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as one JSON object. ASCII alone, so no character of it can act."""
+    print(json.dumps(value, indent=2))
+
+
+def note(text: str) -> None:
+    """Print a sentence on stderr that is no part of the result."""
+    from trl_packing.formatting.printable import escape_hidden
+
+    print(escape_hidden(text), file=sys.stderr)
+
+
+def quiet_libraries() -> None:
+    """Turn off log lines and warnings of libraries that a user of the command cannot act on.
+
+    Progress bars stay where stderr is a terminal.
+    """
+    import logging
+    import warnings
+
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+    # datasets logs the errors that it raises.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    # bitsandbytes tells of kernels that no preview runs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # transformers warns about renamed options that TRL sets; the user cannot change them.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
