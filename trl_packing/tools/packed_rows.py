@@ -125,11 +125,7 @@ class PackedEpoch:
 
         Args:
             run: the run.
-<<<<<<< HEAD
-            model: a model or its name; its config decides the shapes of `static_shapes`.
-=======
             model: a name or a model; its config decides the shapes of `static_shapes`.
->>>>>>> main
             ranks: data-parallel processes.
             hidden_size: the model's, which the balance of ranks depends on.
 

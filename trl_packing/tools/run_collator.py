@@ -5,11 +5,6 @@ The trainer's own (training/collators.py) belongs to a trainer, which has a mode
 
 from types import SimpleNamespace
 from typing import Any
-<<<<<<< HEAD
-
-from transformers import AutoConfig
-=======
->>>>>>> main
 
 from trl_packing.config import PackingOptions
 from trl_packing.packing.collator import PackedCollator
@@ -25,11 +20,7 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> P
     Args:
         run: the run.
         sampler: of its training set.
-<<<<<<< HEAD
-        model: a model or its name; its config decides the shapes of `static_shapes`.
-=======
         model: a name or a model; its config decides the shapes of `static_shapes`.
->>>>>>> main
 
     Raises:
         ValueError: `static_shapes` is set without a model.
@@ -41,11 +32,7 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> P
             raise ValueError("static_shapes=True depends on the model's config; name the model")
         most = None if sampler.rows else sampler.most_documents()
         shapes = StaticShapes.for_model(
-<<<<<<< HEAD
-            _with_config(model),
-=======
             SimpleNamespace(config=config_of(model, args)),
->>>>>>> main
             capacity=args.max_length,
             bins=args.per_device_train_batch_size,
             most_documents=most,
@@ -58,9 +45,3 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> P
         static_shapes=shapes,
         tensors_only=True,
     )
-
-
-def _with_config(model: Any) -> Any:
-    if not isinstance(model, str):
-        return model
-    return SimpleNamespace(config=AutoConfig.from_pretrained(model))
