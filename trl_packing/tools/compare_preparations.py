@@ -14,6 +14,7 @@ The first token of a document is never a target, so its label is not compared.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,26 @@ class Comparison:
     def is_equal(self) -> bool:
         """Whether both preparations train the same."""
         return self.different == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as values that JSON holds."""
+        names = ("documents", "tokens", "trained_tokens")
+        return {
+            "names": self.names,
+            "is_equal": self.is_equal,
+            "rows": self.rows,
+            "counts": self.counts,
+            **dict(zip(names, self.totals.T.tolist(), strict=True)),
+            "differences": [
+                {
+                    "row": found.row,
+                    "kind": found.kind,
+                    "first_token": found.at,
+                    "sides": [side.to_dict() for side in found.sides],
+                }
+                for found in self.differences
+            ],
+        }
 
 
 def compare(first: Side, second: Side) -> Comparison:

@@ -43,6 +43,13 @@ class Tokens:
         """Return the number of trained tokens."""
         return int((self.labels != IGNORE_INDEX).sum())
 
+    def to_dict(self) -> dict[str, list]:
+        """Return the arrays as lists."""
+        arrays = {"ids": self.ids, "labels": self.labels, "weights": self.weights}
+        return {name: values.tolist() for name, values in arrays.items()} | {
+            "lengths": list(self.lengths)
+        }
+
 
 @dataclass(frozen=True)
 class Side:

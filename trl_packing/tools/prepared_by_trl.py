@@ -55,7 +55,7 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
                 args,
                 train_dataset=run.dataset,
                 processing_class=tokenizer,
-                formatting_func=getattr(run, "formatting_func", None),
+                formatting_func=run.formatting_func,
             )
         except Exception as error:  # a template or TRL may raise anything
             reason = f"{type(error).__name__}: {error}"
