@@ -48,7 +48,8 @@ def record(**changes):
         "step": 100,
         "max_steps": 100,
         "status": "finished",
-        "report": "a report\nchecked  isolated",
+        "report": [["documents", "a report"], ["checked", "packed − alone 0"]],
+        "verdict": "isolated",
         "settings": {"learning_rate": 1e-3, "seed": 1},
         "changed": ["learning_rate"],
         "versions": {"torch": "2.13"},
@@ -94,7 +95,8 @@ def test_the_page_shows_figures_report_settings_and_versions(tmp_path):
             "90,000",
             "50.0 s",
             "a report",
-            "checked  isolated",
+            "packed − alone 0",
+            "isolated",
             "learning_rate",
             "2.13",
             "100 of 100",
@@ -137,7 +139,7 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path, width):
         log=log,
         status=TEXT,
         written=TEXT,
-        report=TEXT,
+        report=[["loss", TEXT]],
         changed=[TEXT],
         settings={TEXT: {TEXT: TEXT}},
         versions={TEXT: TEXT},
@@ -146,10 +148,10 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path, width):
     )
     with open_page(written(tmp_path, made), width=width, dark=True) as opened:
         assert opened.problems() == []
-        assert "<img src=x" in opened.text("pre")
+        assert "<img src=x" in opened.text("table")
 
 
 def test_hostile_texts_act_where_they_are_not_escaped(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.training.run_page.escape", str)
-    with open_page(written(tmp_path, record(report=TEXT))) as opened:
+    monkeypatch.setattr("trl_packing.training.report_layout.escape", str)
+    with open_page(written(tmp_path, record(report=[["", TEXT]]))) as opened:
         assert "hostile text acts" in opened.problems()

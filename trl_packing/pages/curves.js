@@ -185,6 +185,9 @@ class Frame {
       if (at === null) continue;
       const line = svg('path', { class: 'mark', d: `M${this.x(at)} ${TOP}V${base}` }, this.canvas);
       svg('title', {}, line).textContent = label;
+      if (this !== frames[0]) continue;
+      const side = at > (this.range[0] + this.range[1]) / 2 ? ['end', -4] : ['start', 4];
+      svg('text', { x: this.x(at) + side[1], y: TOP + 9, 'text-anchor': side[0] }, this.canvas).textContent = label;
     }
   }
 

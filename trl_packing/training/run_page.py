@@ -8,6 +8,7 @@ from typing import Any
 
 from trl_packing.pages.curves import Curves
 from trl_packing.pages.page import asset, cards, columns, escape, page, section, table
+from trl_packing.training.report_layout import as_html
 from trl_packing.training.run_curves import charts_of, num_main
 from trl_packing.training.run_record import RunRecord
 
@@ -33,7 +34,7 @@ def run_page(record: RunRecord) -> str:
         cards(_figures(record)),
         *(f'<p class="note">{escape(note)}</p>' for note in record.notes),
         *curves.sections(main=num_main(charts)),
-        section("What was packed, and what was checked", f"<pre>{escape(record.report)}</pre>")
+        section("What was packed, and what was checked", as_html(record.report))
         if record.report
         else "",
         columns(_settings(record), _versions(record)),
@@ -55,6 +56,8 @@ def _figures(record: RunRecord) -> list[tuple[str, str]]:
     evaluated = record.last("eval_loss")
     if evaluated is not None:
         found.append((f"{evaluated:.4g}", "eval_loss"))
+    if record.verdict:
+        found.append((record.verdict, "documents on this model"))
     return [*found, (record.path, "rows")]
 
 

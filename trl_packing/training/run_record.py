@@ -67,8 +67,9 @@ class RunRecord:
         status: "running", "finished", or the reason why the run stopped.
         step: optimizer steps so far.
         max_steps: optimizer steps of the whole run; 0: unknown.
-        written: time of the last change, ISO 8601 in UTC.
-        report: the packing report as text; "" without one.
+        written: time of the last change, in UTC.
+        report: lines of the packing report, label and text; empty on TRL's path.
+        verdict: of the isolation check: "isolated", "leaks", ...; "" without a report.
         settings: all settings, as JSON.
         changed: names of the settings that differ from their defaults.
         versions: installed versions, by package.
@@ -85,7 +86,8 @@ class RunRecord:
     step: int = 0
     max_steps: int = 0
     written: str = ""
-    report: str = ""
+    report: list[Any] = field(default_factory=list)
+    verdict: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)

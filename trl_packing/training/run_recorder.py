@@ -67,7 +67,7 @@ class RunRecorder(TrainerCallback):
 
     @contextmanager
     def following(self, checkpoint: Any) -> Iterator[None]:
-        """Continue the record of `checkpoint` inside the block; write it once more on an error."""
+        """Continue the record of `checkpoint` inside the block, and write it at its end."""
         is_path = isinstance(checkpoint, (str, Path))
         self._checkpoint, self.record = (Path(checkpoint) if is_path else None), None
         try:
@@ -75,6 +75,10 @@ class RunRecorder(TrainerCallback):
         except BaseException as problem:
             self._write(status=f"stopped by {type(problem).__name__}")
             raise
+        # After all callbacks: the report on a stream is complete only then.
+        if self._write(status="finished"):
+            page = Path(self.trainer.args.output_dir) / run_page.FILE
+            print(f"{page} shows the curves, the report and the settings of this run", flush=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -101,9 +105,6 @@ class RunRecorder(TrainerCallback):
         self._count()
         if not self.trainer.is_in_train or time.monotonic() >= self._next_write:
             self._write()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._write(status="finished")
 
     def save(self, checkpoint: Path) -> None:
         """Save the record in a checkpoint that is being written."""
@@ -166,8 +167,9 @@ class RunRecorder(TrainerCallback):
             status=status or self.record.status,
             step=state.global_step,
             max_steps=max(state.max_steps, 0),
-            written=datetime.now(UTC).isoformat(sep=" ", timespec="seconds").replace("+00:00", "Z"),
-            report="" if report is None else str(report),
+            written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            report=[] if report is None else report.lines(),
+            verdict="" if report is None else report.checked.verdict,
         )
         return self.record
 
@@ -184,12 +186,13 @@ class RunRecorder(TrainerCallback):
         # A plain config that saves nothing expects an empty folder, as with TRL.
         return hasattr(args, "run_page") or args.save_strategy != "no"
 
-    def _write(self, status: str | None = None) -> None:
+    def _write(self, status: str | None = None) -> bool:
+        """Return whether both files were written."""
         if not self._writes:
-            return
+            return False
         folder, began = Path(self.trainer.args.output_dir), time.monotonic()
         record = self._updated(status)
-        self._write_files(
+        is_written = self._write_files(
             {
                 folder / FILE: record.to_json,
                 folder / run_page.FILE: lambda: run_page.run_page(record),
@@ -197,16 +200,19 @@ class RunRecorder(TrainerCallback):
         )
         now = time.monotonic()
         self._next_write = now + max(self.least_seconds, (now - began) / self.most_share)
+        return is_written
 
-    def _write_files(self, texts: dict[Path, Callable[[], str]]) -> None:
+    def _write_files(self, texts: dict[Path, Callable[[], str]]) -> bool:
         """Write files, each at once; warn of the first that cannot be written."""
         try:
             for path, text in texts.items():
                 replace_file(path, text())
+            return True
         except Exception as problem:  # whatever is wrong with a page, the run goes on
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(f"the run's page cannot be written ({problem!r}); training goes on")
+            return False
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ _RESOLVED: dict[str, tuple[Any, ...]] = {
     "dataloader_pin_memory": (False,),
     "report_to": ([],),
     "debug": ([],),
+    "do_eval": (True,),
 }
 _PER_RUN = ("output_dir", "logging_dir", "run_name")
 
