@@ -8,7 +8,7 @@ import re
 from html import escape, unescape
 
 _TABLE = re.compile(r"<table>.*?</table>", re.S)
-_ROW = re.compile(r"<tr>.*?</tr>", re.S)
+_ROW = re.compile(r"<tr\b.*?</tr>", re.S)
 _CODE = re.compile(r"<code>([^<]{16,})</code>")
 _PLACE = re.compile(r"(?<=[_=/.,(\[])(?=\w)")
 _HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.S)
