@@ -138,7 +138,8 @@ def _edges(values: np.ndarray, bins: int, is_log: bool) -> np.ndarray:
         return np.arange(low, max(high, low + 6) + 2) - 0.5  # bars of one value are never broad
     width = round_up((high - low or 1) / (bins - 1), steps=(1, 2, 2.5, 4, 5, 10))
     width = np.ceil(width) if is_integer else width
-    first, last = np.floor(low / width), np.floor(high / width) + 1
+    first = np.floor(low / width)
+    last = np.floor(high / width) + 1 if is_integer else max(np.ceil(high / width), first + 1)
     return np.arange(first, last + 1) * width
 
 

@@ -136,7 +136,7 @@ def _shapes(plan: RunPlan) -> str:
 
 def _figure(title: str, values: np.ndarray, label: str, counted: str) -> str:
     color = "var(--blue)" if counted == "documents" else "var(--green)"
-    note = f"mean {values.mean():,.4g}"
+    note = f"mean {values.mean():,.4g}{'%' * label.startswith('%')}"
     return figure(title, histogram(values, label=label, counted=counted, color=color), note=note)
 
 
