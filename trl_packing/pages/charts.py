@@ -45,7 +45,7 @@ def histogram(
     x_axis = Axis(float(edges[0]), float(edges[-1]), is_log)
     counts = np.histogram(values, edges)[0]
     beyond = counts * 0 if cut is None else np.histogram(values[values > cut], edges)[0]
-    axis, y = y_axis(float(counts.max()))
+    axis, y = y_axis(float(counts.max()), whole=True)
     bars = []
     for left, right, count, red in zip(edges, edges[1:], counts, beyond, strict=False):
         x, end = x_axis.x(left), x_axis.x(right)
