@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -357,6 +358,21 @@ def test_the_plan_of_the_quick_start_is_what_the_command_prints(capsys):
     assert main(["plan", *options]) == 0
     printed = [line for line in capsys.readouterr().out.splitlines() if "───" not in line]
     assert shown.splitlines() == printed
+
+
+def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
+    from trl_packing.cli import main
+    from trl_packing.isolation.evidence import Checked
+
+    (shown,) = blocks(ROOT / "README.md", "text")
+    *plan, attention, checked = shown.splitlines()
+    assert main(["plan", str(ROOT / "recipes" / "sft_packed.py")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line in plan] == plan
+    assert attention == "attention    document-wise SDPA (cpu, float32)"
+    numbers = map(float, re.findall(r" (\d[\d.e-]*)", checked))
+    measured = SimpleNamespace(**dict(zip(("difference", "noise", "leak"), numbers, strict=True)))
+    assert checked == f"checked      {Checked('isolated', '', measured)}"
 
 
 @pytest.mark.parametrize("name", ["axolotl", "llama-factory"])

@@ -43,8 +43,10 @@ class Axis:
         for tick in self.ticks():
             x = self.x(tick)
             parts.append(f'<path d="M{x:.1f} {_BASE}v4" stroke="var(--axis)"/>')
+            side = "end" if x > WIDTH - 20 else "middle"
+            x = min(x, WIDTH - 1) if side == "end" else x
             parts.append(
-                f'<text x="{x:.1f}" y="{_BASE + 17}" text-anchor="middle">{short(tick)}</text>'
+                f'<text x="{x:.1f}" y="{_BASE + 17}" text-anchor="{side}">{short(tick)}</text>'
             )
         middle = (_LEFT + WIDTH - _RIGHT) / 2
         parts.append(

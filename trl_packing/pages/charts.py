@@ -135,7 +135,7 @@ def _edges(values: np.ndarray, bins: int, is_log: bool) -> np.ndarray:
         edges = np.geomspace(low, high * 1.0001 + is_integer, bins + 1)
         return np.unique(np.round(edges)) if is_integer else edges
     if is_integer and high - low < bins:
-        return np.arange(low, high + 2) - 0.5
+        return np.arange(low, max(high, low + 6) + 2) - 0.5  # bars of one value are never broad
     width = round_up((high - low or 1) / (bins - 1), steps=(1, 2, 2.5, 4, 5, 10))
     width = np.ceil(width) if is_integer else width
     first, last = np.floor(low / width), np.floor(high / width) + 1

@@ -13,7 +13,7 @@ from trl.data_utils import is_conversational
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
-from trl_packing.data.preparation import prepare
+from trl_packing.data.preparation import Unfitted, prepare, unfitted
 from trl_packing.data.rules import Preparation
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
@@ -122,6 +122,13 @@ class PreviewedRun:
         """Return the documents of the whole data set, and the counts of what was kept and lost."""
         return self._prepare(self.dataset, self.preparation, "train")
 
+    def unfitted(self) -> Unfitted | None:
+        """Return the documents before the overflow policy; None if the rows stay as they are."""
+        if self._skips_preparation:
+            return None
+        whole = unfitted(self.dataset, self.preparation, formatting_func=self.formatting_func)
+        return None if whole.rows.are_packed else whole
+
     def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
         """Return the documents of one row and "", or no documents and the reason.
 
@@ -155,10 +162,14 @@ class PreviewedRun:
         documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
         return list(documents)
 
+    @property
+    def _skips_preparation(self) -> bool:
+        return (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+
     def _prepare(
         self, dataset: Dataset, preparation: Preparation, name: str
     ) -> tuple[Dataset, PreparationCounts | None]:
-        if not (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+        if not self._skips_preparation:
             return prepare(dataset, preparation, formatting_func=self.formatting_func, name=name)
         if "input_ids" not in dataset.column_names:
             raise ValueError(
