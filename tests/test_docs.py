@@ -300,6 +300,8 @@ def options_in(text: str) -> set[str]:
 
 
 def options_of(command: str) -> set[str]:
+    from trl import ModelConfig
+
     from trl_packing.cli.program import _parser
     from trl_packing.config import PackedSFTConfig
 
@@ -312,7 +314,9 @@ def options_of(command: str) -> set[str]:
         for s in a.option_strings
     }
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    return own | (fields if command in ("inspect", "plan", "verify") else set())
+    if command == "doctor":
+        fields |= {f.name for f in dataclasses.fields(ModelConfig)}
+    return own | (fields if command in ("inspect", "plan", "verify", "doctor") else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))

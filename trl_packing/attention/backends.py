@@ -125,6 +125,22 @@ def resolve_attention(
     return AttentionChoice(attention, implementation, f"attention={attention!r}", native)
 
 
+def refusals(model: nn.Module, *, device: Any, dtype: torch.dtype) -> dict[str, str | None]:
+    """Return why each backend cannot be exact on `model`, by name, from fast to slow; None: it can.
+
+    Args:
+        model: as in `resolve_attention`; it may be on the meta device.
+        device: device of the forward pass.
+        dtype: dtype of the forward pass.
+    """
+    kernels = _kernels(model, requirements_of(model, device, dtype))
+    found = {name: refusal for name, (refusal, _, _) in kernels.items()}
+    found |= dict.fromkeys(NATIVE_ATTENTION)
+    if (indexed := _choice_for_index(model)) is not None:
+        found |= {name: indexed.reason for name in found if name != indexed.backend}
+    return found
+
+
 def _kernels(model: Any, needs: Requirements) -> dict[str, tuple[str | None, str, str]]:
     """Return all kernels by backend, from fast to slow.
 

@@ -20,7 +20,7 @@ from trl_packing.tools.exit_messages import message_of
 from trl_packing.tools.spelling import suggest
 
 # Modules of this folder, in the order of the help.
-COMMANDS = ("inspect", "plan", "verify", "compare")
+COMMANDS = ("inspect", "plan", "verify", "doctor", "compare")
 
 EPILOG = """\
 examples:

@@ -49,6 +49,7 @@ class PreviewedRun:
         model: a name or a model, if it is known.
         formatting_func: the user's function from a row to its text.
         is_stream: whether `dataset` is only the beginning of a stream.
+        collator: the user's data collator; None for that of the trainer.
     """
 
     args: Any
@@ -57,6 +58,7 @@ class PreviewedRun:
     model: Any = None
     formatting_func: Any = None
     is_stream: bool = False
+    collator: Any = None
 
     @classmethod
     def from_settings(
@@ -111,7 +113,7 @@ class PreviewedRun:
             rows = Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
         tokenizer = configure_tokenizer(processing_class, args)
         preparation = _preparation(args, tokenizer, rows[0], generation_config, labeler)
-        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream)
+        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream, collator)
 
     @property
     def hidden_size(self) -> int | None:
