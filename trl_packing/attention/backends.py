@@ -98,10 +98,7 @@ def resolve_attention(
     Raises:
         ValueError: `attention` is unknown, or names a backend that cannot be exact on this model.
     """
-    if attention not in CHOICES:
-        raise ValueError(
-            f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
-        )
+    check_is_backend(attention)
     needs = requirements_of(model, device, dtype)
     native = native_implementation(model)
     indexed = _choice_for_index(model)
@@ -123,6 +120,14 @@ def resolve_attention(
             "set attention='auto'"
         )
     return AttentionChoice(attention, implementation, f"attention={attention!r}", native)
+
+
+def check_is_backend(attention: str) -> None:
+    """Raise ValueError if `attention` is neither a backend nor ``"auto"``."""
+    if attention not in CHOICES:
+        raise ValueError(
+            f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
+        )
 
 
 def refusals(model: nn.Module, *, device: Any, dtype: torch.dtype) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_packing.cli.comparison import run_comparison
-from trl_packing.cli.output import note, print_json, uses_color
+from trl_packing.cli.output import print_json, uses_color
 from trl_packing.cli.run_options import (
     add_run_arguments,
     add_stream_argument,
@@ -86,4 +86,4 @@ def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:
     title = f"Rows · {name_of_data(arguments)} · max_length {run.args.max_length}"
     text = rows_page(epoch, title=title, command=command_line("trl-packing"))
     Path(arguments.html).write_text(text, encoding="utf-8")
-    note(f"wrote {arguments.html}")
+    arguments.notes.append(f"wrote {arguments.html}")

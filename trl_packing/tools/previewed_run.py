@@ -11,6 +11,8 @@ from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
 
+from trl_packing.attention.backends import check_is_backend
+from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import Unfitted, prepare, unfitted
@@ -99,6 +101,7 @@ class PreviewedRun:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
         check_arguments(args, dataset)
+        check_is_backend(PackingOptions.of(args).attention)
         trl_path = reason_for_trl_path(dataset, collator)
         if trl_path:
             raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")

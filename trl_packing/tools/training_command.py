@@ -25,7 +25,7 @@ from trl import ModelConfig
 from trl_packing.config import PackedSFTConfig
 from trl_packing.tools.given_options import GivenOptions
 from trl_packing.tools.settings import config_from_settings
-from trl_packing.tools.spelling import name_unknown_option, shorten_choices, suggest
+from trl_packing.tools.spelling import suggest
 from trl_packing.tools.trainer_call import TrainerCall, call_of_script
 
 # Recipes import this package, so it imports them only by name.
@@ -86,7 +86,9 @@ class TrainingCommand:
             return cls(named, tuple(rest), is_module=words[0] == "-m")
         options = _with_long_names(GivenOptions.from_words(rest))
         if named is not None:
-            return _recipe_command(Path(named).stem.rpartition(".")[2], options, "")
+            return _recipe_command(
+                Path(named.removesuffix(".py")).name.rpartition(".")[2], options, ""
+            )
         return _recipe_command(*_recipe_of(options))
 
     def trainer_call(self) -> TrainerCall:
@@ -99,10 +101,10 @@ class TrainingCommand:
             with self._file() as file:
                 return call_of_script(self.script, [*file, *self.words], is_module=self.is_module)
         except ValueError as error:
-            message = name_unknown_option(str(error), known_options())
-            if self.why:  # the user has not named this script
-                message = message.removeprefix(f"{Path(self.script).name}: ")
-            raise ValueError(shorten_choices(message)) from error
+            if not self.why:
+                raise
+            # The user has not named this script.
+            raise ValueError(str(error).removeprefix(f"{Path(self.script).name}: ")) from error
 
     @contextmanager
     def _file(self) -> Iterator[list[str]]:
