@@ -300,6 +300,8 @@ def options_in(text: str) -> set[str]:
 
 
 def options_of(command: str) -> set[str]:
+    from trl import ModelConfig
+
     from trl_packing.cli.program import _parser
     from trl_packing.config import PackedSFTConfig
 
@@ -312,7 +314,9 @@ def options_of(command: str) -> set[str]:
         for s in a.option_strings
     }
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    return own | (fields if command in ("inspect", "plan", "verify") else set())
+    if command == "doctor":
+        fields |= {f.name for f in dataclasses.fields(ModelConfig)}
+    return own | (fields if command in ("inspect", "plan", "verify", "doctor") else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -406,7 +410,8 @@ def test_lint_is_pinned_alike_before_a_commit_and_in_make():
 
 
 def test_a_bug_report_asks_for_what_the_check_says():
-    forms = {p.stem: yaml.safe_load(p.read_text()) for p in (ROOT / ".github").rglob("*.yml")}
+    folder = ROOT / ".github/ISSUE_TEMPLATE"
+    forms = {p.stem: yaml.safe_load(p.read_text()) for p in folder.glob("*.yml")}
     assert set(forms) == {"bug", "feature", "config"}
     verify = next(field for field in forms["bug"]["body"] if field.get("id") == "verify")
     assert "trl-packing verify" in verify["attributes"]["label"]

@@ -60,6 +60,8 @@ def quiet_libraries() -> None:
     import logging
     import warnings
 
+    # bitsandbytes tells of kernels that no preview runs, when it is imported.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import datasets
     from transformers.utils import logging as transformers_logging
 
@@ -68,7 +70,5 @@ def quiet_libraries() -> None:
         transformers_logging.disable_progress_bar()
     # datasets logs the errors that it raises.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # bitsandbytes tells of kernels that no preview runs.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # transformers warns about renamed options that TRL sets; the user cannot change them.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import trl_packing
-from trl_packing.cli.output import add_output_arguments
+from trl_packing.cli.output import add_output_arguments, note
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.exit_messages import message_of
 from trl_packing.tools.spelling import suggest
 
 # Modules of this folder, in the order of the help.
-COMMANDS = ("inspect", "plan", "verify", "compare")
+COMMANDS = ("inspect", "plan", "verify", "doctor", "compare")
 
 EPILOG = """\
 examples:
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         written = message.partition("invalid choice: '")[2].partition("'")[0]
-        hint = suggest(written, COMMANDS) if "argument command:" in message else ""
+        hint = suggest(written, COMMANDS) if "argument COMMAND:" in message else ""
         self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}{hint}\n")
 
 
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
+        for sentence in arguments.notes:
+            note(sentence)
         return status
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    arguments.notes = []
     if hasattr(arguments, "forwarded"):  # the training script comes first, if there is one
         is_script = rest[:1] and not rest[0].startswith("--")
         size = (2 if rest[0] == "-m" else 1) if is_script else 0

@@ -7,7 +7,7 @@ trl-packing plan  recipes/lora.py --config c.yaml --max_length 512   shows the s
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from trl_packing.cli.output import note, quiet_libraries
+from trl_packing.cli.output import quiet_libraries
 
 if TYPE_CHECKING:
     from trl_packing.tools.previewed_run import PreviewedRun
@@ -107,19 +107,23 @@ def add_stream_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
-    """Return the run that `arguments` describe, with its rows and its tokenizer."""
-    from trl_packing.tools.previewed_run import PreviewedRun
-    from trl_packing.tools.training_command import TrainingCommand
+    """Return the run that `arguments` describe, with its rows and its tokenizer.
 
+    Sentences on its rows are added to `arguments.notes`, which follow the result on stderr.
+    """
     if arguments.stream_rows < 1:
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
     quiet_libraries()
+    from trl_packing.tools.previewed_run import PreviewedRun
+    from trl_packing.tools.training_command import TrainingCommand
+
     command = TrainingCommand.from_words(arguments.words)
     run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)
     if command.why:
-        note(f"rows {command.why}")
+        arguments.notes.append(f"rows {command.why}")
     if run.is_stream:
-        note(f"a stream: only its first {len(run.dataset):,} rows are read (--stream_rows)")
+        read = f"only its first {len(run.dataset):,} rows are read (--stream_rows)"
+        arguments.notes.append(f"a stream: {read}")
     return run
 
 

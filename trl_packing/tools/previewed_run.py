@@ -11,6 +11,8 @@ from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
 
+from trl_packing.attention.backends import check_is_backend
+from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import Unfitted, prepare, unfitted
@@ -49,6 +51,7 @@ class PreviewedRun:
         model: a name or a model, if it is known.
         formatting_func: the user's function from a row to its text.
         is_stream: whether `dataset` is only the beginning of a stream.
+        collator: the user's data collator; None for that of the trainer.
     """
 
     args: Any
@@ -57,6 +60,7 @@ class PreviewedRun:
     model: Any = None
     formatting_func: Any = None
     is_stream: bool = False
+    collator: Any = None
 
     @classmethod
     def from_settings(
@@ -97,6 +101,7 @@ class PreviewedRun:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
         check_arguments(args, dataset)
+        check_is_backend(PackingOptions.of(args).attention)
         trl_path = reason_for_trl_path(dataset, collator)
         if trl_path:
             raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
@@ -111,7 +116,7 @@ class PreviewedRun:
             rows = Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
         tokenizer = configure_tokenizer(processing_class, args)
         preparation = _preparation(args, tokenizer, rows[0], generation_config, labeler)
-        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream)
+        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream, collator)
 
     @property
     def hidden_size(self) -> int | None:
