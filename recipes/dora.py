@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-packing[peft] @ git+https://github.com/OWNER/trl_packing"]
+# ///
 """DoRA: LoRA for the directions of the weights; their lengths are trained separately.
 
     accelerate launch recipes/dora.py --config recipes/dora_8b.yaml

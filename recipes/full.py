@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
+# ///
 """Full fine-tuning: train every weight, of a 0.1B model on a laptop or of a 70B on four nodes.
 
 The code is the same for all sizes. Only two files differ: the YAML file sets the model, the data

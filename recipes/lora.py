@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-packing[peft] @ git+https://github.com/OWNER/trl_packing"]
+# ///
 """LoRA: freeze the model, and train two small matrices beside each matrix of the model.
 
     accelerate launch recipes/lora.py --config recipes/lora_8b.yaml

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-packing[qlora] @ git+https://github.com/OWNER/trl_packing"]
+# ///
 """QLoRA: LoRA on a model with weights in 4 bits, so that a 70B fits on an 80 GB GPU.
 
     pip install "trl-packing[qlora]"

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "hooks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 
 import draw
+import draw_data
 import hero
 import messages
 import pictures
@@ -298,6 +300,8 @@ def options_in(text: str) -> set[str]:
 
 
 def options_of(command: str) -> set[str]:
+    from trl import ModelConfig
+
     from trl_packing.cli.program import _parser
     from trl_packing.config import PackedSFTConfig
 
@@ -310,7 +314,9 @@ def options_of(command: str) -> set[str]:
         for s in a.option_strings
     }
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    return own | (fields if command in ("inspect", "plan", "verify") else set())
+    if command == "doctor":
+        fields |= {f.name for f in dataclasses.fields(ModelConfig)}
+    return own | (fields if command in ("inspect", "plan", "verify", "doctor") else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -358,6 +364,21 @@ def test_the_plan_of_the_quick_start_is_what_the_command_prints(capsys):
     assert shown.splitlines() == printed
 
 
+def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
+    from trl_packing.cli import main
+    from trl_packing.isolation.evidence import Checked
+
+    (shown,) = blocks(ROOT / "README.md", "text")
+    *plan, attention, checked = shown.splitlines()
+    assert main(["plan", str(ROOT / "recipes" / "sft_packed.py")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line in plan] == plan
+    assert attention == "attention    document-wise SDPA (cpu, float32)"
+    numbers = map(float, re.findall(r" (\d[\d.e-]*)", checked))
+    measured = SimpleNamespace(**dict(zip(("difference", "noise", "leak"), numbers, strict=True)))
+    assert checked == f"checked      {Checked('isolated', '', measured)}"
+
+
 @pytest.mark.parametrize("name", ["axolotl", "llama-factory"])
 def test_the_recipe_takes_the_file_that_a_page_migrates_to(tmp_path, name):
     from trl_packing.recipes import sft_packed
@@ -389,7 +410,8 @@ def test_lint_is_pinned_alike_before_a_commit_and_in_make():
 
 
 def test_a_bug_report_asks_for_what_the_check_says():
-    forms = {p.stem: yaml.safe_load(p.read_text()) for p in (ROOT / ".github").rglob("*.yml")}
+    folder = ROOT / ".github/ISSUE_TEMPLATE"
+    forms = {p.stem: yaml.safe_load(p.read_text()) for p in folder.glob("*.yml")}
     assert set(forms) == {"bug", "feature", "config"}
     verify = next(field for field in forms["bug"]["body"] if field.get("id") == "verify")
     assert "trl-packing verify" in verify["attributes"]["label"]
@@ -521,6 +543,27 @@ def test_every_public_name_is_on_the_api_page():
         assert hasattr(importlib.import_module(home), name), f"{home}.{name}"
     without = page.replace("::: trl_packing.packing.bins.pack\n", "")
     assert "::: trl_packing.packing.bins.pack\n" in public_names.completed(without)
+
+
+def test_pictures_of_rows_are_what_their_script_draws():
+    examples = list(draw_data.examples((DOCS / "data.md").read_text()))
+    drawn = {DOCS / example.file: draw_data.draw(example) for example in examples}
+    stored = {p: p.read_text() for p in (DOCS / "pictures" / "data").glob("*.svg")}
+    assert drawn == stored, "run python docs/pictures/draw_data.py"
+    assert len(drawn) == len(examples) > 12
+
+
+def test_a_picture_of_a_row_shows_its_trained_tokens():
+    page = (
+        '```json\n{"prompt": "a", "completion": " b"}\n```\n\n![Trained tokens](x.svg)\n\n'
+        "![Trained tokens, with --completion_only_loss false --append_eos](y.svg)\n"
+    )
+    completion, everything = draw_data.examples(page)
+    assert draw_data.tokens(completion) == [("a", 0), (" b", 1), ("</s>", 1)]
+    assert everything.options == ["--completion_only_loss", "false", "--append_eos"]
+    longer = everything._replace(row={"prompt": "a c", "completion": " b"})
+    assert draw_data.tokens(longer)[:2] == [("a", 0), (" c", 1)]
+    assert draw_data.draw(longer) != draw_data.draw(everything)
 
 
 def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):

@@ -78,6 +78,12 @@ def recipes() -> set[str]:
     return {n.removeprefix("recipes/") for n in listed.stdout.split() if (ROOT / n).is_file()}
 
 
+def package_files() -> set[str]:
+    """Return the files of the package, those that are not Python too."""
+    found = (p for p in (ROOT / "trl_packing").rglob("*") if p.is_file())
+    return {p.relative_to(ROOT).as_posix() for p in found if "__pycache__" not in p.parts}
+
+
 # --- in the repository ----------------------------------------------------------------------------
 
 
@@ -107,6 +113,11 @@ def test_the_check_sees_recipes_on_the_import_path():
     code = f"import sys; sys.path.append({str(ROOT / 'recipes')!r})\n{NO_TOP_LEVEL_RECIPE}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "AssertionError: ['evaluation', 'streaming', 'full', 'recipe_data']" in done.stderr
+
+
+def test_scripts_and_style_sheets_are_files_of_the_package():
+    pages = {f"trl_packing/pages/{name}" for name in ("page.css", "curves.css", "curves.js")}
+    assert pages | {"trl_packing/py.typed", "trl_packing/cli/program.py"} <= package_files()
 
 
 def test_the_check_sees_what_does_not_belong_in_a_wheel():
@@ -178,7 +189,7 @@ def test_the_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
     assert wheel.name == f"trl_packing-{VERSION}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
     assert unwanted(names) == []
-    assert {"trl_packing/py.typed", "trl_packing/cli/program.py"} <= set(names)
+    assert package_files() <= set(names), "style sheets and scripts of pages among them"
     assert any(n.endswith("licenses/LICENSE") for n in names)
     carried = {n.removeprefix("trl_packing/recipes/") for n in names if "/recipes/" in n}
     assert carried == recipes() | {"__init__.py"}

@@ -128,6 +128,14 @@ class PackingOptions:
         ISOLATION_CHECKS,
     )
 
+    run_page: bool = field(
+        default=True,
+        metadata={
+            "help": "Write run.html (curves, report, settings) and run.json into output_dir while "
+            "training. Nothing that is trained depends on it."
+        },
+    )
+
     @staticmethod
     def of(args: Any) -> "PackingOptions":
         """Return the options that `args` has now; defaults for those that a plain config lacks."""
@@ -234,6 +242,7 @@ _TYPES = {
     "eval_packing": (_YES_OR_NO, True),
     "append_eos": (_YES_OR_NO, False),
     "static_shapes": (_YES_OR_NO, False),
+    "run_page": (_YES_OR_NO, False),
     "response_template": (_TEMPLATE, True),
     "instruction_template": (_TEMPLATE, True),
     "prompt_template": (_TEXT, True),

@@ -12,6 +12,7 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
     _meter         tokens per second, utilization, MFU                    training/metrics.py
     _epochs        the place at which a resumed run continues             training/resuming.py
     _run_report    the summary that is printed when training starts       training/run_report.py
+    _recorder      the run's page, run.html, and its record, run.json     training/run_recorder.py
 
 `trl_packing/seams.py` lists the overridden methods with their parameters.
 """
@@ -85,6 +86,7 @@ from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
+from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.run_report import ReportCallback, RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.versions import warn_of_untested_versions
@@ -174,6 +176,8 @@ class PackedSFTTrainer(SFTTrainer):
         self._epochs = ResumedEpochs(self, self._sampling)
         self._completion_only: DataCollatorForCompletionOnlyLM | None = None
         self._preparation: dict[str, PreparationCounts] = {}
+        self._recorder = RunRecorder(self, self._meter, self._path_in_words)
+        kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self._recorder]
         if reason:
             refuse_options(self._options, reason)
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
@@ -309,6 +313,11 @@ class PackedSFTTrainer(SFTTrainer):
         """Choose the path from the collator and the training set as they are now."""
         if not self._run_path.is_fixed:
             self._user_changes.follow()
+
+    def _path_in_words(self) -> str:
+        if self._run_path.reason:
+            return f"TRL's path: {self._run_path.reason}"
+        return "packed" if self._sampling.packing else "padding-free"
 
     def _attention_in_use(self) -> Any:
         """Restore the model's `attn_implementation` at the end of the block."""
@@ -446,6 +455,7 @@ class PackedSFTTrainer(SFTTrainer):
             restore_current_row(),
             keep_freed_pages(self.args.device.type == "cpu"),
             self._epochs.resuming(checkpoint),
+            self._recorder.following(checkpoint),
         ):
             set_current_row(None)
             yield
@@ -552,7 +562,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         is_new = self.state.global_step > self._globalstep_last_logged  # as the parent asks
         logs = self.control.should_log and is_new
-        if self._meter.is_running and (logs or self.control.should_evaluate):
+        others = self.control.should_evaluate or self.control.should_save
+        if self._meter.is_running and (logs or others):
             self._total_train_tokens = self._meter.share(self._metrics["train"], log=logs)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -581,6 +592,7 @@ class PackedSFTTrainer(SFTTrainer):
         checkpoint = Path(self._get_output_dir(trial=trial)) / name
         with self._meter.pause(), write_whole(checkpoint, self):
             self._epochs.save(checkpoint)
+            self._recorder.save(checkpoint)
             super()._save_checkpoint(model, trial)
 
     def create_model_card(

@@ -22,15 +22,11 @@ TESTED = {
 
 @cache
 def warn_of_untested_versions() -> None:
-    """Log one warning for each process, with the installed versions outside of `TESTED`.
-
-    Patch releases are ignored: 5.23.4 counts as 5.23.0.
-    """
+    """Log one warning for each process, with the installed versions outside of `TESTED`."""
     untested = [
         f"{name} {installed} (tested: {oldest} to {newest})"
         for name, (oldest, newest) in TESTED.items()
-        if (installed := _installed(name)) is not None
-        and not _minor(oldest) <= _minor(installed) <= _minor(newest)
+        if (installed := installed_version(name)) is not None and not is_tested(name, installed)
     ]
     if untested:
         logger.warning(
@@ -40,7 +36,19 @@ def warn_of_untested_versions() -> None:
         )
 
 
-def _installed(name: str) -> str | None:
+def is_tested(name: str, number: str) -> bool:
+    """Whether a version of one of `TESTED` is in its range. Patch releases are ignored.
+
+    Examples:
+        >>> is_tested("trl", TESTED["trl"][1] + ".7"), is_tested("trl", "99.0")
+        (True, False)
+    """
+    oldest, newest = TESTED[name]
+    return _minor(oldest) <= _minor(number) <= _minor(newest)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -37,7 +37,7 @@ def _output(output: Mapping[str, Any]) -> Iterator[str]:
             image = _text(data["image/png"]).replace("\n", "")
             yield _box(f'<img alt="output of the cell" src="data:image/png;base64,{image}">')
         elif "text/html" in data:
-            yield _box(_text(data["text/html"]))
+            yield _box(re.sub(r"<table[^>]*>", "<table>", _text(data["text/html"])))
         elif "text/plain" in data:
             yield _block(_text(data["text/plain"]))
 

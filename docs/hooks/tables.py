@@ -8,18 +8,34 @@ import re
 from html import escape, unescape
 
 _TABLE = re.compile(r"<table>.*?</table>", re.S)
-_ROW = re.compile(r"<tr>.*?</tr>", re.S)
+_ROW = re.compile(r"<tr\b.*?</tr>", re.S)
+_CELL = re.compile(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", re.S)
+_NARROW = 48  # characters that fit a window of 390 pixels, with 3 for the margins of a cell
 _CODE = re.compile(r"<code>([^<]{16,})</code>")
 _PLACE = re.compile(r"(?<=[_=/.,(\[])(?=\w)")
 _HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.S)
 
 
 def named(table: str) -> str:
-    """Return a table with `data-column` on the cells after the first of each row."""
-    columns = [unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in _HEADING.findall(table)]
+    """Return a table with `data-column` on the cells after the first of each row.
+
+    A table that fits a narrow window as it is gets `data-narrow` instead.
+    """
+    columns = [_text(cell) for cell in _HEADING.findall(table)]
+    widths = zip(*map(_widths, _ROW.findall(table)), strict=False)
+    if sum(max(column) + 3 for column in widths) <= _NARROW:
+        return table.replace("<table>", "<table data-narrow>")
     if len(columns) < 3:
         return table
     return _ROW.sub(lambda row: _named_row(row[0], columns), table)
+
+
+def _widths(row: str) -> list[int]:
+    return [len(_text(cell)) for cell in _CELL.findall(row)]
+
+
+def _text(cell: str) -> str:
+    return unescape(re.sub(r"<[^>]+>", "", cell)).strip()
 
 
 def _named_row(row: str, columns: list[str]) -> str:

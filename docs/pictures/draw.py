@@ -5,6 +5,7 @@ hero.py draws the one of README.md in both themes.
 """
 
 import ast
+import textwrap
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from hero import draw_hero
 from trl_packing import PackedCollator, document_ids_from_lengths, pack
 
 HERE = Path(__file__).parent
+WIDTH = 480  # readable on a phone
 COLORS = ["#9ecae9", "#ffcf8f", "#b5dba4", "#f3b0b0", "#cdb8e6", "#e6cfa8"]
 GRAY = "#d9d9d9"
 INK = "#1f2328"
@@ -67,8 +69,8 @@ def draw_row() -> None:
     batch = PackedCollator()(documents)
     lengths = torch.tensor([len(d["input_ids"]) for d in documents])
     ids = document_ids_from_lengths(lengths).tolist()
-    cell, left = 44, 130
-    picture = Picture(800, 300, "A packed row of three documents")
+    cell, left = 38, 116
+    picture = Picture(WIDTH, 486, "A packed row of three documents")
     rows = [
         ("input_ids", batch["input_ids"][0].tolist()),
         ("labels", batch["labels"][0].tolist()),
@@ -88,29 +90,29 @@ def draw_row() -> None:
         x = left + boundary * cell
         picture.line(x, 24, x, y + 8, dashed=True)
         picture.words(x, y + 25, str(boundary), "middle")
-    picture.words(left, y + 62, "No attention_mask, no cache: boundaries keep documents apart.")
-    side, x0, y0 = 20, 580, 46
-    picture.words(x0, 34, "attention", bold=True)
+    picture.words(24, y + 62, "No attention_mask, no cache: boundaries separate documents.")
+    side, x0, y0 = 18, left, y + 92
+    picture.words(left - 12, y0 + 16, "attention", "end", bold=True)
     total = len(ids)
     for query in range(total):
         for key in range(total):
             sees = key <= query and ids[key] == ids[query]
             fill = COLORS[ids[query]] if sees else "#f2f2f2"
             picture.box(x0 + key * side, y0 + query * side, side, side, fill)
-    picture.words(x0, y0 + total * side + 22, "query ↓  key →")
+    picture.words(x0 + total * side + 14, y0 + total * side - 4, "query ↓  key →")
     picture.save("row.svg")
 
 
 def draw_plan() -> None:
     """Draw twelve documents, padded in three batches, and packed."""
     lengths = [11, 6, 7, 4, 8, 4, 3, 4, 3, 3, 5, 3]  # axolotl's multipack page, 256 tokens a unit
-    capacity, batch, cell = 16, 4, 19
+    capacity, batch, cell = 16, 4, 27
     plan = pack(lengths, capacity)
     padded = sum(
         max(lengths[i : i + batch]) * len(lengths[i : i + batch])
         for i in range(0, len(lengths), batch)
     )
-    picture = Picture(800, 380, "Padded batches and a packing plan of the same documents")
+    picture = Picture(WIDTH, 620, "Padded batches and a packing plan of the same documents")
 
     def color(document: int) -> str:
         return COLORS[document % len(COLORS)]
@@ -129,29 +131,27 @@ def draw_plan() -> None:
             if length < longest:
                 picture.box(24 + length * cell, y, (longest - length) * cell, 22, GRAY)
             y += 24
-        y += 12
-    x0 = 440
+        y += 10
     words = f"packed: {len(plan)} bins of {capacity}, {plan.utilization:.0%} filled"
-    picture.words(x0, 34, words, bold=True)
-    y = 48.0
+    picture.words(24, y + 24, words, bold=True)
+    y += 38
     for documents in plan:
-        x = float(x0)
+        x = 24.0
         for document in documents.tolist():
             width = lengths[document] * cell
-            picture.box(x, y, width, 34, color(document), name(document))
+            picture.box(x, y, width, 22, color(document), name(document))
             x += width
-        end = x0 + capacity * cell
+        end = 24 + capacity * cell
         if x < end:
-            picture.box(x, y, end - x, 34, GRAY)
-        y += 42
+            picture.box(x, y, end - x, 22, GRAY)
+        y += 28
     for line in (
-        "Best fit: from the longest document to the",
-        "shortest, each into the fullest bin with room.",
-        "Every epoch swaps documents of equal length,",
-        "and exchanges documents between bins.",
+        "Best fit: from the longest document to the shortest, each into",
+        "the fullest bin with room. Every epoch swaps documents of",
+        "equal length, and exchanges documents between bins.",
     ):
         y += 22
-        picture.words(x0, y, line)
+        picture.words(24, y, line)
     picture.save("plan.svg")
 
 
@@ -163,36 +163,27 @@ def draw_step() -> None:
         (1, 0): [(12, 6), (4, 2)],
         (1, 1): [(7, 3), (6, 4), (3, 2)],
     }
-    cell = 17
-    picture = Picture(800, 260, "An optimizer step: two ranks, two accumulated micro-batches")
-    picture.words(110, 34, "micro-batch 1", bold=True)
-    picture.words(450, 34, "micro-batch 2", bold=True)
+    cell = 22
+    picture = Picture(WIDTH, 380, "An optimizer step: two ranks, two accumulated micro-batches")
     shade = 0
-    for rank in range(2):
-        y = 50 + rank * 56
-        picture.words(96, y + 26, f"rank {rank}", "end", bold=True)
-        for turn in range(2):
-            x = 110.0 + turn * 340
+    for turn in range(2):
+        top = 20 + turn * 122
+        picture.words(24, top + 14, f"micro-batch {turn + 1}", bold=True)
+        for rank in range(2):
+            y, x = top + 26 + rank * 42, 90.0
+            picture.words(76, y + 22, f"rank {rank}", "end")
             for tokens, trained in bins[turn, rank]:
                 fill = COLORS[shade % len(COLORS)]
-                picture.box(x, y, tokens * cell, 40, fill, f"{trained}/{tokens}")
+                picture.box(x, y, tokens * cell, 34, fill, f"{trained}/{tokens}")
                 x += tokens * cell
                 shade += 1
-    picture.line(430, 44, 430, 160, dashed=True)
     documents = [d for group in bins.values() for d in group]
     trained = sum(n for _, n in documents)
-    words = (
-        "trained / all tokens of each document; micro-batches that run together cost about the same"
-    )
-    picture.words(24, 186, words)
-    picture.words(
-        24,
-        214,
-        f"loss = sum over all {len(documents)} documents, both ranks, both micro-batches ÷ "
-        f"{trained} trained tokens",
-        bold=True,
-    )
-    picture.words(24, 242, "1 rank × 4, 2 × 2 and 4 × 1 train the same steps to the same loss.")
+    picture.words(24, 278, "Boxes are documents: trained tokens / tokens.")
+    picture.words(24, 298, "Micro-batches that run together cost about the same.")
+    words = f"loss = sum over all {len(documents)} documents ÷ {trained} trained tokens"
+    picture.words(24, 328, words, bold=True)
+    picture.words(24, 358, "1 rank × 4, 2 × 2 and 4 × 1: the same steps, the same loss.")
     picture.save("step.svg")
 
 
@@ -237,10 +228,12 @@ def draw_imports(table: dict[str, set[str]] | None = None) -> None:
     def level(name: str) -> int:
         return 1 + max((level(other) for other in table[name]), default=-1)
 
-    picture = Picture(860, 40 + 50 * (1 + max(map(level, table))), "Imports between folders")
+    apart = sorted(set(table) - set(COLUMNS))
+    top = 50 + 50 * (1 + max(map(level, table)))
+    picture = Picture(500, top + 40 * len(apart) + 38, "Imports between folders")
 
     def corner(name: str) -> tuple[float, float]:
-        return 30 + 190 * COLUMNS[name], 24 + 50 * level(name)
+        return 20 + 160 * COLUMNS[name], 24 + 50 * level(name)
 
     for name in COLUMNS:
         x, y = corner(name)
@@ -250,19 +243,13 @@ def draw_imports(table: dict[str, set[str]] | None = None) -> None:
             picture.line(x + 70, y, above_x + 70, above_y + 32)
     for name in COLUMNS:
         picture.box(*corner(name), 140, 32, COLORS[level(name) % len(COLORS)], name)
-    y = 45.0
-    for name in sorted(set(table) - set(COLUMNS)):
+    for y, name in enumerate(apart):
         users = ", ".join(other for other in table if name in table[other]) or "nothing"
-        picture.words(600, y, name, bold=True)
-        picture.words(600, y + 20, f"imported by {users}")
-        y += 50
-    for line in (
-        "A folder imports those that",
-        "its lines lead up to, and",
-        "may import those beyond.",
-    ):
-        y += 20
-        picture.words(600, y, line)
+        picture.words(20, top + 40 * y, name, bold=True)
+        picture.words(20, top + 40 * y + 18, f"imported by {users}")
+    words = "A folder imports those that its lines lead up to, and may import those beyond."
+    for y, line in enumerate(textwrap.wrap(words, 60)):
+        picture.words(20, top + 40 * len(apart) + 6 + 18 * y, line)
     picture.save("imports.svg")
 
 

@@ -38,7 +38,7 @@ LIGHT = ("#2f6fd0", "#c4570e", "#1f8a70", "#9c4a9c", "#b08a00", "#c2384f", "#5f7
 DARK = ("#6ea8fe", "#f0883e", "#4ac6a5", "#d58fd5", "#d6b84a", "#ff7b8c", "#a3c35a")
 THEMES = {
     "light": Theme("#1f2328", "#59636e", "#e4e8ec", LIGHT),
-    "dark": Theme("#e6edf3", "#9198a1", "#262c36", DARK),
+    "dark": Theme("#e6edf3", "#9198a1", "#363e4a", DARK),
 }
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from tests.helpers.tiny import save_tiny_model
+from helpers.tiny import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "real_model.py"

@@ -64,7 +64,7 @@ def data_of(html: str) -> dict:
 
 
 def page_of(run, **options) -> str:
-    return rows_page(PackedEpoch.of(run, hidden_size=16), **options)
+    return rows_page(PackedEpoch.of(run), **options)
 
 
 def joined(rows: list[dict], name: str) -> list[list]:
@@ -130,7 +130,7 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
         str(path), args, train_dataset=make(), processing_class=tiny_tokenizer(chat=True)
     )
     loader = trainer.get_train_dataloader()
-    epoch = PackedEpoch.of(run, model=str(path), hidden_size=trainer._sampling.hidden_size)
+    epoch = PackedEpoch.of(run)
     for number in (0, 1):
         loader.batch_sampler.set_epoch(number)
         epoch.sampler.set_epoch(number)

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.training.epoch_report import PackingReport
@@ -127,6 +128,15 @@ def test_the_plot_draws_the_counts():
     assert lengths.get_title(loc="right") == "max_length=1,024"
     assert by_bin.patches[0].get_data().edges.tolist() == [1.5, 2.5, 3.5, 4.5, 5.5], "on 2 to 5"
     assert len(replace(REPORT, documents_by_bin=None).plot().axes) == 1
+
+
+def test_a_notebook_shows_the_plot_and_ipython_the_text():
+    format_of = InteractiveShell.instance().display_formatter.format
+    drawn, _ = format_of(REPORT.plot())
+    assert drawn["image/png"].startswith(b"\x89PNG")
+    shown, _ = format_of(REPORT)
+    assert shown["text/plain"] == str(REPORT)
+    assert shown["text/html"] == REPORT._repr_html_()
 
 
 def test_a_missing_matplotlib_is_named(monkeypatch):

@@ -98,10 +98,7 @@ def resolve_attention(
     Raises:
         ValueError: `attention` is unknown, or names a backend that cannot be exact on this model.
     """
-    if attention not in CHOICES:
-        raise ValueError(
-            f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
-        )
+    check_is_backend(attention)
     needs = requirements_of(model, device, dtype)
     native = native_implementation(model)
     indexed = _choice_for_index(model)
@@ -123,6 +120,30 @@ def resolve_attention(
             "set attention='auto'"
         )
     return AttentionChoice(attention, implementation, f"attention={attention!r}", native)
+
+
+def check_is_backend(attention: str) -> None:
+    """Raise ValueError if `attention` is neither a backend nor ``"auto"``."""
+    if attention not in CHOICES:
+        raise ValueError(
+            f"attention={attention!r} is not known; choose one of {', '.join(CHOICES)}"
+        )
+
+
+def refusals(model: nn.Module, *, device: Any, dtype: torch.dtype) -> dict[str, str | None]:
+    """Return why each backend cannot be exact on `model`, by name, from fast to slow; None: it can.
+
+    Args:
+        model: as in `resolve_attention`; it may be on the meta device.
+        device: device of the forward pass.
+        dtype: dtype of the forward pass.
+    """
+    kernels = _kernels(model, requirements_of(model, device, dtype))
+    found = {name: refusal for name, (refusal, _, _) in kernels.items()}
+    found |= dict.fromkeys(NATIVE_ATTENTION)
+    if (indexed := _choice_for_index(model)) is not None:
+        found |= {name: indexed.reason for name in found if name != indexed.backend}
+    return found
 
 
 def _kernels(model: Any, needs: Requirements) -> dict[str, tuple[str | None, str, str]]:

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_packing.cli.output import note, print_json, uses_color
+from trl_packing.cli.comparison import run_comparison
+from trl_packing.cli.output import print_json, uses_color
 from trl_packing.cli.run_options import (
     add_run_arguments,
     add_stream_argument,
@@ -22,10 +23,12 @@ examples:
   trl-packing inspect recipes/chat_data.py --config recipes/chat_data.yaml
   trl-packing inspect --config recipes/lora_8b.yaml --rows 0 17 --all
   trl-packing inspect --model M --data chat.jsonl --train_on assistant --json
+  trl-packing inspect --config recipes/chat_data.yaml --html rows.html
+  trl-packing inspect --config recipes/chat_data.yaml --against trl
 
 exit status:
-  0  every row that was asked for is trained
-  1  one of them is not; its reason is printed
+  0  every row that was asked for is trained; with --against, nothing differs
+  1  one of them is not; with --against, something differs
   2  the run cannot be shown; stderr has the reason in one line
 """
 
@@ -38,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="count what all rows would lose")
     parser.add_argument("--html", metavar="FILE", help="write the packed rows of the run as a page")
+    parser.add_argument(
+        "--against",
+        metavar="WHAT",
+        help="compare tokens and labels of all rows with those of another preparation: trl, a\n"
+        ".jinja template, or a .yaml file",
+    )
     add_stream_argument(parser)
     add_run_arguments(parser, "inspect")
 
@@ -49,6 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.html:
         check_can_write("--html", arguments.html)
+    if arguments.against:
+        return run_comparison(arguments)
+    if not (arguments.all or arguments.html):  # a stream is read no further than needed
+        arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = previewed_run(arguments)
     color = not arguments.json and uses_color(arguments.color)
     rows = []
@@ -71,8 +84,8 @@ def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:
     from trl_packing.tools.packed_rows import PackedEpoch
     from trl_packing.tools.rows_page import rows_page
 
-    epoch = PackedEpoch.of(run, model=run.model, hidden_size=run.hidden_size)
+    epoch = PackedEpoch.of(run)
     title = f"Rows · {name_of_data(arguments)} · max_length {run.args.max_length}"
     text = rows_page(epoch, title=title, command=command_line("trl-packing"))
     Path(arguments.html).write_text(text, encoding="utf-8")
-    note(f"wrote {arguments.html}")
+    arguments.notes.append(f"wrote {arguments.html}")

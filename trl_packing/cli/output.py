@@ -57,7 +57,6 @@ def quiet_libraries() -> None:
 
     Progress bars stay where stderr is a terminal.
     """
-    import logging
     import warnings
 
     import datasets
@@ -68,7 +67,5 @@ def quiet_libraries() -> None:
         transformers_logging.disable_progress_bar()
     # datasets logs the errors that it raises.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # bitsandbytes tells of kernels that no preview runs.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # transformers warns about renamed options that TRL sets; the user cannot change them.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -2,9 +2,19 @@
 
 import argparse
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trl_packing.cli.output import print_json
-from trl_packing.cli.run_options import add_run_arguments, add_stream_argument, previewed_run
+from trl_packing.cli.output import note, print_json
+from trl_packing.cli.run_options import (
+    add_run_arguments,
+    add_stream_argument,
+    name_of_data,
+    previewed_run,
+)
+
+if TYPE_CHECKING:
+    from trl_packing.tools.previewed_run import PreviewedRun
 
 HELP = "print the bins and optimizer steps of an epoch"
 
@@ -13,6 +23,7 @@ examples:
   trl-packing plan recipes/sft_packed.py --config recipes/sft_gsm8k.yaml
   trl-packing plan --config recipes/lora_8b.yaml --max_length 8192 --ranks 8
   trl-packing plan --model M --data chat.jsonl --train_on assistant --json
+  trl-packing plan --config recipes/lora_8b.yaml --html plan.html
 
 exit status:
   0  the plan is printed
@@ -26,16 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="data-parallel processes (default: 1)"
     )
+    parser.add_argument("--html", metavar="FILE", help="write the plan as a page")
+    parser.add_argument("--png", metavar="FILE", help="draw the plan; needs matplotlib")
     add_stream_argument(parser)
     add_run_arguments(parser, "plan")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report that the trainer would print before an epoch."""
+    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview import preview_epoch
 
+    for option, path in (("--html", arguments.html), ("--png", arguments.png)):
+        if path:
+            check_can_write(option, path)
     run = previewed_run(arguments)
-    report = preview_epoch(run, ranks=arguments.ranks)
+    if arguments.html or arguments.png:
+        report = _write_files(run, arguments)
+    else:
+        report = preview_epoch(run, ranks=arguments.ranks)
     if arguments.json:
         rows = {"rows": len(run.dataset), "is_stream": run.is_stream}
         print_json(json.loads(report.to_json()) | rows)
@@ -44,3 +64,23 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"The first {len(run.dataset):,} rows of a stream, as if they were all:")
     print(report)
     return 0
+
+
+def _write_files(run: "PreviewedRun", arguments: argparse.Namespace) -> Any:
+    """Write the page and the picture, and return the report."""
+    from trl_packing.tools.command_line import command_line
+    from trl_packing.tools.plan_page import plan_page
+    from trl_packing.tools.plan_plot import plot_plan
+    from trl_packing.tools.run_plan import plan_run
+
+    plan = plan_run(run, ranks=arguments.ranks)
+    if arguments.html:
+        data = name_of_data(arguments)
+        name = Path(data).name if Path(data).exists() else data
+        text = plan_page(plan, title=f"Plan · {name}", command=command_line("trl-packing"))
+        Path(arguments.html).write_text(text, encoding="utf-8")
+        note(f"wrote {arguments.html}")
+    if arguments.png:
+        plot_plan(plan).savefig(arguments.png, dpi=150)
+        note(f"wrote {arguments.png}")
+    return plan.report

@@ -8,19 +8,21 @@ trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 import argparse
 import importlib
 import io
+import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 import trl_packing
-from trl_packing.cli.output import add_output_arguments
+from trl_packing.cli.output import add_output_arguments, note
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.exit_messages import message_of
 from trl_packing.tools.spelling import suggest
 
 # Modules of this folder, in the order of the help.
-COMMANDS = ("inspect", "plan", "verify")
+COMMANDS = ("inspect", "plan", "verify", "doctor", "compare")
 
 EPILOG = """\
 examples:
@@ -43,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         written = message.partition("invalid choice: '")[2].partition("'")[0]
-        hint = suggest(written, COMMANDS) if "argument command:" in message else ""
+        hint = suggest(written, COMMANDS) if "argument COMMAND:" in message else ""
         self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}{hint}\n")
 
 
@@ -58,9 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # the terminal may lack some characters
             stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
+    # bitsandbytes tells of kernels that no command runs, when it is imported.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
+        for sentence in arguments.notes:
+            note(sentence)
         return status
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -71,13 +77,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = message_of(error)
         if message is None:
             raise
+        message = _suggest_own_option(message, arguments)
         print(f"trl-packing {arguments.command}: {message}", file=sys.stderr)
         return 2
+
+
+def _suggest_own_option(message: str, arguments: argparse.Namespace) -> str:
+    """Return `message` with a suggestion, if it is about an option that no recipe has."""
+    found = re.fullmatch(r"--(\S+) is unknown; --help lists the options", message)
+    hint = suggest(found[1], vars(arguments), mark="--") if found else ""
+    return f"--{found[1]} is unknown{hint}" if found and hint else message
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    arguments.notes = []
     if hasattr(arguments, "forwarded"):  # the training script comes first, if there is one
         is_script = rest[:1] and not rest[0].startswith("--")
         size = (2 if rest[0] == "-m" else 1) if is_script else 0

@@ -7,7 +7,7 @@ trl-packing plan  recipes/lora.py --config c.yaml --max_length 512   shows the s
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from trl_packing.cli.output import note, quiet_libraries
+from trl_packing.cli.output import quiet_libraries
 
 if TYPE_CHECKING:
     from trl_packing.tools.previewed_run import PreviewedRun
@@ -43,6 +43,7 @@ SETTINGS = (
     ("source_column", "COLUMN", "report eval_loss for each value of it"),
     ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
     ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),
+    ("run_page", _FLAG, "write run.html into output_dir while training"),
     ("isolation_check", "{error,warn,off}", "before the first step: does a document leak?"),
 )
 
@@ -69,9 +70,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.set_defaults(forwarded=[])
     run = parser.add_argument_group(
         "the run",
-        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does not\n"
-        "train. Without it, the recipe is the one that the comments of FILE name, or the\n"
-        "first one that takes the options.",
+        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
+        "not train. Without it, the recipe is the one that the comments of FILE name,\n"
+        "or the first one that takes the options.",
     )
     settings = parser.add_argument_group(
         "settings of trl_packing",
@@ -107,19 +108,23 @@ def add_stream_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
-    """Return the run that `arguments` describe, with its rows and its tokenizer."""
-    from trl_packing.tools.previewed_run import PreviewedRun
-    from trl_packing.tools.training_command import TrainingCommand
+    """Return the run that `arguments` describe, with its rows and its tokenizer.
 
+    Sentences on its rows are added to `arguments.notes`, which follow the result on stderr.
+    """
     if arguments.stream_rows < 1:
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
     quiet_libraries()
+    from trl_packing.tools.previewed_run import PreviewedRun
+    from trl_packing.tools.training_command import TrainingCommand
+
     command = TrainingCommand.from_words(arguments.words)
     run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)
     if command.why:
-        note(f"rows {command.why}")
+        arguments.notes.append(f"rows {command.why}")
     if run.is_stream:
-        note(f"a stream: only its first {len(run.dataset):,} rows are read (--stream_rows)")
+        read = f"only its first {len(run.dataset):,} rows are read (--stream_rows)"
+        arguments.notes.append(f"a stream: {read}")
     return run
 
 

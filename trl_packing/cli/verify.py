@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify_model(arguments: argparse.Namespace) -> int:
+    quiet_libraries()
     from trl_packing.tools.training_command import model_of_words
     from trl_packing.tools.verify import VerifiedModel
 
-    quiet_libraries()
     name_or_model, args = model_of_words(arguments.words)
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
     say = (lambda *_: None) if arguments.json else print

@@ -7,7 +7,7 @@ documents      before: tokens, trained tokens, stop tokens
 fitted         after = before − the losses of both stages
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import datasets
@@ -73,26 +73,59 @@ def count_losses(
         stop_ids: trained tokens with these ids are counted as stop tokens.
     """
     stops = np.array(sorted(stop_ids), np.int64)
+    before = _count(documents, _whole(documents), stops)
+    after = before if fitted is documents else _count(fitted, _whole(fitted), stops)
+    counts = _losses(overflow, before, *_cut(documents, overflow, before, stops), after.sums())
+    assert counts.adds_up(), f"the stages do not explain what came out: {counts!r}"
+    return counts
+
+
+def count_without_cutting(
+    documents: ArrowDocuments, policies: Iterable[Overflow], stop_ids: Iterable[int] = ()
+) -> Iterator[tuple[np.ndarray, PreparationCounts]]:
+    """Yield, for each policy, the lengths of the documents that it would leave, and its losses.
+
+    Args:
+        documents: before the overflow policy.
+        policies: none of them `"error"` with a document that is too long.
+        stop_ids: as for `count_losses`.
+    """
+    stops = np.array(sorted(stop_ids), np.int64)
+    before = _count(documents, _whole(documents), stops)
+    for overflow in policies:
+        cut, pieces = _cut(documents, overflow, before, stops)
+        kept = ~_is_dropped(overflow, cut)
+        yield cut.tokens[kept], _losses(overflow, before, cut, pieces, cut.sums(kept))
+
+
+def _cut(
+    documents: ArrowDocuments, overflow: Overflow, before: _PieceCounts, stop_ids: np.ndarray
+) -> tuple[_PieceCounts, Pieces]:
+    """Return the pieces of the documents under a policy, and their counts."""
     whole = _whole(documents)
     prompts = np.zeros_like(whole.rows)
     if overflow.policy == "truncate_prompt":
         prompts = _prompts(documents)
     pieces = pieces_of(whole.stops, overflow, prompts)
-    before = cut = _count(documents, whole, stops)
-    if not np.array_equal(pieces, whole):
-        cut = _count(documents, pieces, stops)
+    if all(map(np.array_equal, pieces, whole)):
+        return before, pieces
+    return _count(documents, pieces, stop_ids), pieces
+
+
+def _losses(
+    overflow: Overflow,
+    before: _PieceCounts,
+    cut: _PieceCounts,
+    pieces: Pieces,
+    after: TokenCounts,
+) -> PreparationCounts:
     stages = [
         _overflow_stage(overflow, before, cut, pieces),
         *_drop_stages(overflow, before, cut, pieces),
     ]
-    after = before if fitted is documents else _count(fitted, _whole(fitted), stops)
-    counts = PreparationCounts(
-        before=before.sums(),
-        after=after.sums(),
-        stages=tuple(stage for stage in stages if stage.affected),
+    return PreparationCounts(
+        before=before.sums(), after=after, stages=tuple(stage for stage in stages if stage.affected)
     )
-    assert counts.adds_up(), f"the stages do not explain what came out: {counts!r}"
-    return counts
 
 
 def _whole(documents: ArrowDocuments) -> Pieces:
@@ -164,9 +197,7 @@ def _drop_stages(
     overflow: Overflow, before: _PieceCounts, cut: _PieceCounts, pieces: Pieces
 ) -> tuple[Stage, Stage]:
     """Return losses of pieces with nothing to train: from the beginning, and because of the cut."""
-    untrained = cut.trained == 0
-    if overflow.drops_as_padded:
-        untrained = cut.tokens == 0 if overflow.capacity is None else cut.labelled == 0
+    untrained = _is_dropped(overflow, cut)
     never = untrained & (before.trained[pieces.rows] == 0)
     documents = np.unique(pieces.rows[never])
     empty = int((before.tokens[documents] == 0).sum())
@@ -184,3 +215,10 @@ def _drop_stages(
             unit="piece" if overflow.makes_pieces else "document",
         ),
     )
+
+
+def _is_dropped(overflow: Overflow, cut: _PieceCounts) -> np.ndarray:
+    """Return which pieces have nothing to train, as `overflow.is_kept` decides it from labels."""
+    if overflow.drops_as_padded:
+        return cut.tokens == 0 if overflow.capacity is None else cut.labelled == 0
+    return cut.trained == 0

@@ -12,7 +12,7 @@
 A stream passes the same stages; the last three run while it is read (stream).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
 from trl_packing.data.checks import check, check_not_empty, empty_completions
-from trl_packing.data.counting import count_losses
+from trl_packing.data.counting import fit_and_count
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.eos import end_in_eos
-from trl_packing.data.overflow import Overflow, fit_documents
+from trl_packing.data.eos import MissingEos, end_in_eos
+from trl_packing.data.overflow import Overflow
 from trl_packing.data.rules import AnyDataset, Preparation, UserRows
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
@@ -40,6 +40,25 @@ _COLUMNS_OF_PROMPTS = {
     *("prompt", "messages", "conversations"),
     *("instruction", "question", "query", "response", "answer", "output"),
 }
+
+
+@dataclass(frozen=True)
+class Unfitted:
+    """Documents of any length, ended in EOS if asked for, before the overflow policy.
+
+    Attributes:
+        rows: the user's rows.
+        documents: the documents; a stream gets its EOS when it is fitted.
+        overflow: the policy of the run.
+        notes: sentences on the documents.
+        missing: documents without a stop token.
+    """
+
+    rows: UserRows
+    documents: AnyDataset
+    overflow: Overflow
+    notes: tuple[str, ...]
+    missing: MissingEos | None = None
 
 
 def prepare(
@@ -59,6 +78,13 @@ def prepare(
     Raises:
         ValueError: in one sentence, for data that cannot be prepared.
     """
+    return fit(unfitted(dataset, rules, formatting_func=formatting_func, name=name), rules)
+
+
+def unfitted(
+    dataset: AnyDataset, rules: Preparation, *, formatting_func: Any = None, name: str = "train"
+) -> Unfitted:
+    """Return the documents of `dataset` before the overflow policy; arguments as `prepare`."""
     check_not_empty(dataset, name)
     rows = UserRows.from_dataset(dataset, name, formatting_func)
     check(rows, rules)
@@ -66,15 +92,34 @@ def prepare(
     notes.insert(0, _note_empty_completions(rows, rules))
     overflow = Overflow.from_args(rules.args, rules.packing)
     overflow = replace(overflow, running_text=_is_running_text(rows, rules))
-    counts = None
-    if isinstance(documents, IterableDataset) and not rows.are_packed:
-        documents = _shuffle_fitted(fit_stream(documents, overflow, rules.eos), rules)
-    elif isinstance(documents, Dataset) and not rows.are_packed:
+    missing = None
+    if isinstance(documents, Dataset) and not rows.are_packed:
         whole = ArrowDocuments(_drop_columns(documents, rules), TOKEN_COLUMNS)
         notes.append(_note_not_found(whole, rows, rules))
-        fitted, counts = _fit(whole, rules, overflow, name)
-        documents = _shuffle_fitted(fitted.dataset, rules)
-    for note in filter(None, notes):
+        num_proc = rules.args.dataset_num_proc
+        whole, missing = end_in_eos(whole, rules.eos, num_proc=num_proc, name=name)
+        documents = whole.dataset
+    return Unfitted(rows, documents, overflow, tuple(filter(None, notes)), missing)
+
+
+def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCounts | None]:
+    """Return the documents that fit, and counts of what was kept and lost."""
+    documents, counts, name = whole.documents, None, whole.rows.name
+    if isinstance(documents, IterableDataset) and not whole.rows.are_packed:
+        documents = shuffle_fitted(fit_stream(documents, whole.overflow, rules.eos), rules)
+    elif isinstance(documents, Dataset) and not whole.rows.are_packed:
+        documents, counts = fit_and_count(
+            documents,
+            whole.overflow,
+            stop_ids=rules.eos.stop_ids,
+            num_proc=rules.args.dataset_num_proc,
+            name=name,
+        )
+        documents = shuffle_fitted(documents, rules)
+    if whole.missing is not None and counts is not None:
+        logger.warning(f"{name} dataset: {whole.missing.warning(rules.eos.appends)}")
+        counts = counts.with_note(whole.missing.note(rules.eos.appends))
+    for note in whole.notes:
         logger.warning(note)
         counts = counts and counts.with_note(note)
     return documents, counts
@@ -179,20 +224,6 @@ def _drop_columns(documents: Dataset, rules: Preparation) -> Dataset:
     return documents.select_columns([*tokens, *others])
 
 
-def _fit(
-    documents: ArrowDocuments, rules: Preparation, overflow: Overflow, name: str
-) -> tuple[ArrowDocuments, PreparationCounts]:
-    """Return documents that fit, ended in EOS if asked for, and the counts of both stages."""
-    eos, num_proc = rules.eos, rules.args.dataset_num_proc
-    documents, missing = end_in_eos(documents, eos, num_proc=num_proc, name=name)
-    fitted = fit_documents(documents, overflow, num_proc=num_proc, name=name)
-    counts = count_losses(documents, fitted, overflow, eos.stop_ids)
-    if missing is None:
-        return fitted, counts
-    logger.warning(f"{name} dataset: {missing.warning(eos.appends)}")
-    return fitted, counts.with_note(missing.note(eos.appends))
-
-
 # --- shuffle --------------------------------------------------------------------------------------
 
 
@@ -212,7 +243,7 @@ def _shuffle_unfitted(documents: AnyDataset, rules: Preparation) -> AnyDataset:
     return documents.shuffle(seed=rules.args.seed)
 
 
-def _shuffle_fitted(fitted: AnyDataset, rules: Preparation) -> AnyDataset:
+def shuffle_fitted(fitted: AnyDataset, rules: Preparation) -> AnyDataset:
     """Return `fitted`, shuffled if the config asks for it and TRL would shuffle it here."""
     if not rules.args.shuffle_dataset or not _drops_before_shuffling(fitted, rules):
         return fitted

@@ -23,7 +23,23 @@ def escape(text: object) -> str:
     return html.escape(escape_hidden(str(text)))
 
 
-def page(title: str, sections: Iterable[str], *, data: Any = None, script: str = "") -> str:
+class HtmlPage(str):
+    """The text of an HTML file; a notebook shows it in a frame."""
+
+    def _repr_html_(self) -> str:
+        style = "width:100%;height:900px;border:0"
+        return f'<iframe srcdoc="{html.escape(self)}" style="{style}"></iframe>'
+
+
+def page(
+    title: str,
+    sections: Iterable[str],
+    *,
+    data: Any = None,
+    script: str = "",
+    style: str = "",
+    note: str = "",
+) -> HtmlPage:
     """Return the text of an HTML file.
 
     Args:
@@ -31,22 +47,23 @@ def page(title: str, sections: Iterable[str], *, data: Any = None, script: str =
         sections: HTML, from the functions of this folder.
         data: JSON for the script, which finds it as ``data``.
         script: JavaScript, run when the page is loaded.
+        style: CSS, after that of all pages.
+        note: plain text, shown beside the title in a lighter color.
     """
     code = f"const data = JSON.parse(document.getElementById('data').textContent);\n{script}"
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{asset('page.css')}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
-            *sections,
-            f'<script type="application/json" id="data">{json_in_html(data)}</script>'
-            * bool(script),
-            f"<script>{{\n{code}\n}}</script>" * bool(script),
-            "</body>\n</html>\n",
-        ]
+    parts = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>",
+        f"<style>\n{asset('page.css')}{style}</style>\n</head>\n<body>",
+        f"<h1>{_with_note(title, note)}</h1>",
+        *sections,
+        f'<script type="application/json" id="data">{json_in_html(data)}</script>' * bool(script),
+        f"<script>{{\n{code}\n}}</script>" * bool(script),
+        "</body>\n</html>\n",
     )
+    return HtmlPage("\n".join(parts))
 
 
 def check_can_write(option: str, path: str) -> None:

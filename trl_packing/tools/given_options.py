@@ -50,7 +50,7 @@ class GivenOptions:
         given = on_line.pop("config")
         if len(given) != 1:
             raise ValueError("--config takes one YAML file")
-        return cls(Path(given[0]), _read(Path(given[0])), on_line)
+        return cls(Path(given[0]), read_config(Path(given[0])), on_line)
 
     @property
     def names(self) -> set[str]:
@@ -96,17 +96,22 @@ class GivenOptions:
         return [word for name, values in self.on_line.items() for word in (f"--{name}", *values)]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
+    """Return the keys and values of a YAML file, which `option` names.
+
+    Raises:
+        ValueError: it does not exist, or is no mapping.
+    """
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"--config {path} does not exist (looked from {Path.cwd()})")
+        raise ValueError(f"{option} {path} does not exist (looked from {Path.cwd()})")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from error
+        raise ValueError(f"{option} {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must contain lines 'option: value'")
+        raise ValueError(f"{option} {path} must contain lines 'option: value'")
     return content
 
 

@@ -113,25 +113,21 @@ class PackedEpoch:
     without_stop: np.ndarray
 
     @classmethod
-    def of(
-        cls,
-        run: PreviewedRun,
-        *,
-        model: Any = None,
-        ranks: int = 1,
-        hidden_size: int | None = None,
-    ) -> "PackedEpoch":
+    def of(cls, run: PreviewedRun, *, ranks: int = 1) -> "PackedEpoch":
         """Return the rows of `run`.
 
         Args:
             run: the run.
-            model: a name or a model; its config decides the shapes of `static_shapes`.
             ranks: data-parallel processes.
-            hidden_size: the model's, which the balance of ranks depends on.
 
         Raises:
-            ValueError: preparation refuses the data.
+            ValueError: preparation refuses the data, or they are a stream.
         """
+        if run.is_stream:
+            raise ValueError(
+                "a stream is packed while it is read, so its rows are not known before; only a "
+                "data set with a length has a page of rows"
+            )
         traced = trace_documents(run)
         documents = documents_of(traced.dataset, None)
         sampler = training_sampler(
@@ -140,9 +136,9 @@ class PackedEpoch:
             packing=run.args.packing,
             batch_size=run.args.per_device_train_batch_size,
             ranks=ranks,
-            hidden_size=hidden_size,
+            hidden_size=run.hidden_size,
         )
-        collator = collator_of(run, sampler, model)
+        collator = collator_of(run, sampler)
         return cls(run, traced, sampler, documents, collator, _without_stop(documents, run))
 
     @property

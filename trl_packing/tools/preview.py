@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
@@ -17,6 +18,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
+from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.previewed_run import PreviewedRun
 from trl_packing.tools.show import show_document
 from trl_packing.training.epoch_report import PackingReport
@@ -108,28 +110,46 @@ def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
     """
+    prepared, counts = run.documents()
+    documents, sampler = plan_of(run, prepared, ranks=ranks)
+    return report_on(run, documents, sampler, counts)
+
+
+def plan_of(
+    run: PreviewedRun, prepared: Dataset, *, ranks: int = 1
+) -> tuple[ArrowDocuments, PackedBatchSampler]:
+    """Return the prepared documents of `run`, and the sampler of rank 0; as `preview_epoch`."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
-    args, options = run.args, PackingOptions.of(run.args)
-    prepared, counts = run.documents()
     columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
     documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
     sampler = training_sampler(
         documents,
-        args,
-        packing=args.packing,
-        batch_size=args.per_device_train_batch_size,
+        run.args,
+        packing=run.args.packing,
+        batch_size=run.args.per_device_train_batch_size,
         ranks=ranks,
         hidden_size=run.hidden_size,
     )
+    return documents, sampler
+
+
+def report_on(
+    run: PreviewedRun,
+    documents: ArrowDocuments,
+    sampler: PackedBatchSampler,
+    counts: PreparationCounts | None,
+) -> PackingReport:
+    """Return the report on what `plan_of` returns."""
+    weighting = PackingOptions.of(run.args).loss_weighting
     return plan_report(
         documents,
         sampler,
         attention=None,
-        loss=in_words(options.loss_weighting, prepared.column_names),
+        loss=in_words(weighting, documents.dataset.column_names),
         preparation=counts or PreparationCounts(),
-        tokens_per_micro_batch=_static_tokens(args),
-        given_in_steps=settings_in_steps(args),
+        tokens_per_micro_batch=_static_tokens(run.args),
+        given_in_steps=settings_in_steps(run.args),
     )
 
 

@@ -11,9 +11,11 @@ from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
 
+from trl_packing.attention.backends import check_is_backend
+from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
-from trl_packing.data.preparation import prepare
+from trl_packing.data.preparation import Unfitted, prepare, unfitted
 from trl_packing.data.rules import Preparation
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
@@ -49,6 +51,7 @@ class PreviewedRun:
         model: a name or a model, if it is known.
         formatting_func: the user's function from a row to its text.
         is_stream: whether `dataset` is only the beginning of a stream.
+        collator: the user's data collator; None for that of the trainer.
     """
 
     args: Any
@@ -57,6 +60,7 @@ class PreviewedRun:
     model: Any = None
     formatting_func: Any = None
     is_stream: bool = False
+    collator: Any = None
 
     @classmethod
     def from_settings(
@@ -97,6 +101,7 @@ class PreviewedRun:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
         check_arguments(args, dataset)
+        check_is_backend(PackingOptions.of(args).attention)
         trl_path = reason_for_trl_path(dataset, collator)
         if trl_path:
             raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
@@ -111,7 +116,7 @@ class PreviewedRun:
             rows = Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
         tokenizer = configure_tokenizer(processing_class, args)
         preparation = _preparation(args, tokenizer, rows[0], generation_config, labeler)
-        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream)
+        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream, collator)
 
     @property
     def hidden_size(self) -> int | None:
@@ -121,6 +126,13 @@ class PreviewedRun:
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost."""
         return self._prepare(self.dataset, self.preparation, "train")
+
+    def unfitted(self) -> Unfitted | None:
+        """Return the documents before the overflow policy; None if the rows stay as they are."""
+        if self._skips_preparation:
+            return None
+        whole = unfitted(self.dataset, self.preparation, formatting_func=self.formatting_func)
+        return None if whole.rows.are_packed else whole
 
     def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
         """Return the documents of one row and "", or no documents and the reason.
@@ -155,10 +167,14 @@ class PreviewedRun:
         documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
         return list(documents)
 
+    @property
+    def _skips_preparation(self) -> bool:
+        return (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+
     def _prepare(
         self, dataset: Dataset, preparation: Preparation, name: str
     ) -> tuple[Dataset, PreparationCounts | None]:
-        if not (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+        if not self._skips_preparation:
             return prepare(dataset, preparation, formatting_func=self.formatting_func, name=name)
         if "input_ids" not in dataset.column_names:
             raise ValueError(

@@ -3,8 +3,8 @@
 The trainer's own (training/collators.py) belongs to a trainer, which has a model.
 """
 
+import copy
 from types import SimpleNamespace
-from typing import Any
 
 from trl_packing.config import PackingOptions
 from trl_packing.packing.collator import PackedCollator
@@ -14,34 +14,31 @@ from trl_packing.tools.previewed_run import PreviewedRun
 from trl_packing.tools.settings import config_of
 
 
-def collator_of(run: PreviewedRun, sampler: PackedBatchSampler, model: Any) -> PackedCollator:
+def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollator:
     """Return the collator of a run.
 
     Args:
         run: the run.
         sampler: of its training set.
-        model: a name or a model; its config decides the shapes of `static_shapes`.
 
     Raises:
-        ValueError: `static_shapes` is set without a model.
+        ValueError: `static_shapes` is set, and the model is not known.
     """
     args, options = run.args, PackingOptions.of(run.args)
-    shapes = None
+    multiple = args.pad_to_multiple_of or getattr(run.collator, "pad_to_multiple_of", None)
+    collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
+    if isinstance(run.collator, PackedCollator):
+        collator = copy.copy(run.collator)
+    collator.loss_weighting = options.loss_weighting
+    collator.tensors_only = True
     if options.static_shapes:
-        if model is None:
+        if run.model is None:
             raise ValueError("static_shapes=True depends on the model's config; name the model")
-        most = None if sampler.rows else sampler.most_documents()
-        shapes = StaticShapes.for_model(
-            SimpleNamespace(config=config_of(model, args)),
+        collator.static_shapes = StaticShapes.for_model(
+            SimpleNamespace(config=config_of(run.model, args)),
             capacity=args.max_length,
             bins=args.per_device_train_batch_size,
-            most_documents=most,
-            pad_to_multiple_of=args.pad_to_multiple_of,
+            most_documents=None if sampler.rows else sampler.most_documents(),
+            pad_to_multiple_of=multiple,
         )
-    return PackedCollator(
-        run.preparation.eos.tokenizer.pad_token_id,
-        pad_to_multiple_of=args.pad_to_multiple_of,
-        loss_weighting=options.loss_weighting,
-        static_shapes=shapes,
-        tensors_only=True,
-    )
+    return collator

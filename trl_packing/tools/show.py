@@ -9,7 +9,7 @@ Hi<|im_end|>                                                                 EEE
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -69,9 +69,21 @@ def _heading(name: str, ids: np.ndarray, weights: np.ndarray, tokenizer: Any) ->
 
 
 def _body(ids: np.ndarray, weights: np.ndarray, tokenizer: Any, color: bool) -> str:
+    return mark_trained(_stretches(ids, weights, tokenizer), color=color)
+
+
+def mark_trained(stretches: Iterable[tuple[float, str]], *, color: bool = False) -> str:
+    """Return text with its trained stretches between ⟦ and ⟧, or in color.
+
+    Characters that a reader does not see are shown as escapes, and so are ⟦ and ⟧.
+
+    Args:
+        stretches: the weight of each stretch of text, 0 if it is not trained, and the text.
+        color: mark by bold green instead of ⟦ and ⟧.
+    """
     opening, closing = _COLORS if color else MARKS
     parts = []
-    for weight, text in _stretches(ids, weights, tokenizer):
+    for weight, text in stretches:
         shown = escape_text(text)
         if weight == 1:
             shown = _FAKED_WEIGHT.sub(r"\1\\xd7", shown)

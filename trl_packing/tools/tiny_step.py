@@ -97,8 +97,10 @@ def one_at_a_time(model: Any, documents: Documents) -> StepResult:
     for document in documents:
         # One copy for each document: some ropes remember the longest document they have seen.
         alone = copy.deepcopy(model).train()
-        ids, labels = (torch.tensor(document[key])[None] for key in ("input_ids", "labels"))
-        positions = {"position_ids": torch.arange(ids.shape[1])[None]}
+        ids, labels = (
+            torch.tensor([document[key]], device=alone.device) for key in ("input_ids", "labels")
+        )
+        positions = {"position_ids": torch.arange(ids.shape[1], device=alone.device)[None]}
         needed = positions if requires(alone, "position_ids") else {}
         output = alone(input_ids=ids, use_cache=False, **needed).logits
         nll = F.cross_entropy(output[0, :-1].float(), labels[0, 1:], reduction="sum") / num_trained
@@ -107,7 +109,7 @@ def one_at_a_time(model: Any, documents: Documents) -> StepResult:
         loss += nll.item()
         for name, parameter in alone.named_parameters():
             if parameter.grad is not None:
-                gradients[name] = gradients.get(name, 0) + parameter.grad
+                gradients[name] = gradients.get(name, 0) + parameter.grad.float()
     return StepResult(torch.cat(logits), loss, gradients)
 
 

@@ -5,7 +5,6 @@ train.py --config run.yaml  →  the script runs up to PackedSFTTrainer(…)  �
 The script itself loads and converts its data, so the rows are those that it would train.
 """
 
-import argparse
 import inspect
 import runpy
 import sys
@@ -17,7 +16,9 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 from transformers import Trainer, TrainingArguments
+from trl import SFTTrainer
 
+from trl_packing.tools.usage_errors import short_usage_errors
 from trl_packing.trainer import PackedSFTTrainer
 
 # A machine without a GPU accepts these arguments. None of them affects the data.
@@ -112,9 +113,10 @@ def _stops_at_trainer(script: str, words: Sequence[str], is_module: bool) -> Ite
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))
         stack.enter_context(patch.object(PackedSFTTrainer, "__init__", _reach))
-        stack.enter_context(patch.object(Trainer, "__init__", _refuse_trainer))
+        for other in (SFTTrainer, Trainer):
+            stack.enter_context(patch.object(other, "__init__", _refuse_trainer))
         stack.enter_context(patch.object(TrainingArguments, "__post_init__", fit_machine))
-        stack.enter_context(patch.object(argparse.ArgumentParser, "error", _raise_error))
+        stack.enter_context(short_usage_errors())
         stack.enter_context(patch.object(sys, "argv", [script, *words]))
         if not is_module:
             folder = str(Path(script).resolve().parent)
@@ -136,7 +138,3 @@ def _reach(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
 def _refuse_trainer(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     kind = type(self)
     raise _OtherTrainer(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
-
-
-def _raise_error(self: argparse.ArgumentParser, message: str) -> NoReturn:
-    raise ValueError(message)  # without the usage, which has hundreds of lines

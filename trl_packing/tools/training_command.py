@@ -9,7 +9,7 @@ A recipe is found in this package, so it need not be in the current folder.
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -25,7 +25,7 @@ from trl import ModelConfig
 from trl_packing.config import PackedSFTConfig
 from trl_packing.tools.given_options import GivenOptions
 from trl_packing.tools.settings import config_from_settings
-from trl_packing.tools.spelling import name_unknown_option, shorten_choices, suggest
+from trl_packing.tools.spelling import suggest
 from trl_packing.tools.trainer_call import TrainerCall, call_of_script
 
 # Recipes import this package, so it imports them only by name.
@@ -86,7 +86,9 @@ class TrainingCommand:
             return cls(named, tuple(rest), is_module=words[0] == "-m")
         options = _with_long_names(GivenOptions.from_words(rest))
         if named is not None:
-            return _recipe_command(Path(named).stem.rpartition(".")[2], options, "")
+            return _recipe_command(
+                Path(named.removesuffix(".py")).name.rpartition(".")[2], options, ""
+            )
         return _recipe_command(*_recipe_of(options))
 
     def trainer_call(self) -> TrainerCall:
@@ -99,10 +101,10 @@ class TrainingCommand:
             with self._file() as file:
                 return call_of_script(self.script, [*file, *self.words], is_module=self.is_module)
         except ValueError as error:
-            message = name_unknown_option(str(error), known_options())
-            if self.why:  # the user has not named this script
-                message = message.removeprefix(f"{Path(self.script).name}: ")
-            raise ValueError(shorten_choices(message)) from error
+            if not self.why:
+                raise
+            # The user has not named this script.
+            raise ValueError(str(error).removeprefix(f"{Path(self.script).name}: ")) from error
 
     @contextmanager
     def _file(self) -> Iterator[list[str]]:
@@ -184,10 +186,10 @@ def known_options() -> frozenset[str]:
     return frozenset().union(*map(_options_of, recipes()), ["model_revision", *_SHORT])
 
 
-def _with_long_names(options: GivenOptions) -> GivenOptions:
+def _with_long_names(options: GivenOptions, others: Collection[str] = ()) -> GivenOptions:
     on_line = {_SHORT.get(name, name): words for name, words in options.on_line.items()}
     options = GivenOptions(options.config, options.in_file, on_line)
-    return options.spelled_out(known_options())
+    return options.spelled_out(known_options() | set(others))
 
 
 def _recipe_of(options: GivenOptions) -> tuple[str, GivenOptions, str]:
@@ -238,6 +240,19 @@ def _recipe_command(recipe: str, options: GivenOptions, why: str) -> TrainingCom
 # --- a model without data -------------------------------------------------------------------------
 
 
+def options_of_words(words: Sequence[str], others: Collection[str] = ()) -> GivenOptions:
+    """Return the options of a training command with their long names, whatever its script.
+
+    Args:
+        words: a script, which may be left out, and its options.
+        others: names of options that no recipe has.
+
+    Raises:
+        ValueError: an option is unknown.
+    """
+    return _with_long_names(GivenOptions.from_words(_split_script(words)[1]), others)
+
+
 def model_of_words(words: Sequence[str]) -> tuple[Any, Any]:
     """Return the model of a training command, a model or its name, and its settings.
 
@@ -247,7 +262,7 @@ def model_of_words(words: Sequence[str]) -> tuple[Any, Any]:
     if _split_script(words)[0] is not None:
         call = TrainingCommand.from_words(words).trainer_call()
         return call.model, call.args
-    options = _with_long_names(GivenOptions.from_words(words)).with_revision_of_model()
+    options = options_of_words(words).with_revision_of_model()
     name = options.on_line.get("model_name_or_path", [options.in_file.get("model_name_or_path")])
     if not name or not name[0]:
         raise ValueError("name the model (--model NAME), a file with it, or the training script")

@@ -102,6 +102,10 @@ class PackingReport:
         """Return the table that a notebook shows."""
         return as_html(self.lines())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show in IPython, and beside the table of a notebook, what `print` shows."""
+        printer.text(str(self))
+
     def plot(self) -> "Figure":
         """Return a figure: the lengths of documents, and how many documents share a bin.
 

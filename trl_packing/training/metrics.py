@@ -54,6 +54,8 @@ class ThroughputMeter:
         self.trainer = trainer
         self.trained = trained
         self.throughput: Throughput | None = None  # while the run trains
+        self._finished: tuple[Counts, float] | None = None  # totals of the run that has ended
+        self._shared_at: int | None = None  # the optimizer step of the last `share`
         self._machine = Machine()
         self._logs: dict[str, float] = {}  # for the next log
         self._waited_after: int | None = None  # the optimizer step of the last wait
@@ -78,6 +80,7 @@ class ThroughputMeter:
             tokens_before: tokens that TRL has counted in earlier runs of this trainer.
         """
         self.throughput = Throughput(self.trainer.state.global_step, self.clock)
+        self._finished = self._shared_at = None
         self.trained.take()
         self._rank_sums = self._log_sums = _NOTHING
         self._logs = {}
@@ -112,6 +115,7 @@ class ThroughputMeter:
             trained_tokens=num_trained,
             room=room or row.num_tokens,
             flops=self._model_flops.of(lengths, num_trained) if self._model_flops else 0.0,
+            computed=row.num_tokens,
         )
 
     def _count_flops(self) -> ModelFlops | None:
@@ -163,9 +167,12 @@ class ThroughputMeter:
         )
         counts = Counts.summed([row[:-2] for row in ranks])
         self.throughput.add_shared(counts.shared_by(self.trainer.get_tp_size()))
+        self._shared_at = self.trainer.state.global_step
         self._machine = machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
         tokens = self._tokens_before + self.throughput.run.tokens
-        if means.get("num_tokens"):
+        if not self.throughput.run.room:  # a user's collator, whose rows have no CPU copy
+            tokens = self.trainer._total_train_tokens
+        elif means.get("num_tokens"):
             means["num_tokens"] = [tokens]
         if log:
             step = self.trainer.state.global_step
@@ -189,11 +196,28 @@ class ThroughputMeter:
         state, documents = self.trainer.state, self.throughput.run.documents
         self._logs = self.throughput.run_metrics(state.global_step, self._machine)
         self._write_token_means(means)
+        self._finished = self.throughput.run, self._logs["train_seconds"]
         self.throughput = None
         share = 1.0
         if first_step is not None:
             share = (state.global_step - first_step) / max(state.max_steps, 1)
         return documents / share if share else num_samples
+
+    def start_clock(self) -> None:
+        """Start the clock where no micro-batch is counted, on TRL's path; no-op if it runs."""
+        if self.throughput is not None:
+            self.throughput.watch.start()
+
+    def so_far(self) -> tuple[Counts, float] | None:
+        """Return counts of all ranks and seconds of the run, up to the current step.
+
+        None if ranks have not shared their counts since; on TRL's path, they count nothing.
+        """
+        if self.throughput is None:
+            return self._finished
+        if self._shared_at not in (None, self.trainer.state.global_step):
+            return None
+        return self.throughput.run, self.throughput.watch.seconds()
 
     def take_logs(self) -> dict[str, float]:
         """Return the metrics for the log that is written now."""

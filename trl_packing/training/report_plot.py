@@ -1,5 +1,6 @@
 """Draw the lengths of documents, and the documents of each bin, by matplotlib."""
 
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from trl_packing.training.histogram import Histogram
@@ -30,8 +31,17 @@ def plot_lengths_and_bins(
         raise ValueError(
             "plot() draws by matplotlib, which is not installed; pip install 'trl-packing[plots]'"
         ) from error
+
+    class NotebookFigure(Figure):
+        """A figure that a notebook shows, though pyplot does not know it."""
+
+        def _repr_png_(self) -> bytes:
+            png = BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
     number = 1 if documents_by_bin is None else 2
-    figure = Figure(figsize=(4.6 * number, 2.9), layout="constrained", facecolor="none")
+    figure = NotebookFigure(figsize=(4.6 * number, 2.9), layout="constrained", facecolor="none")
     axes = figure.subplots(1, number, squeeze=False)[0]
     _draw(axes[0], lengths, "tokens of a document", "documents")
     if capacity is not None and capacity <= lengths.edges[-1]:

@@ -46,8 +46,53 @@ def training_sampler(
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
     """
+    lengths = documents.lengths()
+    return sampler_of_lengths(
+        lengths if subset is None else lengths[subset],
+        args,
+        rows=is_packed(documents),
+        packing=packing,
+        batch_size=batch_size,
+        ranks=ranks,
+        rank=rank,
+        hidden_size=hidden_size,
+        torch_seed=torch_seed,
+        allow_idle_ranks=subset is not None,
+    )
+
+
+def sampler_of_lengths(
+    lengths: np.ndarray,
+    args: SFTConfig,
+    *,
+    rows: bool,
+    packing: bool,
+    batch_size: int,
+    ranks: int = 1,
+    rank: int = 0,
+    hidden_size: int | None = None,
+    torch_seed: int | None = None,
+    allow_idle_ranks: bool = False,
+) -> PackedBatchSampler:
+    """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
+
+    Args:
+        lengths: tokens of every document, or of every row.
+        args: the settings of the run.
+        rows: the rows were packed before.
+        packing: pack documents into bins.
+        batch_size: as for `training_sampler`, like the others.
+        ranks: number of data-parallel ranks.
+        rank: this one.
+        hidden_size: the model's.
+        torch_seed: seed of torch's global generator when training starts.
+        allow_idle_ranks: fewer documents than ranks are no error.
+
+    Raises:
+        ValueError: documents_per_step is set for rows that were packed before.
+    """
     accumulation, options = args.gradient_accumulation_steps, PackingOptions.of(args)
-    per_step, rows = options.documents_per_step, is_packed(documents)
+    per_step = options.documents_per_step
     if rows and per_step is not None:
         raise ValueError(
             f"documents_per_step={per_step} cannot regroup rows that were packed before (they have "
@@ -60,9 +105,8 @@ def training_sampler(
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
-    lengths = documents.lengths()
     return PackedBatchSampler(
-        lengths if subset is None else lengths[subset],
+        lengths,
         args.max_length,
         bins_per_batch=batch_size,
         documents_per_step=per_step,
@@ -76,7 +120,7 @@ def training_sampler(
         sampling=sampling,
         attention_cost=attention_cost(hidden_size),
         drop_last=args.dataloader_drop_last,
-        allow_idle_ranks=subset is not None,
+        allow_idle_ranks=allow_idle_ranks,
     )
 
 

@@ -28,6 +28,7 @@ class Counts:
         room: tokens that fit (bins × capacity). Where nothing is packed into bins: tokens that
             were computed, padding included.
         flops: operations that the documents need on this model (`models.flops`); 0 if unknown.
+        computed: tokens of the rows, padding included.
     """
 
     documents: int = 0
@@ -35,6 +36,7 @@ class Counts:
     trained_tokens: int = 0
     room: int = 0
     flops: float = 0.0
+    computed: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -47,15 +49,16 @@ class Counts:
             self.trained_tokens // ranks,
             self.room // ranks,
             self.flops / ranks,
+            self.computed // ranks,
         )
 
     @staticmethod
     def summed(rows: Sequence[Sequence[float]]) -> "Counts":
         """Return the sum of counts, each given as a row of numbers."""
-        documents, tokens, trained, room, flops = (
+        documents, tokens, trained, room, flops, computed = (
             sum(numbers) for numbers in zip(*rows, strict=True)
         )
-        return Counts(int(documents), int(tokens), int(trained), int(room), flops)
+        return Counts(int(documents), int(tokens), int(trained), int(room), flops, int(computed))
 
 
 @dataclass(frozen=True)

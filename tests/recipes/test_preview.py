@@ -1,0 +1,148 @@
+"""The preview of a training command shows the rows that the command trains, for every recipe.
+
+The recipe itself builds its trainer, on a tiny model and local rows in place of those on the hub.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from helpers.recipes import FOLDER, YAMLS, commands_of, module
+from helpers.tiny import save_tiny_model, tiny_rows
+
+from trl_packing import PackedSFTTrainer
+from trl_packing.cli import main
+from trl_packing.tools.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainingCommand, recipes
+
+
+def instructions() -> list[dict[str, Any]]:
+    rows = tiny_rows("question_answer", 24)
+    return [{"instruction": r["question"], "input": "", "output": r["answer"]} for r in rows]
+
+
+def texts() -> list[dict[str, Any]]:
+    rows = tiny_rows("question_answer", 24)
+    return [{"text": f"{r['question']}\n### Response:\n{r['answer']}", "n": 1} for r in rows]
+
+
+def chats() -> list[dict[str, Any]]:
+    rows = tiny_rows("conversational_language_modeling", 24)
+    return [row | {"source": "a" if i % 3 else "b"} for i, row in enumerate(rows)]
+
+
+ROWS = {
+    "chat_data": instructions,
+    "tool_calling": lambda: tiny_rows("tools", 24),
+    "response_template": texts,
+    "evaluation": chats,
+    "streaming": chats,
+}
+CHAT_YAMLS = ("full_8b", "full_70b", "lora_8b", "dora_8b", "qlora_70b")
+HOLDS_OUT = ("--test_split_size", "0.2")
+FURTHER = {
+    "sft_packed": (*HOLDS_OUT, "--num_samples", "0"),
+    "compare_packing": (*HOLDS_OUT, "--num_documents", "10"),
+    "padding_free": (*HOLDS_OUT, "--num_documents", "10"),
+    "evaluation": ("--dataset_test_split", "train[:4]"),
+    "qlora": ("--use_cpu", "true"),
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
+
+
+def options(recipe: str, name: str | None, model: str, folder: Path) -> list[str]:
+    """Return the arguments of `recipe` with a YAML file, on a local model and local rows."""
+    rows = ROWS.get(recipe)
+    if rows is None:
+        is_chat = name is None or name.startswith(CHAT_YAMLS)
+        rows = chats if is_chat else lambda: tiny_rows("question_answer", 24)
+    file = folder / "rows" / "train.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    split = [] if recipe in ("sft_packed", "compare_packing", "padding_free") else ["train"]
+    return [
+        *(("--config", str(FOLDER / name)) if name else ()),
+        *("--model_name_or_path", model, "--output_dir", str(folder / "out")),
+        *("--dataset_name", str(file.parent if recipe == "streaming" else file)),
+        *(("--dataset_config", "default") if recipe == "streaming" else ()),
+        *(("--dataset_train_split", *split) if split else ()),
+        *FURTHER.get(recipe, ()),
+    ]
+
+
+class Built(BaseException):
+    """The trainer of a recipe is built."""
+
+
+def trained_documents(recipe: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """Return the documents of the first trainer that the recipe builds."""
+    build, trainers = PackedSFTTrainer.__init__, []
+
+    def build_and_stop(self: PackedSFTTrainer, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        trainers.append(self)
+        raise Built
+
+    with patch.object(PackedSFTTrainer, "__init__", build_and_stop), pytest.raises(Built):
+        module(recipe).main(arguments)
+    return [*trainers[0].train_dataset]
+
+
+def previewed_documents(words: list[str]) -> list[dict[str, Any]]:
+    run = PreviewedRun.from_call(TrainingCommand.from_words(words).trainer_call())
+    return [*run.documents()[0]]
+
+
+def tokens_of(documents: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    return [(list(d["input_ids"]), list(d["labels"])) for d in documents]
+
+
+PAIRS = [(recipe, name) for name in YAMLS for recipe in commands_of(name)]
+
+
+def test_every_recipe_and_every_file_is_previewed():
+    assert {name for _, name in PAIRS} == set(YAMLS)
+    assert {recipe for recipe, _ in PAIRS} | {"padding_free"} == set(recipes())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [*PAIRS, ("padding_free", "compare_packing.yaml"), ("full", None)]
+)
+def test_the_rows_previewed_are_the_rows_trained(recipe, name, model, tmp_path, capsys):
+    if recipe == "qlora":
+        pytest.importorskip("bitsandbytes")
+    arguments = options(recipe, name, model, tmp_path)
+    trained = tokens_of(trained_documents(recipe, arguments))
+    assert len(trained) > 5
+    assert any(label != -100 for _, labels in trained for label in labels)
+    assert tokens_of(previewed_documents([f"recipes/{recipe}.py", *arguments])) == trained
+    assert tokens_of(previewed_documents(arguments)) == trained  # the file names the recipe
+
+
+def test_another_recipe_would_show_other_rows(model, tmp_path):
+    """The negative control: the recipe decides, so the comparison above can fail."""
+    rows = [
+        {"prompt": r["question"], "completion": r["answer"]}
+        for r in tiny_rows("question_answer", 8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", model, "--data", str(tmp_path / "rows.jsonl")]
+    plain = tokens_of(previewed_documents(["recipes/full.py", *words]))
+    chat = tokens_of(previewed_documents(["recipes/sft_packed.py", *words]))
+    assert plain != chat
+    assert tokens_of(previewed_documents(words)) == plain
+    assert tokens_of(previewed_documents([*words, "--chat", "true"])) == chat
+
+
+def test_the_command_shows_what_the_demo_trains(capsys):
+    script = str(FOLDER / "sft_packed.py")
+    assert main(["inspect", script, "--rows", "0", "4999", "--json"]) == 0
+    shown = [row["documents"][0] for row in json.loads(capsys.readouterr().out)["rows"]]
+    trained = trained_documents("sft_packed", [])
+    assert tokens_of(shown) == tokens_of([trained[0], trained[4999]])

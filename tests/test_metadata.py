@@ -1,0 +1,152 @@
+"""Metadata agrees: addresses, versions, PEP 723 headers, and the files for GitHub."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import trl_packing
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+RECIPES = [p for p in sorted((ROOT / "recipes").glob("*.py")) if "__main__" in p.read_text()]
+
+# The same project under another account, or its pages.
+ADDRESS = re.compile(r"(?:github\.com/([\w-]+)/|([\w-]+)\.github\.io/)trl_packing\b")
+
+
+def tracked_texts() -> dict[str, str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    texts = {}
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in (".png", ".svg") or not path.is_file():
+            continue
+        texts[name] = path.read_text(encoding="utf-8", errors="ignore")
+    return texts
+
+
+def accounts_in(text: str) -> set[str]:
+    return {first or second for first, second in ADDRESS.findall(text)}
+
+
+def test_every_address_of_the_project_names_one_account():
+    (account,) = accounts_in(REPOSITORY)
+    found = {name: accounts_in(text) for name, text in tracked_texts().items()}
+    found.pop("tests/test_metadata.py", None)
+    others = {name: accounts for name, accounts in found.items() if accounts - {account}}
+    assert others == {}
+    assert sum(map(bool, found.values())) > 10, "the test finds no addresses"
+
+
+def test_another_account_is_seen():
+    assert accounts_in("see https://github.com/somebody/trl_packing/issues") == {"somebody"}
+    assert accounts_in("https://somebody.github.io/trl_packing/") == {"somebody"}
+    assert accounts_in("https://github.com/huggingface/trl") == set()
+
+
+def test_the_command_of_the_release_page_replaces_every_account(tmp_path):
+    page = (ROOT / "docs/releasing.md").read_text()
+    pattern = re.search(r"sed -i '(s#OWNER.*?#g)'", page)
+    assert pattern is not None
+    texts = {name: text for name, text in tracked_texts().items() if accounts_in(text)}
+    texts.pop("tests/test_metadata.py", None)
+    for number, text in enumerate(texts.values()):
+        (tmp_path / str(number)).write_text(text, encoding="utf-8")
+    files = [str(path) for path in tmp_path.iterdir()]
+    subprocess.run(["sed", "-i", pattern[1], *files], check=True)
+    assert {a for file in files for a in accounts_in(Path(file).read_text())} == {"you"}
+
+
+def test_versions_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert trl_packing.__version__ == PROJECT["version"] == str(citation["version"])
+    assert citation["license"] == PROJECT["license"]
+    assert citation["repository-code"] == REPOSITORY
+    assert {"title", "authors", "message", "cff-version"} <= citation.keys()
+
+
+def test_pythons_agree():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    matrix = workflow["jobs"]["versions"]["strategy"]["matrix"]
+    classifiers = [c.rpartition(":: ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
+    assert matrix["python"] == classifiers
+    assert PROJECT["requires-python"] == f">={classifiers[0]}"
+
+
+def test_workflows_run_commands_that_exist():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"].values()
+        commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+        assert ".ci/run" in commands
+        for job in jobs:
+            for row in job.get("strategy", {}).get("matrix", {}).get("include", []):
+                assert row["target"] in targets
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100
+
+
+def test_the_bug_form_asks_for_the_doctor():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    required = {
+        field["attributes"]["label"]
+        for field in form["body"]
+        if field.get("validations", {}).get("required")
+    }
+    assert "Output of `trl-packing doctor --json`" in required
+
+
+# --- PEP 723 --------------------------------------------------------------------------------------
+
+
+def header_of(text: str) -> dict:
+    """Return the metadata of a script, by the regular expression of PEP 723."""
+    block = r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$"
+    (found,) = [m for m in re.finditer(block, text) if m["type"] == "script"]
+    lines = found["content"].splitlines()
+    return tomllib.loads("\n".join(line.removeprefix("#").removeprefix(" ") for line in lines))
+
+
+def imported_by(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    local = {p.stem for p in path.parent.glob("*.py")}
+    return found - set(sys.stdlib_module_names) - local - {"trl_packing"}
+
+
+def installed_by(requirement: Requirement) -> set[str]:
+    """Return the names of the packages that this package with some extras requires."""
+    extras = PROJECT["optional-dependencies"]
+    lines = [*PROJECT["dependencies"], *(line for e in requirement.extras for line in extras[e])]
+    return {Requirement(line).name for line in lines} | {"tokenizers"}  # of transformers
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_the_header_of_a_recipe_installs_what_it_imports(path):
+    header = header_of(path.read_text())
+    assert header["requires-python"] == PROJECT["requires-python"]
+    (requirement,) = map(Requirement, header["dependencies"])
+    assert requirement.name == PROJECT["name"]
+    assert requirement.url == f"git+{REPOSITORY}"
+    assert requirement.extras <= PROJECT["optional-dependencies"].keys()
+    assert imported_by(path) <= installed_by(requirement)
+    assert ast.get_docstring(ast.parse(path.read_text())), "the header hides the docstring"
+
+
+def test_a_header_that_lacks_a_package_is_seen():
+    (lora,) = [path for path in RECIPES if path.stem == "lora"]
+    assert not imported_by(lora) <= installed_by(Requirement("trl-packing"))

@@ -1,0 +1,89 @@
+"""SECURITY.md is true: no dynamic code, no pickles, sandboxed templates, escaped text."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = [*sorted((ROOT / "trl_packing").rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
+
+# Calls that run code or unpickle. Methods of models (`model.eval()`) have an owner.
+FORBIDDEN = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads",
+    "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "joblib.load", "marshal.loads",
+}  # fmt: skip
+FORBIDDEN_MODULES = {"pickle", "subprocess", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def dangers_in(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+            if name in FORBIDDEN:
+                found.append(name)
+            if name in ("np.load", "numpy.load") and options.get("allow_pickle") != "False":
+                found.append(name)
+            if options.get("trust_remote_code") == "True":
+                found.append("trust_remote_code=True")
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module in FORBIDDEN_MODULES:
+            found.append(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_runs_code_or_unpickles(path):
+    assert dangers_in(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval('1')",
+        "import pickle",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x')",
+        "import yaml\nyaml.load('x', yaml.Loader)",
+        "from subprocess import run",
+        "AutoModel.from_pretrained('m', trust_remote_code=True)",
+    ],
+)
+def test_the_check_sees_a_danger(source):
+    assert dangers_in(source)
+
+
+def test_a_chat_template_cannot_reach_python():
+    from jinja2.exceptions import SecurityError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    conversation = [[{"role": "user", "content": "hello"}]]
+    plain, _ = render_jinja_template(conversation, chat_template="{{ messages[0]['content'] }}")
+    assert plain == ["hello"]
+    for attack in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__init__.__globals__ }}",
+    ):
+        with pytest.raises(SecurityError):
+            render_jinja_template(conversation, chat_template=attack)
+
+
+def test_a_prompt_template_takes_columns_and_no_attributes():
+    from trl_packing.formatting.prompt_template import PromptTemplate
+
+    row = {"query": "{response} {query.__class__}", "response": "four"}
+    filled = PromptTemplate.from_setting("Q: {query}", "query").prompt(row)
+    assert filled == "Q: {response} {query.__class__}"  # the text of a row is no template
+    for attack in ("{query.__class__}", "{query.__class__.__mro__}", "{query[0]}"):
+        with pytest.raises(ValueError, match="column"):
+            PromptTemplate.from_setting(attack, "query").prompt(row)
+
+
+def test_nothing_trusts_remote_code_by_default():
+    from trl_packing import PackedSFTConfig
+
+    assert PackedSFTConfig(output_dir="unused", use_cpu=True).trust_remote_code is False

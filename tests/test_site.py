@@ -1,0 +1,122 @@
+"""The site in a browser, opened from a folder as `make docs` leaves it.
+
+Every page is shown at two widths. A page may not be wider than its window, cut a table or a block
+of code, miss a picture, report an error or ask another host for anything.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.browser import Page, open_page
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+
+# Elements that reach beyond the window, or scroll inside, and pictures that are missing.
+CUT = """[...document.querySelectorAll('article :is(table, pre, pre > code, svg, img, .output)')]
+  .filter(e => e.getBoundingClientRect().width)
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1
+    || e.matches('pre, code') && e.scrollWidth > e.clientWidth + 1
+    || e.matches('img') && !e.naturalWidth)
+  .map(e => `${e.tagName} ${(e.textContent || e.src).trim().slice(0, 60)}`)"""
+
+RESULTS = """[...document.querySelectorAll('.md-search-result__item > a')]
+  .map(e => new URL(e.href).pathname.split('/site/')[1])"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("needs mkdocs: pip install '.[docs]', or `make docs`")
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    return folder
+
+
+def pages(site: Path) -> list[Path]:
+    """Return the pages of the navigation, without copies of source files."""
+    found = [p for p in sorted(site.rglob("*.html")) if "repository" not in p.parts]
+    return [p for p in found if p.name != "404.html" and not p.name.endswith(".yaml.html")]
+
+
+def faults(page: Page, site: Path) -> list[str]:
+    """Return all that is wrong with a page as it is shown."""
+    found = [f"error: {error}" for error in page.errors]
+    found += [f"request: {r}" for r in page.requests if not r.startswith(site.as_uri())]
+    wide, window = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    if wide > window:
+        found.append(f"the page is {wide} pixels wide in a window of {window}")
+    return found + page.evaluate(CUT)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_page_fits_its_window_and_needs_no_other_host(site, width):
+    wrong = {}
+    for path in pages(site):
+        with open_page(path, width=width) as page:
+            if found := faults(page, site):
+                wrong[str(path.relative_to(site))] = found
+    assert len(pages(site)) > 40
+    assert wrong == {}
+
+
+def test_a_cut_table_a_missing_picture_and_a_foreign_request_are_seen(site):
+    page = site / "glossary.html"
+    text = page.read_text()
+    bad = (
+        '<pre><code style="white-space: pre; display: block; overflow: auto">'
+        f"{'x' * 500}</code></pre>"
+        f'<table><tr><td style="white-space: nowrap">{"y " * 300}</td></tr></table>'
+        '<img src="nothing.png"><img src="https://example.com/a.png">'
+        '<div style="position: absolute; left: 0; width: 5000px">z</div>'
+    )
+    page.write_text(text.replace("</article>", f"{bad}</article>"))
+    try:
+        with open_page(page, width=390) as shown:
+            found = " | ".join(faults(shown, site))
+    finally:
+        page.write_text(text)
+    for fault in ("CODE xxx", "TABLE y y", "nothing.png", "pixels wide in a window of 390"):
+        assert fault in found
+    assert "request: https://example.com/a.png" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [("overflow", "settings.html"), ("isolation", "exactness.html"), ("flash-attn", "gpus.html")],
+)
+def test_the_search_of_a_site_in_a_folder_finds_pages_before_sources(site, words, first):
+    with open_page(site / "index.html") as page:
+        page.click(".md-search__input")
+        time.sleep(1)
+        page.evaluate(
+            f"(e => {{ e.value = {json.dumps(words)}; e.dispatchEvent(new Event('keyup')) }})"
+            "(document.querySelector('.md-search__input'))"
+        )
+        deadline = time.monotonic() + 60
+        while not (found := page.evaluate(RESULTS)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+    assert found[0] == first
+    assert not any(address.startswith("repository/trl_packing") for address in found)
+
+
+def test_a_setting_has_an_anchor_and_a_table_its_filter(site):
+    with open_page(site / "settings.html") as page:
+        assert page.text("#documents_per_step").startswith("documents_per_step")
+    shown = "[...document.querySelectorAll('article table:last-of-type tbody tr')]"
+    with open_page(site / "compatibility.html") as page:
+        page.evaluate(
+            "(e => { e.value = 'qwen3_moe'; e.dispatchEvent(new Event('input')) })"
+            "(document.querySelector('.filter input'))"
+        )
+        rows = page.evaluate(f"{shown}.filter(r => r.offsetHeight).map(r => r.cells[0].innerText)")
+        assert "qwen3_moe" in rows
+        assert "llama" not in rows

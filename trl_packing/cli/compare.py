@@ -1,0 +1,71 @@
+"""`trl-packing compare`: several runs over documents, tokens, steps or hours."""
+
+import argparse
+import json
+from pathlib import Path
+
+from trl_packing.cli.output import note, print_json
+
+HELP = "compare runs: losses, tokens, time, settings and versions"
+
+EPILOG = """\
+examples:
+  trl-packing compare outputs/packed outputs/padded
+  trl-packing compare outputs/* --html compare.html
+  trl-packing compare outputs/packed of_trl/trainer_state.json --over tokens
+
+exit status:
+  0  the comparison is printed
+  2  a run cannot be read or compared; stderr has the reason in one line
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="at least two: output_dir of a run, one of its checkpoints, its run.json, or the "
+        "trainer_state.json of any Trainer",
+    )
+    parser.add_argument(
+        "--over",
+        choices=("documents", "tokens", "steps", "hours"),
+        help="axis on which losses are compared; default: documents if all runs know them, else "
+        "tokens, else steps if they hold equally many documents",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the curves as a page")
+    parser.add_argument("--png", metavar="FILE", help="draw the curves; needs matplotlib")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the comparison."""
+    from trl_packing.pages.page import check_can_write
+    from trl_packing.tools.compare_runs import compare
+    from trl_packing.tools.run_files import load_run
+    from trl_packing.tools.runs_page import compare_page
+
+    if len(arguments.runs) < 2:
+        raise ValueError(
+            f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
+        )
+    for option, path in (("--html", arguments.html), ("--png", arguments.png)):
+        if path:
+            check_can_write(option, path)
+    records = [load_run(path) for path in arguments.runs]
+    comparison = compare(records, arguments.over)
+    if arguments.json:
+        print_json(json.loads(comparison.to_json()))
+    else:
+        print(comparison)
+    if arguments.html:
+        Path(arguments.html).write_text(compare_page(records, comparison), encoding="utf-8")
+        note(f"wrote {arguments.html}")
+    if arguments.png:
+        from trl_packing.tools.runs_plot import plot_runs
+
+        plot_runs(records, comparison).savefig(arguments.png, dpi=150)
+        note(f"wrote {arguments.png}")
+    return 0

@@ -1,0 +1,48 @@
+"""`trl-packing doctor`: whether this machine can train, and what would make it faster."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from trl_packing.cli.output import print_json, quiet_libraries
+from trl_packing.cli.run_options import add_run_arguments
+
+HELP = "test this machine: versions, devices, attention backends, memory of a model"
+
+EPILOG = """\
+examples:
+  trl-packing doctor
+  trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096 --html a.html
+  trl-packing doctor recipes/lora.py --config recipes/lora_8b.yaml
+
+exit status:
+  0  nothing here would stop a training run
+  1  training would fail, for the reasons that are printed
+  2  an option cannot be used; stderr has the reason in one line
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = EPILOG
+    parser.add_argument("--html", metavar="FILE", help="write a page too")
+    add_run_arguments(parser, "doctor")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis; return 1 if training would fail."""
+    from trl_packing.pages.page import check_can_write
+    from trl_packing.tools.doctor import diagnose
+    from trl_packing.tools.doctor_page import doctor_page
+
+    if arguments.html:
+        check_can_write("--html", arguments.html)
+    quiet_libraries()
+    diagnosis = diagnose(arguments.words)
+    if arguments.html:
+        Path(arguments.html).write_text(doctor_page(diagnosis), encoding="utf-8")
+    if arguments.json:
+        print_json(diagnosis.as_json())
+    else:
+        print(diagnosis.text(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+    return 1 if diagnosis.failures else 0

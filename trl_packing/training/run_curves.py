@@ -1,0 +1,90 @@
+"""The charts of one or several runs, from the numbers that they logged.
+
+[record]            a chart a kind: loss, eval_loss by source, learning rate, ...
+[record, record]    a chart a name, with a curve for each run
+"""
+
+import re
+from collections.abc import Sequence
+
+from trl_packing.pages.curves import Chart, Curve
+from trl_packing.training.run_record import RunRecord
+
+MAIN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "utilization")
+_TITLES = {
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+}
+_NOTES = {
+    "loss": "mean over trained tokens since the last log",
+    "grad_norm": "before clipping",
+    "utilization": "tokens of documents / room for tokens",
+}
+_SHARES = ("utilization", "mfu", "mean_token_accuracy")
+
+_EVAL_LOSS = re.compile(r"eval_(.+_)?loss(_.+)?")
+# Counts and times of day are axes, or figures of the whole run.
+_NO_CURVE = re.compile(
+    r"epoch|step|num_tokens|num_input_tokens_seen|total_flos|train_(loss|runtime|.*seconds?|tokens|"
+    r"trained_tokens|documents|utilization|documents_per_step|peak_memory_gib|mfu)|"
+    r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|num_tokens|num_documents.*)"
+)
+_MOST_CURVES = 24
+
+
+def is_eval_loss(name: str) -> bool:
+    """Return whether `name` is that of an evaluation loss, of a set or a source too."""
+    return _EVAL_LOSS.fullmatch(name) is not None
+
+
+def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
+    """Return the charts of the numbers that these runs logged, the main ones first."""
+    logged = dict.fromkeys(name for record in records for name in record.names())
+    names = [name for name in logged if not _NO_CURVE.fullmatch(name)]
+    losses = [name for name in names if is_eval_loss(name)]
+    charts: list[Chart] = []
+    for name in MAIN:
+        if name == "eval_loss":
+            charts += _of_losses(records, losses)
+        elif name in names:
+            charts.append(_chart(records, name))
+    rest = [name for name in names if name not in MAIN and name not in losses]
+    return charts + [_chart(records, name) for name in rest]
+
+
+def num_main(charts: Sequence[Chart]) -> int:
+    """Return how many of `charts_of` are main ones."""
+    titles = [_TITLES.get(name, name) for name in MAIN]
+    return sum(chart.title in titles or is_eval_loss(chart.title) for chart in charts)
+
+
+def _of_losses(records: Sequence[RunRecord], names: list[str]) -> list[Chart]:
+    if len(records) > 1:
+        return [_chart(records, name) for name in names[:_MOST_CURVES]]
+    if not names:
+        return []
+    curves = [_curve(records[0], name, name, i) for i, name in enumerate(names[:_MOST_CURVES])]
+    left_out = len(names) - len(curves)
+    note = f"{left_out:,} more in run.json" if left_out else ""
+    return [Chart("eval_loss", curves, note=note, may_be_log=True)]
+
+
+def _chart(records: Sequence[RunRecord], name: str) -> Chart:
+    """Return the chart of one name, with a curve for each run that logged it."""
+    curves = [
+        _curve(record, name, name if len(records) == 1 else record.name, i)
+        for i, record in enumerate(records)
+        if name in record.names()
+    ]
+    return Chart(
+        _TITLES.get(name, name),
+        curves,
+        note=_NOTES.get(name, ""),
+        may_be_log=name in ("loss", "grad_norm", "learning_rate") or is_eval_loss(name),
+        percent=name in _SHARES,
+    )
+
+
+def _curve(record: RunRecord, name: str, shown: str, color: int) -> Curve:
+    return Curve(shown, record.points(name), color)
