@@ -501,7 +501,7 @@ class PackedSFTTrainer(SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Measure a step before its first micro-batch, and announce each row to the model."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        weighted = self._loaders.trains_weighted or self._collators.packed.shares_prefixes
+        weighted = self._loaders.trains_weighted
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
         self._meter.count(batches, self._loaders.room)
         return AnnouncedBatches(batches), num_items

@@ -54,7 +54,6 @@ class PackedLoaders:
     Attributes:
         evaluates_padded: logits are requested, of one row for each document.
         sources: of the set that is evaluated, where its losses are told apart.
-        trains_weighted: whether the training set has weights.
         room: tokens that fit into a micro-batch of bins; None where nothing is packed.
     """
 
@@ -79,7 +78,7 @@ class PackedLoaders:
         self.options = options
         self.evaluates_padded = False
         self.sources: Sources | None = None
-        self.trains_weighted = False
+        self._has_weights = False
         self.room: int | None = None
         self._evaluated_streams: list[StreamBatches] = []
         self._has_warned = False
@@ -108,7 +107,7 @@ class PackedLoaders:
 
     def _train(self, parent: Callable[[], Any]) -> DataLoader:
         dataset = self.trainer.train_dataset
-        self.trains_weighted = self.options.loss_weighting != "token" or has_weights(dataset)
+        self._has_weights = self.options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.forget()
         if isinstance(dataset, IterableDataset):
             capacity = self.trainer.args.max_length if self.sampling.packing else None
@@ -205,6 +204,11 @@ class PackedLoaders:
             stream = self._stream(chosen, self.sampling.eval_packing, size, training=False)
             self._evaluated_streams.append(stream)
             return self._loader_of(stream)
+
+    @property
+    def trains_weighted(self) -> bool:
+        """Whether micro-batches have weights: of the training set, or sums over documents."""
+        return self._has_weights or self.collators.packed.shares_prefixes
 
     def ensure_isolated(self, model: Any, dataset: Any, *, training: bool) -> None:
         """Stop, or switch to a slower attention, before anything is computed on leaking documents.
