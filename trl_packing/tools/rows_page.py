@@ -6,6 +6,7 @@ Everything drawn comes from the batches of the trainer's collator. The page has 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -128,23 +129,20 @@ def _choose(epoch: PackedEpoch, max_rows: int, max_tokens: int) -> list[tuple[Pa
 
 def _candidates(epoch: PackedEpoch, max_rows: int) -> Iterator[tuple[PackedRow, str]]:
     found: set[str] = set()
-    number = 0
-    for at in range(len(epoch.sampler.micro_batches())):
-        for row in epoch.rows([at]):
-            if number < max_rows:
-                yield row, ""
-                found |= {name for d in row.documents for name in d.properties}
-                number += 1
-        if number >= max_rows:
-            break
     micro_batches = epoch.micro_batch_of_documents()
-    for name, has in epoch.with_property().items():
-        if name in found:
-            continue
-        for document in np.flatnonzero(has & (micro_batches >= 0))[:_EXAMPLES].tolist():
-            for row in epoch.rows([int(micro_batches[document])]):
-                if any(d.number == document for d in row.documents):
-                    yield row, f"shown for a document: {name}"
+    for row in islice(epoch.rows(range(int(micro_batches.max(initial=-1)) + 1)), max_rows):
+        yield row, ""
+        found |= {name for document in row.documents for name in document.properties}
+    examples = {
+        int(document): name
+        for name, has in epoch.with_property().items()
+        if name not in found
+        for document in np.flatnonzero(has & (micro_batches >= 0))[:_EXAMPLES]
+    }
+    for row in epoch.rows(np.unique(micro_batches[[*examples]]).tolist() if examples else []):
+        for name in {examples[d.number] for d in row.documents if d.number in examples}:
+            yield row, f"shown for a document: {name}"
+            break
 
 
 # --- one row --------------------------------------------------------------------------------------
