@@ -70,7 +70,7 @@ function strip(row, index) {
   });
   const name = element("span", { class: "name" }, row.short);
   const button = element("button", { class: "strip", type: "button", "data-row": index });
-  button.classList.toggle("first", row.start === 0);
+  button.classList.toggle("first", row.start === 0 && data.rows.some((r) => r.start > 0));
   button.setAttribute("aria-label", `${row.name}: ${summary(row)}`);
   button.append(name, picture);
   button.addEventListener("click", () => select(index));

@@ -14,7 +14,7 @@ import numpy as np
 from trl_packing.data.counts import quantity
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import escape_text, quote
-from trl_packing.pages.page import asset, cards, escape, page, section
+from trl_packing.pages.page import HtmlPage, asset, cards, escape, page, section
 from trl_packing.tools.packed_rows import (
     CUT,
     NO_STOP_TOKEN,
@@ -46,15 +46,17 @@ def rows_page(
     epoch: PackedEpoch,
     *,
     title: str = "Packed rows",
+    note: str = "",
     command: str = "",
     max_rows: int = MAX_ROWS,
     max_tokens: int = MAX_TOKENS,
-) -> str:
-    """Return the HTML page.
+) -> HtmlPage:
+    """Return the HTML page, which a notebook shows as the value of a cell.
 
     Args:
         epoch: the rows of a run, in its first epoch.
         title: of the page.
+        note: shown beside the title.
         command: the command line that made it; "" leaves it out.
         max_rows: rows from the start of the epoch.
         max_tokens: tokens of all rows shown.
@@ -73,7 +75,6 @@ def rows_page(
     return page(
         title,
         [
-            f"<style>\n{asset('rows.css')}</style>",
             _cards(epoch),
             section(
                 "Rows of epoch 1",
@@ -88,6 +89,8 @@ def rows_page(
         ],
         data=data,
         script=asset("rows.js"),
+        style=asset("rows.css"),
+        note=note,
     )
 
 
