@@ -6,9 +6,10 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from trl_packing.formatting.printable import escape_hidden
-from trl_packing.tools.compare_runs import Comparison, value_on
+from trl_packing.pages.curves import Values
+from trl_packing.tools.compare_runs import Comparison, place_on
 from trl_packing.training.run_curves import charts_of, num_main
-from trl_packing.training.run_record import Point, RunRecord
+from trl_packing.training.run_record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,7 @@ def plot_runs(records: Sequence[RunRecord], comparison: Comparison) -> "Figure":
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError as error:
         raise ValueError(
             "a picture is drawn by matplotlib, which is not installed; pip install "
@@ -43,8 +45,9 @@ def plot_runs(records: Sequence[RunRecord], comparison: Comparison) -> "Figure":
         frame.set_xlabel("seconds of training" if over == "hours" else over)
         for curve in chart.curves:
             color = _COLORS[curve.color % len(_COLORS)]
-            points = [Point._make(point) for point in curve.points]
-            _draw(frame, points, over, label=_plain(curve.name), color=color)
+            _draw(frame, curve.points, over, label=_plain(curve.name), color=color)
+        frame.locator_params(axis="x", nbins=6)
+        frame.xaxis.set_major_formatter(EngFormatter(sep=""))
         frame.grid(alpha=0.3)
         frame.spines[["top", "right"]].set_visible(False)
         frame.legend(frameon=False, fontsize="small")
@@ -53,9 +56,9 @@ def plot_runs(records: Sequence[RunRecord], comparison: Comparison) -> "Figure":
     return figure
 
 
-def _draw(frame: Any, points: Sequence[Point], over: str, **style: Any) -> None:
-    place = value_on(over)
-    known = [(place(p), p.value if isfinite(p.value) else nan) for p in points]
+def _draw(frame: Any, points: Sequence[Values], over: str, **style: Any) -> None:
+    place = place_on(over)
+    known = [(place(p), p[-1] if isfinite(p[-1]) else nan) for p in points]
     known = [(x, y) for x, y in known if x is not None]
     marker = "." if len(known) <= 40 else None
     frame.plot([x for x, _ in known], [y for _, y in known], marker=marker, lw=1.4, **style)
