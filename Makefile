@@ -14,7 +14,8 @@ TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/t
 	training/test_metrics plain_trainer/test_enable training/test_resume streaming/test_loader \
 	streaming/test_reader))
 
-.PHONY: demo test test-all test-oldest chromium notebooks matrix check lint types format docs samples bench clean
+.PHONY: demo test test-all test-oldest chromium notebooks notebook-outputs matrix check lint types format docs samples bench \
+	clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
@@ -36,6 +37,9 @@ chromium:  ## the browser in which HTML pages are tested, from Debian; skipped w
 
 notebooks: $(READY)  ## run them top to bottom, offline, about a minute
 	$(BIN)/python -m pytest tests/test_notebooks.py -n 2
+
+notebook-outputs: $(READY)  ## run the notebooks offline and store their outputs
+	$(BIN)/python notebooks/execute.py
 
 matrix: $(READY)  ## every architecture of the installed transformers, about 3 minutes
 	$(BIN)/trl-packing verify --matrix --output docs/compatibility.md
