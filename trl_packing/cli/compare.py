@@ -12,7 +12,7 @@ EPILOG = """\
 examples:
   trl-packing compare outputs/packed outputs/padded
   trl-packing compare outputs/* --html compare.html
-  trl-packing compare outputs/packed outputs_of_trl/checkpoint-500/trainer_state.json --over tokens
+  trl-packing compare outputs/packed of_trl/trainer_state.json --over tokens
 
 exit status:
   0  the comparison is printed

@@ -94,7 +94,15 @@ def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield f"{int(plan.epoch.tokens.max()):,}", "tokens in the largest micro-batch"
     if counts.before.tokens:
         lost = counts.before.tokens - counts.after.tokens
-        yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
+        yield _share(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
+
+
+def _share(part: int, whole: int, digits: int) -> str:
+    """Return a percentage; a small one is never written as 0."""
+    least = 10.0 ** -(digits + 2)
+    if 0 < part < least * whole:
+        return f"<{least:.{digits}%}"
+    return f"{part / whole:.{digits}%}"
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -136,7 +144,8 @@ def _shapes(plan: RunPlan) -> str:
 
 def _figure(title: str, values: np.ndarray, label: str, counted: str) -> str:
     color = "var(--blue)" if counted == "documents" else "var(--green)"
-    note = f"mean {values.mean():,.4g}"
+    mean = float(values.mean())
+    note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{'%' * label.startswith('%')}"
     return figure(title, histogram(values, label=label, counted=counted, color=color), note=note)
 
 
@@ -170,8 +179,8 @@ def _max_length_row(row: WhatIf, packed: bool) -> list[str]:
     return [
         limit,
         *fill,
-        f"{row.num_cut:,} ({row.num_cut / documents:.1%})" if row.num_cut else "0",
-        f"{lost:,} ({row.lost:.1%})" if lost else "0",
+        f"{row.num_cut:,} ({_share(row.num_cut, documents, 1)})" if row.num_cut else "0",
+        f"{lost:,} ({_share(lost, row.counts.before.tokens, 1)})" if lost else "0",
         f"{row.steps:,}",
         f"{row.documents_per_step:,.1f}",
         f"{row.largest:,}",
