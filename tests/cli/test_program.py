@@ -1,9 +1,19 @@
 """The program: help, typing errors, versions, colors, and exit statuses."""
 
+import dataclasses
+import io
 import subprocess
 import sys
 
 import pytest
+from helpers.attacks import harmful
+
+import trl_packing
+from trl_packing.cli import main
+from trl_packing.cli.output import uses_color
+from trl_packing.cli.program import COMMANDS
+from trl_packing.cli.run_options import SETTINGS
+from trl_packing.config import PackedSFTConfig, PackingOptions
 
 HEAVY = ("torch", "transformers", "trl", "datasets")
 
@@ -27,3 +37,84 @@ def test_the_check_sees_a_library_that_is_loaded():
     code = f"import sys, torch\nprint('loaded', [n for n in {HEAVY} if n in sys.modules])\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("loaded ['torch']")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_exit_statuses_and_fits_a_terminal(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert f"\n  trl-packing {command} " in out.partition("\nexamples:\n")[2]
+    assert "\n  2  " in out.partition("\nexit status:\n")[2]
+    assert {"--json", "--color"} <= set(out.split())
+
+
+def test_help_lists_all_of_our_settings_with_their_choices():
+    ours = {f.name: f for f in dataclasses.fields(PackedSFTConfig)}
+    names = [*(f.name for f in dataclasses.fields(PackingOptions)), "packing", "packing_strategy"]
+    assert sorted(names) == sorted(name for name, *_ in SETTINGS)
+    for name, metavar, _ in SETTINGS:
+        choices = ours[name].metadata.get("choices")
+        assert metavar.startswith("{") == bool(choices), name
+        assert not choices or metavar == f"{{{','.join(choices)}}}"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"trl-packing {trl_packing.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["paln"], "did you mean plan?"),
+        (["compare", "a", "b", "--jsno"], "compare has no option --jsno; did you mean --json?"),
+        (["plan", "--nonsense", "2"], "--nonsense is unknown; --help lists the options"),
+        (["plan", "--model", "m", "--data", "d", "--rank", "2"], "did you mean --ranks?"),
+        (["plan", "--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
+        (["plan", "--color", "pink"], "argument --color: invalid choice: 'pink'"),
+        (["\x1b[2Jplan"], "\\x1b[2Jplan"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_a_typing_error_is_one_line_with_status_2(words, sentence, capsys):
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    assert (status, out, len(err.splitlines())) == (2, "", 1), err
+    assert sentence in err
+    assert not harmful(err)
+
+
+@pytest.mark.parametrize(
+    ("choice", "environment", "is_terminal", "colored"),
+    [
+        ("auto", {}, True, True),
+        ("auto", {}, False, False),
+        ("auto", {"NO_COLOR": "1"}, True, False),
+        ("auto", {"NO_COLOR": ""}, True, True),
+        ("auto", {"FORCE_COLOR": "1"}, False, True),
+        ("auto", {"FORCE_COLOR": "0"}, False, False),
+        ("auto", {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ("auto", {"TERM": "dumb"}, True, False),
+        ("always", {"NO_COLOR": "1"}, False, True),
+        ("never", {"FORCE_COLOR": "1"}, True, False),
+    ],
+)
+def test_color_follows_the_option_then_the_environment(
+    choice, environment, is_terminal, colored, monkeypatch
+):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    assert uses_color(choice, stream) == colored

@@ -251,7 +251,7 @@ the row with the feature. torch_compile ran with the backend "eager".
 | mark | meaning |
 | --- | --- |
 | ✓ | trained |
-| T | trained on TRL's path, with a warning: your collator makes the batches, and weights are its affair |
+| T | trained on TRL's path, with a warning: your collator makes batches and reads weights |
 | ✗ | refused before training, by the sentence [below](#refusals) |
 | – | alternatives of each other |
 

@@ -98,3 +98,11 @@ def test_cells_and_bars_are_escaped_and_one_row_is_marked():
     assert "<tr class=this><td>2</td>" in html
     assert "width:50.00%" in bars([("a", 2, "2"), ("<b>", 1, "<1>")])
     assert "&lt;b&gt;" in bars([("<b>", 1, "<1>")])
+
+
+def test_counts_have_whole_ticks_and_shares_end_at_their_highest_value():
+    once = histogram([10, 900], label="tokens")
+    assert re.findall(r'text-anchor="end">([^<]*)<', once) == ["0", "1"]
+    full = histogram([50.0, 73.0, 100.0, 100.0], label="%")
+    assert "to 100: 2 " in full
+    assert "102" not in full

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 from helpers.browser import HOSTILE, open_page
@@ -13,6 +14,7 @@ from trl_packing.tools import run_files
 from trl_packing.tools.compare_runs import compare
 from trl_packing.tools.run_files import load_run
 from trl_packing.tools.runs_page import compare_page
+from trl_packing.tools.runs_plot import plot_runs
 from trl_packing.training.run_record import FILE, NOTHING, RunRecord, Totals
 
 
@@ -187,6 +189,24 @@ def test_the_page_shows_the_curves_of_all_runs(tmp_path, capsys, width):
         opened.click("input[value=steps] + span")
         assert "cannot be compared over steps" in opened.text("#warning")
         assert opened.problems() == []
+
+
+def test_a_picture_has_a_line_for_each_run_and_says_what_is_missing(monkeypatch):
+    pytest.importorskip("matplotlib")
+    odd = made("_$\\frac", documents_per_step=20, losses=[1.0, math.nan, 2.0, 3.0])
+    records = [PACKED, PADDED, odd]
+    figure = plot_runs(records, compare(records))
+    figure.draw_without_rendering()
+    frame = figure.axes[0]
+    assert frame.get_xlabel() == "documents"
+    assert [list(line.get_xdata()) for line in frame.lines][:2] == [
+        [20, 40, 60, 80],
+        list(range(4, 44, 4)),
+    ]
+    assert len(frame.get_legend().get_texts()) == 3
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="leave --png out"):
+        plot_runs(records, compare(records))
 
 
 def test_hostile_runs_do_nothing_in_the_page(tmp_path):

@@ -374,6 +374,9 @@ def test_a_collator_that_says_nothing_of_its_rows_logs_nothing(tmp_path):
     trainer.train()
     assert not any("utilization" in entry for entry in trainer.state.log_history)
     assert any("loss" in entry for entry in trainer.state.log_history)
+    counted = [e["num_tokens"] for e in trainer.state.log_history if "num_tokens" in e]
+    assert counted[-1] == sum(LENGTHS), "TRL's count, and not 0"
+    assert counted == sorted(set(counted))
 
 
 def test_no_model_is_given_what_is_for_the_host(tmp_path):

@@ -39,8 +39,8 @@ def test_the_totals_of_the_run_are_those_of_its_last_step():
 
 def test_what_is_unknown_before_stays_unknown_in_the_sum():
     some = Totals(1, 2, 3, None, 0.5)
-    assert NOTHING + some == some
-    assert UNKNOWN + some == UNKNOWN
+    assert NOTHING.plus(some) == some
+    assert UNKNOWN.plus(some) == UNKNOWN
 
 
 def test_a_record_is_the_same_after_it_was_written_and_read():
@@ -48,7 +48,9 @@ def test_a_record_is_the_same_after_it_was_written_and_read():
     written = record(settings=settings, versions={"torch": "2"}, resumed=[10])
     json.loads(written.to_json(), parse_constant=pytest.fail)  # strict JSON
     read = RunRecord.from_json(written.to_json())
-    assert repr(read) == repr(written)  # NaN differs from itself
+    assert read.to_json() == written.to_json()
+    assert (read.totals, read.settings, read.resumed) == (written.totals, settings, [10])
+    assert repr(read.log) == repr(LOG)  # NaN differs from itself
 
 
 @given(st.floats())
@@ -57,6 +59,17 @@ def test_every_float_survives(value):
         RunRecord("a", log=[{"loss": value, "step": 1}]).to_json()
     ).points("loss")
     assert point.value == value or (math.isnan(value) and math.isnan(point.value))
+
+
+def test_a_growing_log_is_read_to_its_end():
+    """Entries are converted once: a run writes its record many times."""
+    growing = record(log=LOG[:1])
+    assert len(growing.points("loss")) == 1
+    assert len(RunRecord.from_json(growing.to_json()).log) == 1
+    growing.log = LOG
+    assert [p.step for p in growing.points("loss")] == [10, 20, 25]
+    assert RunRecord.from_json(growing.to_json()).names() == record().names()
+    assert growing.to_json() == record().to_json()
 
 
 def test_objects_in_a_log_become_texts():
@@ -72,5 +85,14 @@ def test_objects_in_a_log_become_texts():
     "text", ["{}", "[]", "3", "not json", '{"format": 2}', '{"format": 1, "name": "a", "log": 3}']
 )
 def test_another_file_is_refused(text):
+    RunRecord.from_json(record().to_json())  # the control
     with pytest.raises(ValueError):
         RunRecord.from_json(text)
+
+
+@pytest.mark.parametrize("totals", ['["30", 400, ', "[30, 400, 5, ", '{"documents": 30}, ['])
+def test_damaged_totals_are_refused(totals):
+    text = record().to_json()
+    with pytest.raises(ValueError):
+        RunRecord.from_json(text.replace("[30, 400, ", totals))
+    assert "[30, 400, " in text

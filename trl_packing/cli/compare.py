@@ -12,7 +12,7 @@ EPILOG = """\
 examples:
   trl-packing compare outputs/packed outputs/padded
   trl-packing compare outputs/* --html compare.html
-  trl-packing compare outputs/packed outputs_of_trl/checkpoint-500/trainer_state.json --over tokens
+  trl-packing compare outputs/packed of_trl/trainer_state.json --over tokens
 
 exit status:
   0  the comparison is printed
@@ -36,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="axis on which losses are compared; default: documents if all runs know them, else "
         "tokens, else steps if they hold equally many documents",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with the curves too")
+    parser.add_argument("--html", metavar="FILE", help="write the curves as a page")
+    parser.add_argument("--png", metavar="FILE", help="draw the curves; needs matplotlib")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison."""
+    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.compare_runs import compare
     from trl_packing.tools.run_files import load_run
     from trl_packing.tools.runs_page import compare_page
@@ -49,8 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
         )
-    if arguments.html and not Path(arguments.html).absolute().parent.is_dir():
-        raise ValueError(f"--html {arguments.html}: its folder does not exist")
+    for option, path in (("--html", arguments.html), ("--png", arguments.png)):
+        if path:
+            check_can_write(option, path)
     records = [load_run(path) for path in arguments.runs]
     comparison = compare(records, arguments.over)
     if arguments.json:
@@ -60,4 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         Path(arguments.html).write_text(compare_page(records, comparison), encoding="utf-8")
         note(f"wrote {arguments.html}")
+    if arguments.png:
+        from trl_packing.tools.runs_plot import plot_runs
+
+        plot_runs(records, comparison).savefig(arguments.png, dpi=150)
+        note(f"wrote {arguments.png}")
     return 0

@@ -12,7 +12,7 @@ HELP = "test this machine: versions, devices, attention backends, memory of a mo
 EPILOG = """\
 examples:
   trl-packing doctor
-  trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096 --html doctor.html
+  trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096 --html a.html
   trl-packing doctor recipes/lora.py --config recipes/lora_8b.yaml
 
 exit status:

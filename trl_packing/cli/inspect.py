@@ -28,7 +28,7 @@ examples:
 
 exit status:
   0  every row that was asked for is trained; with --against, nothing differs
-  1  one of them is not, and its reason is printed; with --against, something differs
+  1  one of them is not; with --against, something differs
   2  the run cannot be shown; stderr has the reason in one line
 """
 
@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_can_write("--html", arguments.html)
     if arguments.against:
         return run_comparison(arguments)
+    if not (arguments.all or arguments.html):  # a stream is read no further than needed
+        arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = previewed_run(arguments)
     color = not arguments.json and uses_color(arguments.color)
     rows = []

@@ -57,11 +57,8 @@ def quiet_libraries() -> None:
 
     Progress bars stay where stderr is a terminal.
     """
-    import logging
     import warnings
 
-    # bitsandbytes tells of kernels that no preview runs, when it is imported.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import datasets
     from transformers.utils import logging as transformers_logging
 

@@ -8,7 +8,9 @@ trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 import argparse
 import importlib
 import io
+import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # the terminal may lack some characters
             stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
+    # bitsandbytes tells of kernels that no command runs, when it is imported.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
@@ -73,8 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = message_of(error)
         if message is None:
             raise
+        message = _suggest_own_option(message, arguments)
         print(f"trl-packing {arguments.command}: {message}", file=sys.stderr)
         return 2
+
+
+def _suggest_own_option(message: str, arguments: argparse.Namespace) -> str:
+    """Return `message` with a suggestion, if it is about an option that no recipe has."""
+    found = re.fullmatch(r"--(\S+) is unknown; --help lists the options", message)
+    hint = suggest(found[1], vars(arguments), mark="--") if found else ""
+    return f"--{found[1]} is unknown{hint}" if found and hint else message
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -43,6 +43,7 @@ SETTINGS = (
     ("source_column", "COLUMN", "report eval_loss for each value of it"),
     ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
     ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),
+    ("run_page", _FLAG, "write run.html into output_dir while training"),
     ("isolation_check", "{error,warn,off}", "before the first step: does a document leak?"),
 )
 
@@ -69,9 +70,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.set_defaults(forwarded=[])
     run = parser.add_argument_group(
         "the run",
-        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does not\n"
-        "train. Without it, the recipe is the one that the comments of FILE name, or the\n"
-        "first one that takes the options.",
+        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
+        "not train. Without it, the recipe is the one that the comments of FILE name,\n"
+        "or the first one that takes the options.",
     )
     settings = parser.add_argument_group(
         "settings of trl_packing",

@@ -67,8 +67,16 @@ class Axis:
         ]
 
 
-def y_axis(high: float, low: float = 0.0) -> tuple[list[str], Callable[[float], float]]:
-    """Return gridlines with their values, and the function from a value to its pixels."""
+def y_axis(
+    high: float, low: float = 0.0, *, whole: bool = False
+) -> tuple[list[str], Callable[[float], float]]:
+    """Return gridlines with their values, and the function from a value to its pixels.
+
+    Args:
+        high: the highest value.
+        low: the lowest value.
+        whole: leave out ticks that are no whole numbers.
+    """
     if high == low:
         low, high = (low - 0.5, high + 0.5) if low else (0.0, 1.0)
 
@@ -77,6 +85,8 @@ def y_axis(high: float, low: float = 0.0) -> tuple[list[str], Callable[[float], 
 
     parts = []
     for tick in ticks(low, high, most=4):
+        if whole and tick % 1:
+            continue
         if tick != 0 or low < 0:
             parts.append(
                 f'<path d="M{_LEFT} {y(tick):.1f}H{WIDTH - _RIGHT}" stroke="var(--grid)"/>'

@@ -45,7 +45,7 @@ def histogram(
     x_axis = Axis(float(edges[0]), float(edges[-1]), is_log)
     counts = np.histogram(values, edges)[0]
     beyond = counts * 0 if cut is None else np.histogram(values[values > cut], edges)[0]
-    axis, y = y_axis(float(counts.max()))
+    axis, y = y_axis(float(counts.max()), whole=True)
     bars = []
     for left, right, count, red in zip(edges, edges[1:], counts, beyond, strict=False):
         x, end = x_axis.x(left), x_axis.x(right)
@@ -138,7 +138,8 @@ def _edges(values: np.ndarray, bins: int, is_log: bool) -> np.ndarray:
         return np.arange(low, max(high, low + 6) + 2) - 0.5  # bars of one value are never broad
     width = round_up((high - low or 1) / (bins - 1), steps=(1, 2, 2.5, 4, 5, 10))
     width = np.ceil(width) if is_integer else width
-    first, last = np.floor(low / width), np.floor(high / width) + 1
+    first = np.floor(low / width)
+    last = np.floor(high / width) + 1 if is_integer else max(np.ceil(high / width), first + 1)
     return np.arange(first, last + 1) * width
 
 

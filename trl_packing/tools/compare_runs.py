@@ -13,6 +13,7 @@ from textwrap import fill
 from typing import Any
 
 from trl_packing.formatting.printable import escape_hidden
+from trl_packing.pages.curves import Values
 from trl_packing.training.run_curves import is_eval_loss
 from trl_packing.training.run_page import in_json, in_words
 from trl_packing.training.run_record import Point, RunRecord, storable
@@ -127,7 +128,7 @@ def on_different_machines(records: Sequence[RunRecord]) -> bool:
     return len(machines) > 1
 
 
-def value_on(over: str) -> Callable[[Point], float | None]:
+def place_on(over: str) -> Callable[[Values], float | None]:
     """Return the function from a point to its place on an axis."""
     place = {"steps": 0, "documents": 1, "tokens": 2, "hours": 3}[over]
     return lambda point: point[place]
@@ -150,12 +151,12 @@ def _axis(records: Sequence[RunRecord], asked: str | None) -> str | None:
 
 def _end(record: RunRecord, over: str) -> float | None:
     """Return the last known place of a run on an axis."""
-    places = map(value_on(over), record.points("loss"))
+    places = map(place_on(over), record.points("loss"))
     return max((place for place in places if place is not None), default=None)
 
 
 def _last_before(points: Sequence[Point], over: str, at: float) -> float | None:
-    place = value_on(over)
+    place = place_on(over)
     known = [(place(point), point.value) for point in points]
     before = [value for where, value in known if where is not None and where <= at]
     return before[-1] if before else None

@@ -94,7 +94,15 @@ def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield f"{int(plan.epoch.tokens.max()):,}", "tokens in the largest micro-batch"
     if counts.before.tokens:
         lost = counts.before.tokens - counts.after.tokens
-        yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
+        yield _share(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
+
+
+def _share(part: int, whole: int, digits: int) -> str:
+    """Return a percentage; a small one is never written as 0."""
+    least = 10.0 ** -(digits + 2)
+    if 0 < part < least * whole:
+        return f"<{least:.{digits}%}"
+    return f"{part / whole:.{digits}%}"
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -136,7 +144,8 @@ def _shapes(plan: RunPlan) -> str:
 
 def _figure(title: str, values: np.ndarray, label: str, counted: str) -> str:
     color = "var(--blue)" if counted == "documents" else "var(--green)"
-    note = f"mean {values.mean():,.4g}"
+    mean = float(values.mean())
+    note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{'%' * label.startswith('%')}"
     return figure(title, histogram(values, label=label, counted=counted, color=color), note=note)
 
 
@@ -153,8 +162,14 @@ def _max_lengths(plan: RunPlan) -> str:
     rows = [_max_length_row(row, packed) for row in plan.what_if]
     marked = next(i for i, row in enumerate(plan.what_if) if row.max_length == own)
     note = "each row is really planned, from all documents; this run is in bold"
-    peak = "Peak tokens are those of the largest micro-batch, which decides the memory."
-    content = table(head, rows, marked=marked), f'<p class="what">{peak}</p>'
+    said = "Peak tokens are those of the largest micro-batch, which decides the memory."
+    longest, positions = int(plan.lengths_before().max()), plan.run.max_positions
+    if positions is not None and longest > positions:
+        said += (
+            f" The longest document has {longest:,} tokens, and the config of the model names "
+            f"{positions:,} positions."
+        )
+    content = table(head, rows, marked=marked), f'<p class="what">{said}</p>'
     return section("If max_length were …", *content, note=note)
 
 
@@ -170,8 +185,8 @@ def _max_length_row(row: WhatIf, packed: bool) -> list[str]:
     return [
         limit,
         *fill,
-        f"{row.num_cut:,} ({row.num_cut / documents:.1%})" if row.num_cut else "0",
-        f"{lost:,} ({row.lost:.1%})" if lost else "0",
+        f"{row.num_cut:,} ({_share(row.num_cut, documents, 1)})" if row.num_cut else "0",
+        f"{lost:,} ({_share(lost, row.counts.before.tokens, 1)})" if lost else "0",
         f"{row.steps:,}",
         f"{row.documents_per_step:,.1f}",
         f"{row.largest:,}",
@@ -267,8 +282,6 @@ def _numbers(counts: TokenCounts, sign: int = 0) -> list[str]:
 
 
 def _rows(plan: RunPlan) -> str:
-    if "labels" not in plan.documents.columns:
-        return ""
     names = [("trained", "trained"), ("prompt", "not trained")]
     names += [("free", "free")] * (plan.bins is not None)
     swatches = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in names)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 from transformers import Trainer, TrainingArguments
+from trl import SFTTrainer
 
 from trl_packing.tools.usage_errors import short_usage_errors
 from trl_packing.trainer import PackedSFTTrainer
@@ -112,7 +113,8 @@ def _stops_at_trainer(script: str, words: Sequence[str], is_module: bool) -> Ite
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))
         stack.enter_context(patch.object(PackedSFTTrainer, "__init__", _reach))
-        stack.enter_context(patch.object(Trainer, "__init__", _refuse_trainer))
+        for other in (SFTTrainer, Trainer):
+            stack.enter_context(patch.object(other, "__init__", _refuse_trainer))
         stack.enter_context(patch.object(TrainingArguments, "__post_init__", fit_machine))
         stack.enter_context(short_usage_errors())
         stack.enter_context(patch.object(sys, "argv", [script, *words]))

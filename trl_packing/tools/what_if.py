@@ -16,7 +16,7 @@ from trl_packing.data.counting import count_without_cutting
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.preparation import Unfitted, shuffle_fitted
 from trl_packing.data.rules import Preparation
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import TOKEN_COLUMNS
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -141,9 +141,9 @@ def _planned(
     limit = setup.args.max_length
     if not counts.after.trained:
         return WhatIf(limit, refused="no trained token is left", counts=counts)
-    order = shuffle_fitted(Dataset.from_dict({"at": range(len(lengths))}), rules)
+    shuffled = shuffle_fitted(Dataset.from_dict({"length": lengths}), rules)
     try:
-        sampler = setup.sampler(lengths[np.asarray(order["at"])])
+        sampler = setup.sampler(lengths[stored_rows(shuffled)])
     except ValueError as error:
         return WhatIf(limit, refused=str(error), counts=counts)
     epoch = PlannedEpoch.from_sampler(sampler)

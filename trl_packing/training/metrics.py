@@ -170,7 +170,9 @@ class ThroughputMeter:
         self._shared_at = self.trainer.state.global_step
         self._machine = machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
         tokens = self._tokens_before + self.throughput.run.tokens
-        if means.get("num_tokens"):
+        if not self.throughput.run.room:  # a user's collator, whose rows have no CPU copy
+            tokens = self.trainer._total_train_tokens
+        elif means.get("num_tokens"):
             means["num_tokens"] = [tokens]
         if log:
             step = self.trainer.state.global_step

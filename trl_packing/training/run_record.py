@@ -9,7 +9,7 @@ seconds. JSON has no NaN and no infinity, so they are stored as texts: "NaN", "I
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -18,8 +18,7 @@ FILE = "run.json"
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """Documents, tokens and seconds trained up to an optimizer step, by all ranks; None: unknown.
 
     Attributes:
@@ -36,9 +35,11 @@ class Totals:
     computed_tokens: int | None = None
     seconds: float | None = None
 
-    def __add__(self, other: "Totals") -> "Totals":
-        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return Totals(*(None if a is None or b is None else a + b for a, b in pairs))
+    def plus(self, other: "Totals") -> "Totals":
+        """Return the sum; a number that is unknown in either stays unknown."""
+        pairs = zip(self, other, strict=True)
+        sums: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
+        return Totals(*sums)
 
 
 NOTHING = Totals(0, 0, 0, 0, 0.0)
@@ -94,22 +95,30 @@ class RunRecord:
     facts: dict[str, str] = field(default_factory=dict)
     resumed: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # Made from entries of the log, each once: a long run writes its record many times.
+    _points: dict[str, list[Point]] = field(default_factory=dict, init=False, compare=False)
+    _texts: list[str] = field(default_factory=list, init=False, compare=False)
+    _num_read: int = field(default=0, init=False, compare=False)
 
     def points(self, name: str) -> list[Point]:
         """Return the logged numbers of this name, in the order of the log."""
-        found = []
-        for entry in self.log:
-            value = entry.get(name)
-            if is_number(value) and "step" in entry:
-                at = self.totals.get(entry["step"], UNKNOWN)
-                found.append(
-                    Point(entry["step"], at.documents, at.tokens, at.seconds, float(value))
-                )
-        return found
+        return self._series().get(name, [])
 
     def names(self) -> list[str]:
         """Return the names under which numbers were logged, in the order of the log."""
-        return list(dict.fromkeys(n for entry in self.log for n in entry if is_number(entry[n])))
+        return list(self._series())
+
+    def _series(self) -> dict[str, list[Point]]:
+        for entry in self.log[self._num_read :]:
+            if not is_number(step := entry.get("step")):
+                continue
+            at = self.totals.get(int(step), UNKNOWN)
+            place = int(step), at.documents, at.tokens, at.seconds
+            for name, value in entry.items():
+                if is_number(value):
+                    self._points.setdefault(name, []).append(Point(*place, float(value)))
+        self._num_read = len(self.log)
+        return self._points
 
     def last(self, name: str) -> float | None:
         """Return the last logged number of this name; None if there is none."""
@@ -124,9 +133,11 @@ class RunRecord:
 
     def to_json(self) -> str:
         """Return the record as JSON."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain["totals"] = {str(step): asdict(found) for step, found in self.totals.items()}
-        return json.dumps({"format": _FORMAT, **storable(plain)}, allow_nan=False)
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "log"}
+        start = json.dumps({"format": _FORMAT, **storable(plain)}, allow_nan=False)
+        new = self.log[len(self._texts) :]
+        self._texts += [json.dumps(storable(entry), allow_nan=False) for entry in new]
+        return f'{start[:-1]}, "log": [{", ".join(self._texts)}]}}'
 
     @classmethod
     def from_json(cls, text: str) -> "RunRecord":
@@ -139,7 +150,7 @@ class RunRecord:
             found = json.loads(text)
             if found.pop("format") != _FORMAT:
                 raise ValueError("written by another version of trl_packing")
-            found["totals"] = {int(s): Totals(**t) for s, t in found["totals"].items()}
+            found["totals"] = {int(s): _totals(t) for s, t in found["totals"].items()}
             found["log"] = [{n: _restored(v) for n, v in entry.items()} for entry in found["log"]]
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as problem:
@@ -167,6 +178,12 @@ def storable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return str(value)
+
+
+def _totals(found: Any) -> Totals:
+    if not all(value is None or is_number(value) for value in found):
+        raise ValueError("its totals are not numbers")
+    return Totals(*found)
 
 
 def _restored(value: Any) -> Any:

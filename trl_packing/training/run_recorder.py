@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -154,24 +153,20 @@ class RunRecorder(TrainerCallback):
             now = Totals(counts.documents, counts.tokens, counts.trained_tokens, computed, seconds)
         else:  # a user's collator: its rows have no copy on the CPU
             now = Totals(seconds=seconds)
-        self.record.totals[step] = self._before + now
+        self.record.totals[step] = self._before.plus(now)
 
     def _updated(self, status: str | None = None) -> RunRecord:
         """Return the record with the log, the report and the time of now."""
         assert self.record is not None
-        state, report = self.trainer.state, getattr(self.trainer, "packing_report", None)
-        self.record = replace(
-            self.record,
-            path=self.path(),
-            log=state.log_history,
-            status=status or self.record.status,
-            step=state.global_step,
-            max_steps=max(state.max_steps, 0),
-            written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-            report=[] if report is None else report.lines(),
-            verdict="" if report is None else report.checked.verdict,
-        )
-        return self.record
+        record, state = self.record, self.trainer.state
+        record.path, record.log = self.path(), state.log_history
+        record.status = status or record.status
+        record.step, record.max_steps = state.global_step, max(state.max_steps, 0)
+        record.written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        report = getattr(self.trainer, "packing_report", None)
+        if report is not None:
+            record.report, record.verdict = report.lines(), report.checked.verdict
+        return record
 
     # --- files --------------------------------------------------------------------------------
 

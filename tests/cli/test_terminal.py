@@ -1,0 +1,154 @@
+"""A terminal executes nothing of the user's data, names of columns, files and scripts.
+
+The commands run in a real terminal (a pty) of 80 columns, as a user runs them.
+"""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from helpers.attacks import ATTACKS, harmful
+from helpers.tiny import tiny_tokenizer
+
+from trl_packing.cli import main
+
+# The color of trained tokens, and progress bars: a carriage return, and a cursor that moves up.
+OURS = re.compile(r"\x1b\[1;32m|\x1b\[0m|\r|\x1b\[A")
+# A file name has neither "/" nor NUL; JSON has no lone surrogate.
+IN_NAMES = sorted(ATTACKS)
+IN_DATA = sorted(ATTACKS.keys() - {"lone surrogate"})
+
+
+def in_terminal(words: list[str], folder: Path, **environment: str) -> tuple[int, str]:
+    """Run the command in a terminal of 80 columns; return its status and all that it showed."""
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (40, 80))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trl_packing.cli", *words],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        cwd=folder,
+        env={**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **environment},
+    )
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # the process has closed its end
+            break
+        if not part:
+            break
+        shown += part
+    os.close(leader)
+    return process.wait(), shown.decode(errors="replace").replace("\r\n", "\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    tiny_tokenizer(chat=True).save_pretrained(folder / "model")
+    rows = [{"text": f"### {attack} {ATTACKS[attack]} end"} for attack in IN_DATA]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+RUN = ["--model", "model", "--data", "data.jsonl", "--response_template", "###"]
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_color_and_progress_but_executes_no_data(folder):
+    every = ["--rows", *map(str, range(len(IN_DATA)))]
+    status, shown = in_terminal(["inspect", *RUN, *every], folder)
+    assert status == 0, shown
+    assert shown.count("\x1b[1;32m") == len(IN_DATA)
+    assert not harmful(OURS.sub("", shown))
+    assert "\\x1b[2J" in shown
+    status, plain = in_terminal(["inspect", *RUN, *every], folder, NO_COLOR="1")
+    assert "\x1b[1;32m" not in plain
+    assert plain.count("⟦") == len(IN_DATA)
+
+
+@pytest.mark.slow
+def test_the_check_sees_data_that_are_printed_as_they_are(folder):
+    """The negative control: the same data, printed without an escape."""
+    code = "import json; [print(json.loads(row)['text']) for row in open('data.jsonl')]"
+    leader, follower = pty.openpty()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=follower, cwd=folder)
+    os.close(follower)
+    shown = os.read(leader, 65536).decode().replace("\r\n", "\n")
+    os.close(leader)
+    assert {"\x1b", "\x07", "\x9b", "\u202e"} <= harmful(OURS.sub("", shown))
+
+
+@pytest.mark.slow
+def test_a_plan_fits_80_columns_and_shows_progress_in_a_terminal_alone(folder):
+    status, shown = in_terminal(["plan", *RUN], folder)
+    assert status == 0, shown
+    last = [line.rpartition("\r")[2] for line in shown.splitlines()]
+    assert max(map(len, last)) <= 80
+    assert "100%|" in shown
+    words = [sys.executable, "-m", "trl_packing.cli", "plan", *RUN]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    assert "100%|" not in done.stdout + done.stderr
+
+
+def says(capsys, words: list[str]) -> str:
+    with contextlib.suppress(SystemExit):
+        main(words)
+    out, err = capsys.readouterr()
+    return out + err
+
+
+@pytest.mark.parametrize("attack", IN_NAMES)
+def test_names_of_files_columns_and_options_are_shown_as_text(attack, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    text = ATTACKS[attack]
+    model, data = ["--model", "model"], ["--data", "data.jsonl"]
+    for words in (
+        ["plan", *model, "--data", f"{text}.jsonl"],
+        ["plan", "--model", f"./{text}", *data],
+        ["plan", "--config", f"{text}.yaml"],
+        ["plan", f"{text}.py"],
+        ["plan", "-m", f"module{text}"],
+        ["plan", text, *model, *data],
+        ["plan", *model, *data, "--split", f"train{text}"],
+        ["plan", *model, *data, f"--{text}", "1"],
+        ["plan", *model, *data, "--train_on", text],
+        ["plan", *model, *data, "--dataset_text_field", text],
+        ["plan", *model, *data, "--prompt_column", text],
+        ["plan", *model, *data, "--color", text],
+        ["plan", *model, *data, "--eos_token", text],
+        ["inspect", *model, *data, "--chat_template_path", f"./{text}.jinja"],
+        ["verify", "--model", f"./{text}"],
+        ["verify", *model, "--dtype", text],
+        ["verify", "--matrix", "--only", text],
+        ["compare", text, f"{text}2"],
+        [text],
+    ):
+        said = says(capsys, words)
+        assert said, words
+        assert not harmful(said), (words, said)
+        assert len(said.splitlines()) == 1, (words, said)
+
+
+@pytest.mark.parametrize("attack", IN_DATA)
+def test_names_of_columns_in_the_data_are_shown_as_text(attack, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    column = f"column{ATTACKS[attack]}"
+    Path("columns.jsonl").write_text(json.dumps({column: "So."}) + "\n")
+    for options in ([], ["--prompt_column", "q"], ["--prompt_template", "{q}"]):
+        said = says(capsys, ["plan", "--model", "model", "--data", "columns.jsonl", *options])
+        assert "column" in said
+        assert not harmful(said), said
+    for words in (["inspect"], ["inspect", "--json"], ["plan", "--json"]):
+        said = says(capsys, [*words, *RUN])
+        assert not harmful(said), said
