@@ -21,8 +21,8 @@ from trl_packing.formatting.completion_only_collator import DataCollatorForCompl
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.tools.settings import (
     config_from_settings,
+    config_value,
     configure_tokenizer,
-    hidden_size_of,
     processing_class_of,
 )
 from trl_packing.tools.trainer_call import TrainerCall
@@ -121,7 +121,14 @@ class PreviewedRun:
     @property
     def hidden_size(self) -> int | None:
         """Hidden size of the model, which the balance of ranks depends on; None if unknown."""
-        return None if self.model is None else hidden_size_of(self.model, self.args)
+        return None if self.model is None else config_value(self.model, self.args, "hidden_size")
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions of a document that the model's config names; None if unknown."""
+        if self.model is None:
+            return None
+        return config_value(self.model, self.args, "max_position_embeddings")
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost."""
