@@ -14,7 +14,8 @@ TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/t
 	training/test_metrics plain_trainer/test_enable training/test_resume streaming/test_loader \
 	streaming/test_reader))
 
-.PHONY: demo test test-all test-oldest chromium notebooks notebook-outputs matrix check lint types format docs bench clean
+.PHONY: demo test test-all test-oldest chromium notebooks notebook-outputs matrix check lint types format docs samples bench \
+	clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
@@ -58,6 +59,16 @@ format: $(READY)
 
 docs: $(DOCS_READY)  ## the documentation into site/; a broken link stops it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+samples: $(READY)  ## the sample pages of the docs, about 3 minutes
+	$(BIN)/trl-packing plan --model recipes/demo/tokenizer --data recipes/demo/data/train.jsonl \
+		--max_length 1024 --per_device_train_batch_size 4 --ranks 2 --html docs/samples/plan.html
+	$(BIN)/trl-packing inspect --model recipes/demo/tokenizer --data recipes/demo/data/test.jsonl \
+		--max_length 512 --html docs/samples/rows.html
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		recipes/sft_packed.py --max_steps 60 --logging_steps 2 --output_dir outputs/sample
+	cp outputs/sample/run.html docs/samples/
+	$(BIN)/trl-packing doctor --model HuggingFaceTB/SmolLM2-135M-Instruct --max_length 1024 --html docs/samples/doctor.html
 
 bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idle machine
 	$(BIN)/python benchmarks/pack.py --output benchmarks/results/pack.md

@@ -19,6 +19,7 @@ import numpy as np
 from transformers import ProgressCallback
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.training.epoch_report import PackingReport
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -137,7 +138,7 @@ def summary(trainer: PackedSFTTrainer, say: Any) -> None:
     """Print what packing did and the loss; write loss.png into the folder of the run."""
     report, dataset = trainer.packing_report, trainer.train_dataset
     if report is not None and report.lengths is not None:
-        lengths = np.fromiter(map(len, dataset["input_ids"]), np.int64, len(dataset))
+        lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
         epochs, seed = trainer.state.epoch or 0.0, trainer.args.seed
         say(f"\n{what_packing_did(report, lengths, round(epochs, 2), seed)}")
     steps, values = losses(trainer)

@@ -238,12 +238,12 @@ def test_no_held_out_prompt_is_trained_on():
     assert not set(train["prompt"]) & set(test["prompt"])
 
 
-def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys):
+def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    out = str(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
     options = ["--max_steps", "2", "--logging_steps", "1", "--num_samples", "4"]
-    metrics = sft_packed.main([*options, "--output_dir", out])
+    metrics = sft_packed.main([*options, "--output_dir", "out"])
     assert metrics["exact_match_before"] == 0
     assert metrics["eval_loss"] > 0
     printed = capsys.readouterr().out
@@ -253,7 +253,7 @@ def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys):
     assert re.search(r"^step     2 · epoch 0.01 · loss ", printed, flags=re.M)
     lines = [line for line in printed.splitlines() if "real_accelerator.py" not in line]
     assert max(map(len, lines)) <= 100
-    AutoModelForCausalLM.from_pretrained(out)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 # --- whole commands -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from helpers.browser import HOSTILE, open_page
 from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
@@ -125,28 +126,32 @@ def test_a_max_length_that_the_run_refuses_says_why():
     assert [row.ranks for row in many.ranks] == [1, 2, 4, 8, 16]
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("sampling", ["random", "group_by_length"])
-def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, sampling):
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (1, {}),
+        (4, {}),
+        (4, {"pad_to_multiple_of": 8}),
+        (3, {"dataloader_drop_last": True}),
+        (3, {"data_seed": 7}),
+        (4, {"train_sampling_strategy": "sequential"}),
+        (4, {"train_sampling_strategy": "group_by_length"}),
+    ],
+)
+def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     dataset = texts(50)
-    options = {
-        "per_device_train_batch_size": batch,
-        "max_length": 32,
-        "train_sampling_strategy": sampling,
-    }
+    options = {"per_device_train_batch_size": batch, "max_length": 100, **options}
     args = SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **options)
     trainer = SFTTrainer(
         tiny_model("llama"), args, train_dataset=dataset, processing_class=tiny_tokenizer(chat=True)
     )
+    torch.manual_seed(args.seed)  # the state in which `train` reads the first batch
     batches = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
     settings = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    run = previewed(dataset, *settings, limit=32)
+    run = previewed(dataset, *settings, limit=100)
     way = ways_to_batch(plan_run(run).documents.lengths(), Setup(run.args))[0]
     assert way.steps == len(batches)
-    if sampling == "random":
-        torch_seed = trainer.args.seed  # get_train_dataloader draws from accelerate's generator
-        assert torch_seed == run.args.seed
-        assert way.computed == sum(ids.numel() for ids in batches)
+    assert way.computed == sum(ids.numel() for ids in batches)
     assert way.padding > 0 or batch == 1
 
 
@@ -223,6 +228,32 @@ def test_the_page_of_every_policy_shows_what_is_cut(settings):
     lost = re.findall(r"Too long: .*? (\d+) tokens? lost", page)
     assert len(lost) == 3
     assert any(map(int, lost)) == ("<del>" in page)
+
+
+def test_rows_that_are_not_prepared_have_a_page():
+    rows = [{"input_ids": [5] * n, "completion_mask": [0] + [1] * (n - 1)} for n in (7, 9, 24)]
+    run = previewed(
+        Dataset.from_list(rows * 4), "--dataset_kwargs", '{"skip_prepare_dataset":true}'
+    )
+    plan = plan_run(run)
+    assert (plan.what_if, plan.report.preparation.before.documents) == ((), 0)
+    page = plan_page(plan)
+    assert "trained as they are" in page
+    assert "<mark>" in page
+    assert 'class="strip"' in page
+
+
+def test_the_positions_of_the_model_are_named_if_a_document_is_longer(tmp_path):
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 700
+    model.save_pretrained(tmp_path)
+    said = []
+    for dataset in (texts(), completions()):
+        run = PreviewedRun.from_settings(dataset, tiny_tokenizer(chat=True), (), str(tmp_path))
+        plan = plan_run(run)
+        said.append("names 700 positions" in plan_page(plan))
+        assert said[-1] == (plan.lengths_before().max() > 700)
+    assert said == [True, False]
 
 
 def test_packed_rows_and_a_run_without_limit_have_a_page():
@@ -312,10 +343,13 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     assert "its folder does not exist" in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib_names_the_extra(monkeypatch):
+def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"trl-packing\[plots\]"):
         plot_plan(hostile_plan())
+    monkeypatch.setattr("trl_packing.cli.plan.previewed_run", None)  # nothing is prepared
+    assert main(["plan", "--model", "m", "--data", "d", "--png", "plan.png"]) == 2
+    assert "trl-packing[plots]" in capsys.readouterr().err
 
 
 def test_a_notebook_shows_the_page_in_a_frame():

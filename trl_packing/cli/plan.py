@@ -51,6 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     for option, path in (("--html", arguments.html), ("--png", arguments.png)):
         if path:
             check_can_write(option, path)
+    if arguments.png:
+        from trl_packing.tools.plan_plot import figure_class
+
+        figure_class()  # known to be missing before the documents are prepared
     run = previewed_run(arguments)
     if arguments.html or arguments.png:
         report = _write_files(run, arguments)
@@ -81,6 +85,6 @@ def _write_files(run: "PreviewedRun", arguments: argparse.Namespace) -> Any:
         Path(arguments.html).write_text(text, encoding="utf-8")
         note(f"wrote {arguments.html}")
     if arguments.png:
-        plot_plan(plan).savefig(arguments.png, dpi=150)
+        plot_plan(plan).savefig(arguments.png, dpi=150, format="png")
         note(f"wrote {arguments.png}")
     return plan.report

@@ -4,7 +4,7 @@ strip       ▒▒▒▒██████│▒▒███│▒▒▒▒▒�
 document    Question: …  [trained text]  (text that the overflow policy cuts off)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from trl_packing.data.counts import quantity
 from trl_packing.data.overflow import is_kept
-from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import escape
 from trl_packing.tools.run_plan import CutDocuments, RunPlan
@@ -43,7 +43,7 @@ def _examples(plan: RunPlan) -> Iterator[str]:
     lengths = documents.lengths()
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
         document = documents[row]
-        kinds = _kinds(np.asarray(document["labels"]))
+        kinds = _kinds(_labels(document))
         yield _document(f"{name}: document {row:,}", document["input_ids"], kinds, plan.tokenizer)
     if plan.cut is not None and len(plan.cut.rows):
         yield from _cut_documents(plan.cut, plan.tokenizer)
@@ -59,7 +59,7 @@ def _cut_documents(cut: CutDocuments, tokenizer: Any) -> Iterator[str]:
         kinds = np.full(lengths[row], _LOST)
         kept = 0
         for start, stop in zip(pieces.starts[mine], pieces.stops[mine], strict=True):
-            labels = np.asarray(document["labels"])[start:stop]
+            labels = _labels(document)[start:stop]
             if is_kept((labels, np.array([0, len(labels)])), cut.overflow)[0]:
                 kinds[start:stop] = _kinds(labels)
                 kept += 1
@@ -68,6 +68,10 @@ def _cut_documents(cut: CutDocuments, tokenizer: Any) -> Iterator[str]:
         words += [f"kept in {kept:,} pieces"] * (kept > 1)
         starts = pieces.starts[mine][1:].tolist()
         yield _document(name, document["input_ids"], kinds, tokenizer, starts, words)
+
+
+def _labels(document: Mapping[str, Any]) -> np.ndarray:
+    return document_labels(document, np.asarray(document["input_ids"]))
 
 
 def _kinds(labels: np.ndarray) -> np.ndarray:
@@ -159,8 +163,7 @@ def _room(plan: RunPlan) -> int:
 def _strip(plan: RunPlan, members: np.ndarray, width: int) -> str:
     parts, start = [], 0
     for nth, row in enumerate(members.tolist()):
-        document = plan.documents[row]
-        kinds = _kinds(np.asarray(document["labels"]))
+        kinds = _kinds(_labels(plan.documents[row]))
         trained = int((kinds == _TRAINED).sum())
         title = f"document {row:,}: {len(kinds):,} tokens, {trained:,} trained"
         parts.append(_box("i", start, len(kinds), width, f' class="of{nth % 6}" title="{title}"'))

@@ -162,8 +162,14 @@ def _max_lengths(plan: RunPlan) -> str:
     rows = [_max_length_row(row, packed) for row in plan.what_if]
     marked = next(i for i, row in enumerate(plan.what_if) if row.max_length == own)
     note = "each row is really planned, from all documents; this run is in bold"
-    peak = "Peak tokens are those of the largest micro-batch, which decides the memory."
-    content = table(head, rows, marked=marked), f'<p class="what">{peak}</p>'
+    said = "Peak tokens are those of the largest micro-batch, which decides the memory."
+    longest, positions = int(plan.lengths_before().max()), plan.run.max_positions
+    if positions is not None and longest > positions:
+        said += (
+            f" The longest document has {longest:,} tokens, and the config of the model names "
+            f"{positions:,} positions."
+        )
+    content = table(head, rows, marked=marked), f'<p class="what">{said}</p>'
     return section("If max_length were …", *content, note=note)
 
 
@@ -276,8 +282,6 @@ def _numbers(counts: TokenCounts, sign: int = 0) -> list[str]:
 
 
 def _rows(plan: RunPlan) -> str:
-    if "labels" not in plan.documents.columns:
-        return ""
     names = [("trained", "trained"), ("prompt", "not trained")]
     names += [("free", "free")] * (plan.bins is not None)
     swatches = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in names)

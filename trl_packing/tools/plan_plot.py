@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trl_packing.pages.axes import short
 from trl_packing.tools.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -12,12 +13,8 @@ if TYPE_CHECKING:
 _BLUE, _GREEN, _RED, _TEXT = "#3b78d8", "#2f9e44", "#cf222e", "#57606a"
 
 
-def plot_plan(plan: RunPlan) -> "Figure":
-    """Return a figure of six charts.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+def figure_class() -> "type[Figure]":
+    """Return matplotlib's class; ValueError if it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -25,7 +22,16 @@ def plot_plan(plan: RunPlan) -> "Figure":
             "a picture is drawn by matplotlib, which is not installed; pip install "
             "'trl-packing[plots]'"
         ) from error
-    figure = Figure(figsize=(12, 6.4), layout="constrained", facecolor="white")
+    return Figure
+
+
+def plot_plan(plan: RunPlan) -> "Figure":
+    """Return a figure of six charts.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    figure = figure_class()(figsize=(12, 6.4), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 3).ravel()
     _draw_lengths(axes[0], plan)
     if plan.bins is not None:
@@ -37,6 +43,10 @@ def plot_plan(plan: RunPlan) -> "Figure":
     axes[1].set_xlabel("documents in a bin" if plan.bins else "tokens in a micro-batch")
     axes[2].hist(plan.epoch.tokens_by_step, 32, color=_GREEN)
     axes[2].set_xlabel("tokens in a step")
+    for ax, counted in zip(axes, ("documents", "bins" if plan.bins else "", "steps"), strict=False):
+        ax.xaxis.set_major_formatter(lambda value, _: short(value))
+        ax.yaxis.set_major_formatter(lambda value, _: short(value))
+        ax.set_ylabel(counted or "micro-batches")
     _draw_max_lengths(axes[3], plan)
     _draw_ways(axes[4], plan)
     _draw_ranks(axes[5], plan)
@@ -80,6 +90,7 @@ def _draw_ways(ax: Any, plan: RunPlan) -> None:
     ax.invert_yaxis()
     if names:
         ax.legend(frameon=False)
+    ax.xaxis.set_major_formatter(lambda value, _: short(value))
     ax.set_xlabel("tokens computed in an epoch")
 
 

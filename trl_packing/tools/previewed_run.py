@@ -2,11 +2,18 @@
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import (
+    Dataset,
+    IterableDataset,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
@@ -21,8 +28,8 @@ from trl_packing.formatting.completion_only_collator import DataCollatorForCompl
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.tools.settings import (
     config_from_settings,
+    config_value,
     configure_tokenizer,
-    hidden_size_of,
     processing_class_of,
 )
 from trl_packing.tools.trainer_call import TrainerCall
@@ -121,7 +128,14 @@ class PreviewedRun:
     @property
     def hidden_size(self) -> int | None:
         """Hidden size of the model, which the balance of ranks depends on; None if unknown."""
-        return None if self.model is None else hidden_size_of(self.model, self.args)
+        return None if self.model is None else config_value(self.model, self.args, "hidden_size")
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions of a document that the model's config names; None if unknown."""
+        if self.model is None:
+            return None
+        return config_value(self.model, self.args, "max_position_embeddings")
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost."""
@@ -164,7 +178,8 @@ class PreviewedRun:
         in_order.shuffle_dataset = False
         in_order.dataset_num_proc = None
         preparation = replace(self.preparation, args=in_order)
-        documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
+        with _without_progress_bars():
+            documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
         return list(documents)
 
     @property
@@ -182,6 +197,18 @@ class PreviewedRun:
                 f"they have {dataset.column_names}; leave it out"
             )
         return dataset, None
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Show no progress inside the block, which prepares a row or two."""
+    shows = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows:
+            enable_progress_bars()
 
 
 def _renumber(message: str, rows: Sequence[int], row: int) -> str:

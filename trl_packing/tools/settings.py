@@ -92,13 +92,19 @@ def config_of(model: Any, args: Any) -> Any:
     return AutoConfig.from_pretrained(model, **_loading_options(args))
 
 
-def hidden_size_of(model: Any, args: Any) -> int | None:
-    """Return the hidden size of `model`, a model or its name, or None if it has no config."""
+def config_value(model: Any, args: Any, name: str) -> int | None:
+    """Return a number of the text model's config; None if `model` has no config, or no such number.
+
+    Args:
+        model: a model, or its name.
+        args: the settings of the run.
+        name: such as "hidden_size".
+    """
     try:
         config = config_of(model, args)
     except (OSError, ValueError):  # a folder with only a tokenizer
         return None
-    return getattr(config.get_text_config(), "hidden_size", None)
+    return getattr(config.get_text_config(), name, None)
 
 
 def _loading_options(args: Any) -> dict[str, Any]:
