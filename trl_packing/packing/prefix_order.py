@@ -6,14 +6,12 @@
 
 Documents are compared in blocks of 16 tokens, and only with those that were equal so far (radix
 sort from the first token). A block that all documents of a group share, as in a common system
-prompt, costs one hash of each. Work is linear in the tokens compared; memory in the documents.
+prompt, is compared and not sorted. Work is linear in the tokens compared, memory in the documents.
 """
 
 import numpy as np
 
 BLOCK = 16
-
-_MULTIPLIERS = np.random.default_rng(0).integers(1, 2**63, BLOCK, np.uint64) | np.uint64(1)
 
 
 def prefix_order(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -59,27 +57,22 @@ def _blocks(
     values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, documents: np.ndarray, depth: int
 ) -> np.ndarray:
     """Return tokens ``[depth, depth + BLOCK)`` of documents plus one, 0 behind their end."""
-    offsets = depth + np.arange(BLOCK)
-    inside = offsets < lengths[documents][:, None]
-    index = starts[documents][:, None] + offsets
-    rows = np.zeros(index.shape, np.uint32)
-    rows[inside] = values[index[inside]]
-    rows[inside] += np.uint32(1)
+    rows = np.zeros((len(documents), BLOCK), np.uint32)
+    if not len(values):
+        return rows
+    first, left = starts[documents] + depth, lengths[documents] - depth
+    for column in range(BLOCK):  # by columns: a quarter of the memory of one index array
+        token = values[np.minimum(first + column, len(values) - 1)].astype(np.uint32)
+        rows[:, column] = np.where(left > column, token + np.uint32(1), 0)
     return rows
 
 
 def _sort_groups(at: np.ndarray, rows: np.ndarray, group: np.ndarray, order: np.ndarray) -> None:
     """Sort `order` and `rows` within each group by the tokens of the rows, in place."""
-    hashes = (rows.astype(np.uint64) * _MULTIPLIERS).sum(1)
     first = np.flatnonzero(np.diff(group, prepend=-1))
     sizes = np.diff(first, append=len(group))
-    differs = hashes != np.repeat(hashes[first], sizes)
-    # Different hashes prove that rows differ. Equal ones may lie, so the rows are compared then.
-    mixed = np.repeat(np.logical_or.reduceat(differs, first), sizes)
-    uniform = np.flatnonzero(~mixed)
-    lies = (rows[uniform] != rows[np.repeat(first, sizes)[uniform]]).any(1)
-    mixed |= np.isin(group, group[uniform[lies]])
-    some = np.flatnonzero(mixed)
+    differs = (rows != np.repeat(rows[first], sizes, axis=0)).any(1)
+    some = np.flatnonzero(np.repeat(np.logical_or.reduceat(differs, first), sizes))
     keys = np.empty((len(some), BLOCK + 1), ">u4")
     keys[:, 0] = group[some]
     keys[:, 1:] = rows[some]
