@@ -116,7 +116,10 @@ def test_the_check_sees_recipes_on_the_import_path():
 
 
 def test_scripts_and_style_sheets_are_files_of_the_package():
-    pages = {f"trl_packing/pages/{name}" for name in ("page.css", "curves.css", "curves.js")}
+    pages = {
+        f"trl_packing/pages/{name}"
+        for name in ("page.css", "curves.css", "curves.js", "rows.css", "rows.js")
+    }
     assert pages | {"trl_packing/py.typed", "trl_packing/cli/program.py"} <= package_files()
 
 

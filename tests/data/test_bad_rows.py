@@ -297,6 +297,7 @@ LONG = "many words and more " * 20
         ({"text": f"### A: {LONG}"}, {"response_template": "### A:"}, False),
         ({"text": f"<|im_start|>user\nHi<|im_end|>\n{LONG}<|im_end|>"}, {}, False),
         ({"input_ids": [9] * 90, "labels": [-100] * 5 + [9] * 85}, {}, False),
+        ({"instruction": "Hi", "output": LONG, "text": f"Hi\n{LONG}"}, {}, False),
         ({"text": LONG}, {}, True),
         ({"input_ids": [9] * 90}, {}, True),
     ],

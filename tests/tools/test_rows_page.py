@@ -343,6 +343,8 @@ def test_the_page_fits_and_tells_about_a_token(width, dark, tmp_path):
     path.write_text(page_of(run, title="Rows · " + "a_long_name_" * 9), encoding="utf-8")
     with open_page(path, width=width, dark=dark) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        strip = page.evaluate("document.querySelector('.strip svg').getBoundingClientRect().width")
+        assert 0.75 * width < strip < width
         assert page.evaluate("document.getElementById('tip').hidden")
         page.hover(".token[data-token='5']")
         tip = page.text("#tip")

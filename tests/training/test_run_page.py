@@ -99,7 +99,7 @@ def test_the_page_shows_figures_report_settings_and_versions(tmp_path):
             "isolated",
             "learning_rate",
             "2.13",
-            "100 of 100",
+            "of 100 steps",
             "packed and padded runs can be compared",
         ):
             assert words in text, words

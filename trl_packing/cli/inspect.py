@@ -85,7 +85,9 @@ def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:
     from trl_packing.tools.rows_page import rows_page
 
     epoch = PackedEpoch.of(run)
-    title = f"Rows · {name_of_data(arguments)} · max_length {run.args.max_length}"
-    text = rows_page(epoch, title=title, command=command_line("trl-packing"))
+    title = f"Packed rows · {name_of_data(arguments)}"
+    note_beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
+    command = command_line("trl-packing")
+    text = rows_page(epoch, title=title, note=note_beside, command=command)
     Path(arguments.html).write_text(text, encoding="utf-8")
     arguments.notes.append(f"wrote {arguments.html}")

@@ -180,14 +180,18 @@ class Frame {
     for (const value of ticks(...this.range, Math.max(2, this.width / 90)))
       svg('text', { x: this.x(value), y: base + 15, 'text-anchor': 'middle' }, this.canvas).textContent = short(value);
     svg('text', { x: (LEFT + right) / 2, y: HEIGHT - 4, 'text-anchor': 'middle' }, this.canvas).textContent = axisLabel();
+    let free = -Infinity;  // where the next label fits
     for (const [label, place] of data.marks) {
       const at = xOf(place);
       if (at === null) continue;
       const line = svg('path', { class: 'mark', d: `M${this.x(at)} ${TOP}V${base}` }, this.canvas);
       svg('title', {}, line).textContent = label;
-      if (this !== frames[0]) continue;
-      const side = at > (this.range[0] + this.range[1]) / 2 ? ['end', -4] : ['start', 4];
-      svg('text', { x: this.x(at) + side[1], y: TOP + 9, 'text-anchor': side[0] }, this.canvas).textContent = label;
+      if (this !== frames[0] || this.x(at) < free) continue;
+      const text = svg('text', { x: this.x(at) + 4, y: TOP + 9 }, this.canvas);
+      text.textContent = label;
+      const size = text.getComputedTextLength() + 8;
+      free = this.x(at) + size;
+      if (free > right) text.remove();
     }
   }
 

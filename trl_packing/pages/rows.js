@@ -70,7 +70,7 @@ function strip(row, index) {
   });
   const name = element("span", { class: "name" }, row.short);
   const button = element("button", { class: "strip", type: "button", "data-row": index });
-  button.classList.toggle("first", row.start === 0);
+  button.classList.toggle("first", row.start === 0 && data.rows.some((r) => r.start > 0));
   button.setAttribute("aria-label", `${row.name}: ${summary(row)}`);
   button.append(name, picture);
   button.addEventListener("click", () => select(index));
@@ -134,7 +134,7 @@ function documentText(row, k) {
   heading.append(element("span", { class: "note" }, ` · ${facts.join(" · ")}`));
   for (const property of d.properties) {
     const more = property === "cut" ? ` from ${count(d.uncut)} tokens` : "";
-    heading.append(element("span", { class: "mark" }, ` · ${property}${more}`));
+    heading.append(element("span", { class: `mark ${property}` }, ` · ${property}${more}`));
   }
   const text = element("div", { class: "tokens" });
   const end = Math.min(d.stop - row.start, row.ids.length);

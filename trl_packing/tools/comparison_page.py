@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trl_packing.formatting.printable import escape_text
-from trl_packing.pages.page import asset, cards, columns, escape, page, section, table
+from trl_packing.pages.page import HtmlPage, asset, cards, columns, escape, page, section, table
 from trl_packing.tools.compare_preparations import Comparison, Difference
 from trl_packing.tools.comparison_text import heading, outcomes, totals, verdict
 from trl_packing.tools.difference_excerpt import Excerpt, ShownToken, excerpts
@@ -18,8 +18,8 @@ _LEGEND = (
 
 def comparison_page(
     comparison: Comparison, tokenizers: Sequence[Any], *, title: str, command: str = ""
-) -> str:
-    """Return the HTML page.
+) -> HtmlPage:
+    """Return the HTML page, which a notebook shows as the value of a cell.
 
     Args:
         comparison: of two preparations.
@@ -28,7 +28,6 @@ def comparison_page(
         command: the command line that made it; "" leaves it out.
     """
     sections = [
-        f"<style>\n{asset('rows.css')}</style>",
         f"<p>{escape(verdict(comparison))}</p>",
         section("Rows", cards((f"{number:,}", name) for name, number in outcomes(comparison))),
         section("In all", table(["", *comparison.names], totals(comparison))),
@@ -38,7 +37,7 @@ def comparison_page(
     sections += [_difference(found, comparison, tokenizers) for found in comparison.differences]
     if command:
         sections.append(section("How it was made", f"<pre>{escape(command)}</pre>"))
-    return page(title, sections)
+    return page(title, sections, style=asset("rows.css"))
 
 
 def _difference(difference: Difference, comparison: Comparison, tokenizers: Sequence[Any]) -> str:

@@ -6,6 +6,7 @@ Everything drawn comes from the batches of the trainer's collator. The page has 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from trl_packing.data.counts import quantity
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import escape_text, quote
-from trl_packing.pages.page import asset, cards, escape, page, section
+from trl_packing.pages.page import HtmlPage, asset, cards, escape, page, section
 from trl_packing.tools.packed_rows import (
     CUT,
     NO_STOP_TOKEN,
@@ -45,15 +46,17 @@ def rows_page(
     epoch: PackedEpoch,
     *,
     title: str = "Packed rows",
+    note: str = "",
     command: str = "",
     max_rows: int = MAX_ROWS,
     max_tokens: int = MAX_TOKENS,
-) -> str:
-    """Return the HTML page.
+) -> HtmlPage:
+    """Return the HTML page, which a notebook shows as the value of a cell.
 
     Args:
         epoch: the rows of a run, in its first epoch.
         title: of the page.
+        note: shown beside the title.
         command: the command line that made it; "" leaves it out.
         max_rows: rows from the start of the epoch.
         max_tokens: tokens of all rows shown.
@@ -72,7 +75,6 @@ def rows_page(
     return page(
         title,
         [
-            f"<style>\n{asset('rows.css')}</style>",
             _cards(epoch),
             section(
                 "Rows of epoch 1",
@@ -87,6 +89,8 @@ def rows_page(
         ],
         data=data,
         script=asset("rows.js"),
+        style=asset("rows.css"),
+        note=note,
     )
 
 
@@ -128,23 +132,20 @@ def _choose(epoch: PackedEpoch, max_rows: int, max_tokens: int) -> list[tuple[Pa
 
 def _candidates(epoch: PackedEpoch, max_rows: int) -> Iterator[tuple[PackedRow, str]]:
     found: set[str] = set()
-    number = 0
-    for at in range(len(epoch.sampler.micro_batches())):
-        for row in epoch.rows([at]):
-            if number < max_rows:
-                yield row, ""
-                found |= {name for d in row.documents for name in d.properties}
-                number += 1
-        if number >= max_rows:
-            break
     micro_batches = epoch.micro_batch_of_documents()
-    for name, has in epoch.with_property().items():
-        if name in found:
-            continue
-        for document in np.flatnonzero(has & (micro_batches >= 0))[:_EXAMPLES].tolist():
-            for row in epoch.rows([int(micro_batches[document])]):
-                if any(d.number == document for d in row.documents):
-                    yield row, f"shown for a document: {name}"
+    for row in islice(epoch.rows(range(int(micro_batches.max(initial=-1)) + 1)), max_rows):
+        yield row, ""
+        found |= {name for document in row.documents for name in document.properties}
+    examples = {
+        int(document): name
+        for name, has in epoch.with_property().items()
+        if name not in found
+        for document in np.flatnonzero(has & (micro_batches >= 0))[:_EXAMPLES]
+    }
+    for row in epoch.rows(np.unique(micro_batches[[*examples]]).tolist() if examples else []):
+        for name in {examples[d.number] for d in row.documents if d.number in examples}:
+            yield row, f"shown for a document: {name}"
+            break
 
 
 # --- one row --------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def run_page(record: RunRecord) -> str:
     )
     sections = [
         cards(_figures(record)),
-        *(f'<p class="note">{escape(note)}</p>' for note in record.notes),
+        *(f'<p class="note">{escape(note)}</p>' for note in _notes(record)),
         *curves.sections(main=num_main(charts)),
         section("What was packed, and what was checked", as_html(record.report))
         if record.report
@@ -43,10 +43,16 @@ def run_page(record: RunRecord) -> str:
     return page(f"Run · {name}", sections, data=curves.data(), script=asset("curves.js"))
 
 
+def _notes(record: RunRecord) -> list[str]:
+    if record.path.startswith("TRL"):
+        return [f"{record.path}. Documents are not counted there.", *record.notes]
+    return record.notes
+
+
 def _figures(record: RunRecord) -> list[tuple[str, str]]:
     total, loss = record.total, record.last("loss")
-    of_all = f" of {record.max_steps:,}" if record.max_steps else ""
-    found = [(record.status, f"written {record.written}"), (f"{record.step:,}{of_all}", "steps")]
+    of_all = f"of {record.max_steps:,} steps" if record.max_steps else "steps"
+    found = [(record.status, f"written {record.written}"), (f"{record.step:,}", of_all)]
     counts = {"documents": total.documents, "tokens": total.tokens}
     found += [(f"{count:,}", name) for name, count in counts.items() if count is not None]
     if total.seconds is not None:
@@ -58,7 +64,8 @@ def _figures(record: RunRecord) -> list[tuple[str, str]]:
         found.append((f"{evaluated:.4g}", "eval_loss"))
     if record.verdict:
         found.append((record.verdict, "documents on this model"))
-    return [*found, (record.path, "rows")]
+    path, _, _ = record.path.partition(":")  # a note has the reason
+    return [*found, (path, "rows")]
 
 
 def in_words(seconds: float) -> str:
@@ -85,7 +92,8 @@ def _settings(record: RunRecord) -> str:
     rows = [(name, in_json(record.settings.get(name))) for name in record.changed]
     if not rows:
         return section("Settings", '<p class="note">all have their defaults</p>')
-    return section("Settings", table(["setting", "value"], rows), note="other than the defaults")
+    found = f'<div class="wrapped">{table(["setting", "value"], rows)}</div>'
+    return section("Settings", found, note="other than the defaults")
 
 
 def _versions(record: RunRecord) -> str:
