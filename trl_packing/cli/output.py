@@ -6,8 +6,11 @@ stderr  notes, progress bars (in a terminal alone), and the reason of a failure 
 
 import argparse
 import json
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 
@@ -50,6 +53,36 @@ def note(text: str) -> None:
     from trl_packing.formatting.printable import escape_hidden
 
     print(escape_hidden(text), file=sys.stderr)
+
+
+class _LogOnce(logging.Handler):
+    """Print each warning of this package once, as a note."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._seen: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage().removeprefix("[RANK 0] ")
+        text = text.replace("the inspected dataset", "the data set")
+        if text not in self._seen:
+            self._seen.add(text)
+            note(text)
+
+
+@contextmanager
+def short_log() -> Iterator[None]:
+    """Print each warning of this package once inside the block, and none of bitsandbytes.
+
+    bitsandbytes tells of kernels that no command runs, when it is imported.
+    """
+    handler = _LogOnce()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    logging.getLogger("trl_packing").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("trl_packing").removeHandler(handler)
 
 
 def quiet_libraries() -> None:

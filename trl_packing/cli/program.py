@@ -8,7 +8,6 @@ trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 import argparse
 import importlib
 import io
-import logging
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import trl_packing
-from trl_packing.cli.output import add_output_arguments, note
+from trl_packing.cli.output import add_output_arguments, note, short_log
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.exit_messages import message_of
 from trl_packing.tools.spelling import suggest
@@ -60,10 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # the terminal may lack some characters
             stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
-    # bitsandbytes tells of kernels that no command runs, when it is imported.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
-        status = arguments.run(arguments)
+        with short_log():
+            status = arguments.run(arguments)
         sys.stdout.flush()
         for sentence in arguments.notes:
             note(sentence)

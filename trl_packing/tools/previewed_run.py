@@ -2,11 +2,18 @@
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import (
+    Dataset,
+    IterableDataset,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
@@ -171,7 +178,8 @@ class PreviewedRun:
         in_order.shuffle_dataset = False
         in_order.dataset_num_proc = None
         preparation = replace(self.preparation, args=in_order)
-        documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
+        with _without_progress_bars():
+            documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
         return list(documents)
 
     @property
@@ -189,6 +197,18 @@ class PreviewedRun:
                 f"they have {dataset.column_names}; leave it out"
             )
         return dataset, None
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Show no progress inside the block, which prepares a row or two."""
+    shows = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows:
+            enable_progress_bars()
 
 
 def _renumber(message: str, rows: Sequence[int], row: int) -> str:

@@ -1,0 +1,338 @@
+"""Which features work together: every pair is tried, and docs/feature-matrix.md is the result.
+
+python tests/helpers/feature_matrix.py      tries all pairs (a few minutes) and writes the page
+
+✓   one optimizer step trained, with an evaluation and a resumed run where the pair has them
+T   trained on TRL's path, which is not packed
+✗   refused, by the sentence that the page quotes
+–   alternatives of each other
+"""
+
+import copy
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "feature-matrix.md"
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer  # noqa: E402
+from trl_packing import PackedSFTConfig, PackedSFTTrainer  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of a run.
+
+    Attributes:
+        name: on the page.
+        options: settings of `PackedSFTConfig`.
+        arguments: makes arguments of the trainer.
+        data: changes the training set.
+        model: name of a tiny model.
+        resumes: whether the run is resumed from its checkpoint.
+        instead_of: names of features that this one is an alternative to.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    arguments: Callable[[], dict[str, Any]] = dict
+    data: Callable[[Dataset], Any] | None = None
+    model: str | None = None
+    resumes: bool = False
+    instead_of: tuple[str, ...] = ()
+
+
+def _user_collator() -> Any:
+    from transformers import DataCollatorForSeq2Seq
+
+    class UserCollator(DataCollatorForSeq2Seq):
+        def __call__(self, features: Any, return_tensors: Any = None) -> Any:
+            kept = ("input_ids", "attention_mask", "labels")
+            rows = [{k: f[k] for k in kept if k in f} for f in features]
+            for row in rows:
+                row.setdefault("labels", list(row["input_ids"]))
+            return super().__call__(rows, return_tensors)
+
+    return UserCollator(_tokenizer())
+
+
+def _user_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits = outputs.logits[:, :-1].flatten(0, 1).float()
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def _accuracy(prediction: Any) -> dict[str, float]:
+    return {"shape": float(prediction.predictions.shape[-1])}
+
+
+def _lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def _tokenizer() -> Any:
+    return tiny_tokenizer(chat="generation")
+
+
+def _conversations(rows: int = 8) -> Dataset:
+    return tiny_dataset("conversational_language_modeling", rows)
+
+
+def _with_sources(dataset: Dataset) -> Dataset:
+    return dataset.add_column("source", ["a", "b"] * (len(dataset) // 2))
+
+
+def _with_weights(dataset: Dataset) -> Dataset:
+    return dataset.add_column("loss_weight", [2.0] * len(dataset))
+
+
+_EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
+
+FEATURES = (
+    Feature("packing", {"packing": True}),
+    Feature("padding-free", {"packing": False}, instead_of=("packing",)),
+    Feature("documents_per_step", {"documents_per_step": 4}),
+    Feature("static_shapes", {"static_shapes": True}),
+    Feature("torch_compile", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    Feature("gradient checkpointing", {"gradient_checkpointing": True}),
+    Feature("LoRA", arguments=lambda: {"peft_config": _lora()}),
+    Feature("stream", {"max_steps": 1}, data=lambda rows: rows.to_iterable_dataset()),
+    Feature("evaluation", _EVALUATES, lambda: {"eval_dataset": _conversations(4)}),
+    Feature(
+        "source_column",
+        {**_EVALUATES, "source_column": "source"},
+        lambda: {"eval_dataset": _with_sources(_conversations(4))},
+        instead_of=("evaluation",),
+    ),
+    Feature(
+        "compute_metrics",
+        _EVALUATES,
+        lambda: {"eval_dataset": _conversations(4), "compute_metrics": _accuracy},
+        instead_of=("evaluation",),
+    ),
+    Feature("resuming", {"save_strategy": "steps", "save_steps": 1}, resumes=True),
+    Feature("train_on", {"train_on": "assistant"}),
+    Feature("assistant_only_loss", {"assistant_only_loss": True}),
+    Feature("response_template", {"response_template": "<|im_start|>assistant\n"}),
+    Feature("loss_weighting", {"loss_weighting": "document"}),
+    Feature(
+        "loss_weight column", data=lambda rows: rows.add_column("loss_weight", [2.0] * len(rows))
+    ),
+    Feature("NEFTune", {"neftune_noise_alpha": 5.0}),
+    Feature("balance of experts", {"router_aux_loss_coef": 0.1}, model="qwen3_moe"),
+    Feature("compute_loss_func", arguments=lambda: {"compute_loss_func": _user_loss}),
+    Feature("your own collator", arguments=lambda: {"data_collator": _user_collator()}),
+)
+BY_NAME = {feature.name: feature for feature in FEATURES}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a pair: a mark, and the sentence of a refusal."""
+
+    mark: str
+    sentence: str = ""
+
+
+def are_alternatives(first: Feature, second: Feature) -> bool:
+    """Whether two features cannot both be asked for."""
+    return (
+        first.name in second.instead_of
+        or second.name in first.instead_of
+        or (bool(first.instead_of) and set(first.instead_of) == set(second.instead_of))
+    )
+
+
+def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
+    """Return the outcome of a pair.
+
+    Args:
+        first: a feature.
+        second: another one.
+        trains: train a step. If False, only the trainer is built.
+    """
+    if are_alternatives(first, second):
+        return Outcome("–")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = _trainer(folder, first, second)
+            if trains:
+                trainer.train()
+            if trains and (first.resumes or second.resumes):
+                checkpoint = str(Path(folder) / "checkpoint-1")
+                _trainer(folder, first, second, max_steps=2).train(checkpoint)
+    except ValueError as error:
+        return Outcome("✗", " ".join(str(error).split()))
+    return Outcome("T" if trainer._run_path.reason else "✓")
+
+
+def _trainer(folder: str, first: Feature, second: Feature, **more: Any) -> PackedSFTTrainer:
+    torch.manual_seed(0)
+    options = {
+        "output_dir": folder,
+        "max_length": 64,
+        "max_steps": 1,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **first.options,
+        **second.options,
+        **more,
+    }
+    rows = _conversations()
+    for feature in sorted((first, second), key=lambda f: f.name == "stream"):
+        rows = feature.data(rows) if feature.data else rows
+    return PackedSFTTrainer(
+        tiny_model(first.model or second.model or "llama"),
+        PackedSFTConfig(**options),
+        train_dataset=rows,
+        processing_class=_tokenizer(),
+        **first.arguments(),
+        **second.arguments(),
+    )
+
+
+# --- several processes: tests that compare N ranks with one ---------------------------------------
+
+_RANKS, _ENGINES = "tests/training/test_distributed.py", "tests/models/test_sharding.py"
+_RESUMED = "tests/training/test_resume.py"
+
+# engine -> feature -> (file, a text in it: the name of a scenario or of a test)
+TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
+    "DDP": {
+        "packing": (_RANKS, '"packed": {"lengths": MANY, "epochs": 2}'),
+        "padding-free": (_RANKS, '"unpacked": {"lengths": LENGTHS, "packing": False}'),
+        "stream": (_RANKS, '"stream": {"lengths": MANY, "stream": True'),
+        "evaluation": (_RANKS, "def test_two_ranks_evaluate_to_the_loss_of_one"),
+        "compute_metrics": (_RANKS, '"one padded row a document": {"counts_correct": True'),
+        "resuming": (
+            "tests/training/test_resume.py",
+            "def test_two_ranks_resume_within_a_later_epoch",
+        ),
+    },
+    "FSDP2, ZeRO-2, ZeRO-3": {
+        "packing": (_ENGINES, '"packed, evaluated, saved": {"saves": True'),
+        "padding-free": (_ENGINES, '"very unequal numbers of trained tokens": {'),
+        "stream": (_ENGINES, '"a stream": {"stream": True'),
+        "evaluation": (_ENGINES, 'EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}'),
+        "LoRA": (_ENGINES, '"LoRA": {"lora"'),
+        "loss_weighting": (_ENGINES, '"options": {"loss_weighting": "document"}'),
+        "loss_weight column": (_ENGINES, '"weighted": True'),
+        "balance of experts": (_ENGINES, '"balance of experts": {'),
+        "resuming": (_ENGINES, "def test_a_resumed_run_ends_with_the_same_bits"),
+    },
+}
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+_HEAD = """\
+# Features together
+
+Every pair of features was tried on a tiny model, on one CPU process: a step was trained, with an
+evaluation and a resumed run where the pair has them. `python tests/helpers/feature_matrix.py`
+writes this page, and `tests/test_feature_matrix.py` checks it. The number of a column is that of
+the row with the feature. torch_compile ran with the backend "eager".
+
+| mark | meaning |
+| --- | --- |
+| ✓ | trained |
+| T | trained on TRL's path, with a warning: your collator makes batches and reads weights |
+| ✗ | refused before training, by the sentence [below](#refusals) |
+| – | alternatives of each other |
+
+"""
+
+_RANKS_HEAD = """
+## Several processes
+
+✓: a test compares two processes with one, over several steps. Other features run there too, but no
+test compares them.
+
+"""
+
+
+def all_outcomes(*, trains: bool = True) -> dict[tuple[str, str], Outcome]:
+    """Return the outcomes of all pairs, by the names of their features."""
+    return {(a.name, b.name): outcome(a, b, trains=trains) for a, b in combinations(FEATURES, 2)}
+
+
+def page(outcomes: dict[tuple[str, str], Outcome]) -> str:
+    """Return the text of the page."""
+    numbers = range(1, len(FEATURES) + 1)
+    rows = [
+        f"| {i} | {row.name} | "
+        + " | ".join(_cell(outcomes, row, other) for other in FEATURES)
+        + " |"
+        for i, row in zip(numbers, FEATURES, strict=True)
+    ]
+    head = "| | feature | " + " | ".join(map(str, numbers)) + " |"
+    line = "| ---: | --- |" + " :-: |" * len(FEATURES)
+    return _HEAD + "\n".join([head, line, *rows]) + "\n" + _ranks() + _refusals(outcomes)
+
+
+def _cell(outcomes: dict[tuple[str, str], Outcome], row: Feature, other: Feature) -> str:
+    found = outcomes.get((row.name, other.name)) or outcomes.get((other.name, row.name))
+    return found.mark if found else ""
+
+
+def _ranks() -> str:
+    rows = [
+        f"| {feature.name} | "
+        + " | ".join("✓" if feature.name in tested else "" for tested in TESTED_ON_RANKS.values())
+        + " |"
+        for feature in FEATURES
+    ]
+    head = "| feature | " + " | ".join(TESTED_ON_RANKS) + " |"
+    return (
+        _RANKS_HEAD + "\n".join([head, "| --- |" + " :-: |" * len(TESTED_ON_RANKS), *rows]) + "\n"
+    )
+
+
+def _refusals(outcomes: dict[tuple[str, str], Outcome]) -> str:
+    lines = [
+        f"| {a} | {b} | {_in_table(found.sentence)} |"
+        for (a, b), found in outcomes.items()
+        if found.mark == "✗"
+    ]
+    return "\n## Refusals\n\n| | | sentence |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n"
+
+
+def _in_table(text: str) -> str:
+    return re.sub(r"([|<>])", r"\\\1", text)
+
+
+def marks_on(text: str) -> dict[tuple[str, str], str]:
+    """Return the marks of the first table of a page, by the names of the features."""
+    rows = re.findall(r"^\| \d+ \| ([^|]+) \|(.*)\|$", text, re.M)
+    names = [name for name, _ in rows]
+    cells = [[cell.strip() for cell in row.split("|")] for _, row in rows]
+    return {(names[i], names[j]): cells[i][j] for i, j in combinations(range(len(names)), 2)}
+
+
+def refusals_on(text: str) -> dict[tuple[str, str], str]:
+    """Return the quoted sentences, by the names of the features."""
+    rows: Iterable[tuple[str, str, str]] = re.findall(
+        r"^\| ([^|\n]+) \| ([^|\n]+) \| (.+) \|$", text.partition("## Refusals")[2], re.M
+    )
+    return {(a, b): re.sub(r"\\([|<>])", r"\1", words) for a, b, words in rows if a in BY_NAME}
+
+
+if __name__ == "__main__":
+    found = all_outcomes()
+    PAGE.write_text(page(copy.copy(found)), encoding="utf-8")
+    print({mark: sum(o.mark == mark for o in found.values()) for mark in "✓T✗–"})

@@ -1,0 +1,65 @@
+"""docs/feature-matrix.md says what the code does: each refusal is raised, the rest trains."""
+
+import warnings
+from itertools import combinations
+
+import pytest
+from helpers.feature_matrix import (
+    BY_NAME,
+    FEATURES,
+    PAGE,
+    ROOT,
+    TESTED_ON_RANKS,
+    Feature,
+    Outcome,
+    are_alternatives,
+    marks_on,
+    outcome,
+    page,
+    refusals_on,
+)
+
+TEXT = PAGE.read_text(encoding="utf-8")
+MARKS, REFUSALS = marks_on(TEXT), refusals_on(TEXT)
+PAIRS = [(a.name, b.name) for a, b in combinations(FEATURES, 2)]
+
+
+def of(pair: tuple[str, str], *, trains: bool) -> Outcome:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each feature is tested without them elsewhere
+        return outcome(*(BY_NAME[name] for name in pair), trains=trains)
+
+
+def test_the_page_is_what_the_helper_writes():
+    outcomes = {pair: Outcome(MARKS[pair], REFUSALS.get(pair, "")) for pair in PAIRS}
+    assert page(outcomes) == TEXT
+
+
+def test_every_pair_has_a_mark_and_every_refusal_its_sentence():
+    assert set(MARKS) == set(PAIRS)
+    assert set(MARKS.values()) <= set("✓T✗–")
+    assert set(REFUSALS) == {pair for pair, mark in MARKS.items() if mark == "✗"}
+    assert len(REFUSALS) >= 5, "the page knows no refusals"
+    for (a, b), mark in MARKS.items():
+        assert (mark == "–") == are_alternatives(BY_NAME[a], BY_NAME[b])
+
+
+@pytest.mark.parametrize("pair", REFUSALS, ids=" + ".join)
+def test_a_refused_pair_is_refused_before_training_by_its_sentence(pair):
+    found = of(pair, trains=False)
+    assert (found.mark, found.sentence) == ("✗", REFUSALS[pair])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", FEATURES, ids=lambda feature: feature.name)
+def test_the_other_pairs_train(first: Feature):
+    pairs = [pair for pair, mark in MARKS.items() if pair[0] == first.name and mark in "✓T"]
+    assert {pair: of(pair, trains=True).mark for pair in pairs} == {p: MARKS[p] for p in pairs}
+
+
+@pytest.mark.parametrize("engine", TESTED_ON_RANKS)
+def test_a_mark_of_several_processes_has_its_test(engine):
+    for feature, (file, text) in TESTED_ON_RANKS[engine].items():
+        assert feature in BY_NAME
+        assert text in (ROOT / file).read_text(), f"{file} no longer has {text}"
+        assert feature in TEXT.partition("## Several processes")[2].partition("## Refusals")[0]
