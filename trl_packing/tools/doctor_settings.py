@@ -102,8 +102,10 @@ class RunSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights: float32 unless the options say otherwise."""
-        given = self.model.dtype or (self.args.model_init_kwargs or {}).get("dtype")
+        """The dtype of the weights: float32, as TRL loads them, unless the options name another."""
+        given = (self.args.model_init_kwargs or {}).get("dtype")
+        if given is None and "dtype" in self.options.names:
+            given = self.model.dtype
         named = getattr(torch, str(given).removeprefix("torch."), None)
         return named if isinstance(named, torch.dtype) else torch.float32
 

@@ -119,6 +119,7 @@ class TrainingCommand:
 
 def _split_script(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the script or module that `words` name, or None, and the words after it."""
+    words = list(words)
     if words[:1] == ["-m"] and len(words) > 1:
         if not _is_recipe(words[1]) and find_spec(words[1].partition(".")[0]) is None:
             raise ValueError(f"there is no module {words[1]}")
