@@ -258,6 +258,16 @@ def test_weights_in_4_bits_are_not_counted_as_if_they_were_whole(model_folder, t
     assert "4 or 8 bits" in found(diagnosis, "memory")[0].text
 
 
+@pytest.mark.parametrize("recipe", ["recipes/lora.py", "recipes/qlora.py"])
+def test_a_recipe_of_an_adapter_is_known_by_its_name(model_folder, trials, recipe):
+    words = [recipe, "--model", str(model_folder), *ON_CPU]
+    memory = diagnose(words, machine=MACHINE, trials=trials).facts["memory"]
+    if recipe == "recipes/qlora.py":
+        assert memory is None
+    else:
+        assert memory["states"]["num_trained"] < memory["states"]["num_parameters"] / 2
+
+
 # --- model, disk, hub, versions -------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ def _meta(config: Any) -> Any:
 
 def _memory(config: Any, run: RunSettings, device: Device) -> tuple[RunMemory | None, str]:
     """Return the memory of the run and "", or None and why it is not computed."""
-    if run.model.load_in_4bit or run.model.load_in_8bit:
+    if run.is_quantized:
         return None, "not computed for weights in 4 or 8 bits"
     try:
         return run_memory(config, run.args, device, lora=run.lora, dtype=run.dtype), ""
