@@ -19,9 +19,12 @@ _HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.S)
 def named(table: str) -> str:
     """Return a table with `data-column` on the cells after the first of each row.
 
-    A table that fits a narrow window as it is gets `data-narrow` instead.
+    A table that fits a narrow window as it is gets `data-narrow` instead; one of many small cells
+    also gets `data-dense`.
     """
     columns = [_text(cell) for cell in _HEADING.findall(table)]
+    if len(columns) > 12:
+        return table.replace("<table>", "<table data-narrow data-dense>")
     widths = zip(*map(_widths, _ROW.findall(table)), strict=False)
     if sum(max(column) + 3 for column in widths) <= _NARROW:
         return table.replace("<table>", "<table data-narrow>")

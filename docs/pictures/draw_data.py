@@ -25,7 +25,7 @@ from trl_packing.documents.weights import token_weights
 from trl_packing.tools.previewed_run import PreviewedRun
 
 PAGE = Path(__file__).resolve().parents[1] / "data.md"
-WIDTH, LINE, CHARACTER, MARGIN = 400, 26, 7.8, 5
+WIDTH, LINE, CHARACTER, MARGIN = 440, 26, 7.8, 5
 
 _ROW_OR_PICTURE = re.compile(
     r"```json\n(?P<row>[^`]+)\n```|!\[Trained tokens(, with (?P<options>.+?))?\]\((?P<file>[^)]+)\)"
@@ -125,7 +125,7 @@ def draw(example: Example) -> str:
     row = tokens(example)
     for place, (text, weight) in enumerate(row):
         times = f"{weight:g}×" if weight not in (0, 1) else ""
-        shown = times + text.strip(" ").replace("\n", "↵")
+        shown = times + (text.strip(" ") or "␣").replace("\n", "↵")
         width = len(shown) * CHARACTER + 2 * MARGIN
         if x and x + width > WIDTH:
             x, y = 0.0, y + LINE

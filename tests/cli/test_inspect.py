@@ -23,7 +23,7 @@ def command(tmp_path):
 def test_equal_preparations_exit_with_0(command, capsys):
     assert main([*command, "--against", "trl"]) == 0
     out = capsys.readouterr().out
-    assert "Both preparations train the same tokens with the same weights." in out
+    assert "Both preparations make the same documents: tokens, labels and weights." in out
 
 
 def test_different_preparations_exit_with_1(command, capsys, tmp_path):

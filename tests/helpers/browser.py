@@ -131,13 +131,21 @@ class Page:
         self.resize(width)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[theme])
-        self._call("Page.navigate", url=self._address)
-        browser.listen_until(lambda: self._loaded)
-        self.settle()
+        self._load("Page.navigate", url=self._address)
 
     def close(self) -> None:
         self._browser.call("Target.closeTarget", targetId=self._target)
         del self._browser.listeners[self._session]
+
+    def reload(self) -> None:
+        """Load the page again, at the address that it has now."""
+        self._load("Page.reload")
+
+    def _load(self, method: str, **parameters: Any) -> None:
+        self._loaded = False
+        self._call(method, **parameters)
+        self._browser.listen_until(lambda: self._loaded)
+        self.settle()
 
     def settle(self) -> None:
         """Wait for two frames, so that what was drawn or asked for has happened."""
@@ -238,7 +246,7 @@ class Page:
         elif event == "Log.entryAdded" and values["entry"]["level"] in _BAD:
             self.errors.append(values["entry"]["text"])
         elif event == "Network.requestWillBeSent":
-            address = values["request"]["url"]
+            address = values["request"]["url"].partition("#")[0]
             if address not in (self._address, "about:blank") and not address.startswith("data:"):
                 self.requests.append(address)
 

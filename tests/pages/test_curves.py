@@ -118,8 +118,7 @@ def test_the_axis_is_chosen_and_survives_a_reload(tmp_path):
         opened.click("input[value=hours] + span")
         assert any("seconds" in text for text in labels(opened))
         assert "over=hours" in opened.evaluate("location.hash")
-        opened.evaluate("location.reload()")
-        opened.settle()
+        opened.reload()
         assert any("seconds" in text for text in labels(opened))
         assert opened.problems() == []
 

@@ -14,7 +14,7 @@ from helpers import browser
 
 from trl_packing import versions
 from trl_packing.attention.backends import CHOICES
-from trl_packing.tools import doctor, doctor_backends, doctor_machine
+from trl_packing.tools import doctor_backends, doctor_machine, doctor_versions
 from trl_packing.tools.doctor import diagnose
 from trl_packing.tools.doctor_backends import Trial, Trials, advice, try_backends
 from trl_packing.tools.doctor_findings import Diagnosis, Finding, Section
@@ -239,6 +239,35 @@ def test_an_adapter_is_counted(model_folder, trials):
     assert 0 < states["num_trained"] < states["num_parameters"] / 4
 
 
+def test_the_dtype_of_the_weights_is_that_of_the_run(model_folder, trials, tmp_path):
+    def parameters(*words: str) -> int:
+        words = ("--model", str(model_folder), *ON_CPU, *words)
+        memory = diagnose(words, machine=MACHINE, trials=trials).facts["memory"]
+        return memory["states"]["parameters"]
+
+    run = tmp_path / "run.yaml"
+    run.write_text("model_init_kwargs:\n  dtype: bfloat16\n")
+    whole = parameters()
+    assert parameters("--config", str(run)) == parameters("--dtype", "bfloat16") == whole // 2
+
+
+def test_weights_in_4_bits_are_not_counted_as_if_they_were_whole(model_folder, trials):
+    words = ["--model", str(model_folder), *ON_CPU, "--load_in_4bit"]
+    diagnosis = diagnose(words, machine=MACHINE, trials=trials)
+    assert diagnosis.facts["memory"] is None
+    assert "4 or 8 bits" in found(diagnosis, "memory")[0].text
+
+
+@pytest.mark.parametrize("recipe", ["recipes/lora.py", "recipes/qlora.py"])
+def test_a_recipe_of_an_adapter_is_known_by_its_name(model_folder, trials, recipe):
+    words = [recipe, "--model", str(model_folder), *ON_CPU]
+    memory = diagnose(words, machine=MACHINE, trials=trials).facts["memory"]
+    if recipe == "recipes/qlora.py":
+        assert memory is None
+    else:
+        assert memory["states"]["num_trained"] < memory["states"]["num_parameters"] / 2
+
+
 # --- model, disk, hub, versions -------------------------------------------------------------------
 
 
@@ -288,9 +317,11 @@ def test_an_offline_hub_is_not_asked(monkeypatch):
 
 
 def test_versions_are_judged(monkeypatch, trials):
-    real = doctor.installed_version
+    real = doctor_versions.installed_version
     other = {"trl": "99.0", "numpy": "1.0"}
-    monkeypatch.setattr(doctor, "installed_version", lambda name: other.get(name) or real(name))
+    monkeypatch.setattr(
+        doctor_versions, "installed_version", lambda name: other.get(name) or real(name)
+    )
     diagnosis = diagnose(["--use_cpu"], machine=MACHINE, trials=trials)
     texts = [f"{f.status} {f.name} {f.text}" for f in diagnosis.sections[0].findings]
     assert any(re.match("note trl 99.0 is not among those tested", text) for text in texts)
@@ -307,6 +338,13 @@ def test_the_text_fits_its_terminal_and_keeps_its_words(trials):
         assert max(map(len, diagnosis.text(width).splitlines())) <= width
     narrow, wide = (diagnosis.text(width).split() for width in (60, 100))
     assert narrow == wide
+
+
+def test_control_characters_are_shown_and_not_sent_to_the_terminal():
+    hostile = Section("Model", (Finding("fail", "model", "\x1b[2J\u202e is not there"),))
+    text = Diagnosis((hostile,)).text()
+    assert "\x1b" not in text
+    assert "\\x1b[2J" in text
 
 
 def test_the_json_holds_the_facts_and_the_reasons(trials):

@@ -67,6 +67,17 @@ SETTINGS = {
     "unpacked, split": ["--packing", "false", "--overflow", "split"],
 }
 DATA = {"texts": texts, "completions": completions, "tokenized": tokenized}
+QUICK = {("completions", "prompt"), ("completions", "unpacked"), ("tokenized", "wrapped")}
+CASES = [
+    pytest.param(
+        data,
+        settings,
+        id=f"{form}-{name}",
+        marks=() if form == "texts" or (form, name) in QUICK else pytest.mark.slow,
+    )
+    for form, data in DATA.items()
+    for name, settings in SETTINGS.items()
+]
 
 
 def compared(row, plan):
@@ -86,8 +97,7 @@ def compared(row, plan):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+@pytest.mark.parametrize(("data", "settings"), CASES)
 def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, settings):
     dataset = data()
     run = previewed(dataset, *settings)
@@ -317,7 +327,7 @@ def many_documents(number):
 
 
 @pytest.mark.parametrize(
-    "number", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=str
+    "number", [5_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=str
 )
 def test_the_page_of_many_documents_stays_small(number):
     plan = plan_run(previewed(many_documents(number), limit=2048), ranks=8)

@@ -8,17 +8,18 @@ import pytest
 from datasets import Dataset
 from helpers.attacks import ATTACKS, harmful
 from helpers.browser import HOSTILE, open_page
-from helpers.tiny import save_tiny_model, tiny_tokenizer
+from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing import PackedSFTTrainer
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.cli import main
 from trl_packing.tools.packed_rows import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED, PackedEpoch
 from trl_packing.tools.previewed_run import PreviewedRun
 from trl_packing.tools.row_of_document import trace_documents
-from trl_packing.tools.rows_page import rows_page
+from trl_packing.tools.rows_page import MAX_TOKENS, rows_page
 from trl_packing.tools.token_texts import token_texts
+from trl_packing.tools.trainer_call import TrainerCall
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -152,6 +153,47 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
         expected = [set(batch["cu_seq_lens_q"][:-1].tolist()) for batch in batches]
         assert set().union(*starts) <= set().union(*expected)
     assert ("loss_weights" in batches[0]) == ("weights" in name)
+
+
+def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
+    collator = PackedCollator(pad_token_id=3, pad_to_multiple_of=32)
+    args = PackedSFTConfig(str(tmp_path), max_length=40, use_cpu=True, bf16=False, report_to="none")
+    tokenizer = tiny_tokenizer(chat=True)
+    model = tiny_model("llama")
+    trainer = PackedSFTTrainer(model, args, collator, chats(), processing_class=tokenizer)
+    run = PreviewedRun.from_call(TrainerCall(model, args, chats(), tokenizer, collator))
+    shown = joined(data_of(page_of(run, max_rows=99))["rows"], "ids")
+    batches = [batch["input_ids"][0].tolist() for batch in trainer.get_train_dataloader()]
+    assert shown == batches
+    assert all(len(ids) % 32 == 0 for ids in shown)
+    assert any(ids[-1] == 3 for ids in shown)
+
+
+def test_rows_that_skip_preparation_are_shown_as_they_are():
+    options = ["--max_length", "32", "--dataset_kwargs", '{"skip_prepare_dataset": true}']
+    run = PreviewedRun.from_settings(tokenized(4), tiny_tokenizer(), options)
+    rows = data_of(page_of(run))["rows"]
+    found = {d["row"]: d["stop"] - d["start"] for row in rows for d in row["documents"]}
+    assert found == {i: len(ids) for i, ids in enumerate(tokenized(4)["input_ids"][:])}
+
+
+def test_a_stream_is_refused():
+    stream = chats().to_iterable_dataset()
+    args = PackedSFTConfig("unused", max_length=40, use_cpu=True, bf16=False, report_to="none")
+    run = PreviewedRun.from_call(TrainerCall(None, args, stream, tiny_tokenizer(chat=True)))
+    with pytest.raises(ValueError, match="a stream is packed while it is read"):
+        page_of(run)
+
+
+def test_a_long_row_is_drawn(tmp_path):
+    rows = Dataset.from_dict({"input_ids": [[9 + i % 200 for i in range(1500)]] * 30})
+    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), ["--max_length", "40000"])
+    path = tmp_path / "rows.html"
+    path.write_text(page_of(run), encoding="utf-8")
+    with open_page(path) as page:
+        assert page.evaluate("document.querySelectorAll('.token').length") == MAX_TOKENS
+        assert "more tokens" in page.text("#documents")
+        assert page.problems() == []
 
 
 def test_other_settings_give_another_page():

@@ -249,6 +249,22 @@ def test_a_full_disk_is_warned_of_once_and_training_goes_on(tmp_path, monkeypatc
     assert made.state.global_step == 4
 
 
+@pytest.mark.parametrize("name", ["all_settings", "RunRecord", "run_page"])
+def test_no_fault_of_the_page_stops_a_run(tmp_path, monkeypatch, caplog, name):
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError("a fault of ours")
+
+    place = run_recorder.run_page if name == "run_page" else run_recorder
+    monkeypatch.setattr(place, name, fails)
+    made = trainer(tmp_path, save_strategy="steps", save_steps=2)
+    with caplog.at_level(logging.WARNING):
+        made.train()
+    said = [r.message for r in caplog.records if "a fault of ours" in r.message]
+    assert len(said) == 1
+    assert made.state.global_step == 4
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+
+
 def test_a_part_of_a_file_is_never_left_or_seen(tmp_path, monkeypatch):
     path = tmp_path / "run.html"
     path.write_text("old")

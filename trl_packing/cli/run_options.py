@@ -121,7 +121,7 @@ def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     command = TrainingCommand.from_words(arguments.words)
     run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)
     if command.why:
-        arguments.notes.append(f"rows {command.why}")
+        arguments.notes.append(f"shown as {command.why}")
     if run.is_stream:
         read = f"only its first {len(run.dataset):,} rows are read (--stream_rows)"
         arguments.notes.append(f"a stream: {read}")

@@ -40,8 +40,7 @@ def histogram(
     values = np.asarray(values)
     if not values.size:
         return '<p class="note">nothing to show</p>'
-    is_log = values.min() > 0 and values.max() > _LONG_TAIL * np.median(values)
-    edges = _edges(values, bins, is_log)
+    edges, is_log = bar_edges(values, bins)
     x_axis = Axis(float(edges[0]), float(edges[-1]), is_log)
     counts = np.histogram(values, edges)[0]
     beyond = counts * 0 if cut is None else np.histogram(values[values > cut], edges)[0]
@@ -127,8 +126,14 @@ def _path(x: np.ndarray, y: np.ndarray, x_axis: Axis, height: Callable[[float], 
     return "".join(parts)
 
 
+def bar_edges(values: np.ndarray, bins: int = 32) -> tuple[np.ndarray, bool]:
+    """Return round edges of about `bins` bars, and whether they belong on a logarithmic axis."""
+    is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
+    return _edges(values, bins, is_log), is_log
+
+
 def _edges(values: np.ndarray, bins: int, is_log: bool) -> np.ndarray:
-    """Return round edges of at most `bins` bars; a bar holds its left edge."""
+    """Return the edges; a bar holds its left edge."""
     low, high = float(values.min()), float(values.max())
     is_integer = np.issubdtype(values.dtype, np.integer)
     if is_log:

@@ -134,7 +134,7 @@ function documentText(row, k) {
   heading.append(element("span", { class: "note" }, ` · ${facts.join(" · ")}`));
   for (const property of d.properties) {
     const more = property === "cut" ? ` from ${count(d.uncut)} tokens` : "";
-    heading.append(element("span", { class: `mark ${property}` }, ` · ${property}${more}`));
+    heading.append(element("span", { class: `mark ${property.replaceAll(" ", "-")}` }, ` · ${property}${more}`));
   }
   const text = element("div", { class: "tokens" });
   const end = Math.min(d.stop - row.start, row.ids.length);

@@ -73,7 +73,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both preparations train the same."""
+        """Whether both preparations make the same documents."""
         return self.different == 0
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,9 +40,9 @@ def comparison_text(comparison: Comparison, tokenizers: Sequence[Any], *, width:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return in a sentence whether both preparations train the same."""
+    """Return in a sentence whether both preparations make the same documents."""
     if comparison.is_equal:
-        return "Both preparations train the same tokens with the same weights."
+        return "Both preparations make the same documents: tokens, labels and weights."
     of = quantity(comparison.rows, "row")
     return f"The preparations differ in {comparison.different:,} of {of}."
 

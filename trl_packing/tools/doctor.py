@@ -1,6 +1,7 @@
 """The doctor: whether this machine can train packed documents, how fast, and with which settings.
 
     doctor_settings.py    the options of a run                  → RunSettings
+    doctor_versions.py    libraries
     doctor_machine.py     devices, disk, hub                    → Machine
     doctor_backends.py    each attention backend, tried         → Trials
     doctor_memory.py      a step of the model, computed         → RunMemory
@@ -11,11 +12,9 @@ Nothing is downloaded but the config of the model, and nothing is sent.
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, requires
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -24,11 +23,8 @@ from trl_packing.tools.doctor_findings import Diagnosis, Finding, Section
 from trl_packing.tools.doctor_machine import Device, Disk, Hub, Machine, read_machine
 from trl_packing.tools.doctor_memory import RunMemory, memory_section, run_memory
 from trl_packing.tools.doctor_settings import RunSettings, load_config
+from trl_packing.tools.doctor_versions import installed_versions, versions_section
 from trl_packing.tools.tiny_models import names
-from trl_packing.versions import TESTED, installed_version, is_tested
-
-_OPTIONAL = ("peft", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "triton")
-_EXTRAS = 'extra == "'
 
 
 def diagnose(
@@ -53,7 +49,11 @@ def diagnose(
     machine = machine or read_machine(run.output_dir, use_cpu=run.args.use_cpu)
     run = run.on(machine.device)
     versions = installed_versions()
-    sections = [_versions(versions, machine), _devices(machine), _precision(machine.device, run)]
+    sections = [
+        versions_section(versions, machine),
+        _devices(machine),
+        _precision(machine.device, run),
+    ]
     config, meta, memory = None, None, None
     loading: list[Finding] = []
     if run.name is not None:
@@ -92,6 +92,8 @@ def _meta(config: Any) -> Any:
 
 def _memory(config: Any, run: RunSettings, device: Device) -> tuple[RunMemory | None, str]:
     """Return the memory of the run and "", or None and why it is not computed."""
+    if run.is_quantized:
+        return None, "not computed for weights in 4 or 8 bits"
     try:
         return run_memory(config, run.args, device, lora=run.lora, dtype=run.dtype), ""
     except (ValueError, TypeError, ImportError) as error:
@@ -106,44 +108,6 @@ def _trials(device: Device, run: RunSettings, config: Any, meta: Any) -> Trials:
         architecture=kind if kind in names() else "llama",
         model=meta,
     )
-
-
-# --- versions -------------------------------------------------------------------------------------
-
-
-def installed_versions() -> dict[str, str]:
-    """Return the versions of this package, of its requirements, and of optional packages."""
-    wanted = ["trl-packing", *(r.name for r in requirements()), *_OPTIONAL]
-    found = {name: installed_version(name) for name in wanted}
-    return {name: number for name, number in found.items() if number is not None}
-
-
-def requirements() -> list[Requirement]:
-    """Return the requirements of this package, without those of its extras."""
-    try:
-        lines = requires("trl-packing") or []
-    except PackageNotFoundError:  # imported from a folder that is not installed
-        return []
-    return [Requirement(line) for line in lines if _EXTRAS not in line.replace("'", '"')]
-
-
-def _versions(versions: dict[str, str], machine: Machine) -> Section:
-    findings = [Finding("ok", "python", f"{machine.python} on {machine.system}")]
-    for requirement in requirements():
-        name, number = requirement.name, versions.get(requirement.name)
-        if number is None or not requirement.specifier.contains(number, prereleases=True):
-            text = f"{number or 'missing'}: pip install '{name}{requirement.specifier}'"
-            findings.append(Finding("fail", name, text))
-    for name, (oldest, newest) in TESTED.items():
-        number = versions.get(name, "0")
-        if is_tested(name, number):
-            findings.append(Finding("ok", name, f"{number} (tested: {oldest} to {newest})"))
-        elif name in versions:
-            text = f"{number} is not among those tested: {oldest} to {newest}"
-            findings.append(Finding("note", name, text))
-    others = [name for name in versions if name not in TESTED]
-    listed = ", ".join(f"{name} {versions[name]}" for name in others)
-    return Section("Versions", (*findings, Finding("ok", "also", listed)))
 
 
 # --- devices and precision ------------------------------------------------------------------------

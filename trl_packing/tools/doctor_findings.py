@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trl_packing.formatting.printable import escape_hidden
+
 Status = Literal["ok", "-", "note", "fail"]
 
 _NAMES = 18  # columns of the names of findings
@@ -92,7 +94,7 @@ def _lines(findings: tuple[Finding, ...], width: int) -> Iterator[str]:
 def _wrap(text: str, start: str, width: int) -> list[str]:
     """Return `text` after `start`; further lines are indented by as much."""
     return textwrap.wrap(
-        text,
+        escape_hidden(text),
         max(width, len(start) + 20),
         initial_indent=start,
         subsequent_indent=" " * len(start),

@@ -23,6 +23,9 @@ from trl_packing.tools.training_command import options_of_words
 # Settings that decide the precision; where none is given, the doctor chooses.
 _PRECISION = {"bf16", "fp16", "use_cpu"}
 
+# Recipes that train an adapter without an option that says so.
+_ADAPTERS = ("lora", "dora", "qlora")
+
 _ANYWHERE = ("--use_cpu", "True", "--bf16", "False", "--fp16", "False")
 
 
@@ -34,6 +37,7 @@ class RunSettings:
         options: as on a command line, and in its YAML file.
         args: the config of the trainer.
         model: TRL's options of the model.
+        script: name of the training script without its ending; empty without one.
         problem: why the settings cannot be used on the device; empty if they can.
         needs: options that the run needs on this device beside those given.
     """
@@ -41,6 +45,7 @@ class RunSettings:
     options: GivenOptions
     args: Any
     model: ModelConfig
+    script: str = ""
     problem: str = ""
     needs: tuple[str, ...] = ()
 
@@ -52,11 +57,13 @@ class RunSettings:
             ValueError: an option is unknown, or has a value that it cannot have.
         """
         options = options_of_words(words, _names(ModelConfig))
+        named = words[0] if words and not words[0].startswith("-") else ""
+        script = Path(named).stem.rpartition(".")[2]
         try:
-            return cls(options, *_parse(options))
+            return cls(options, *_parse(options), script)
         except ValueError as error:
             # Either the device refuses the precision, or the options are wrong on any device.
-            return cls(options, *_parse(options, _ANYWHERE), problem=str(error))
+            return cls(options, *_parse(options, _ANYWHERE), script, problem=str(error))
 
     @property
     def output_dir(self) -> str:
@@ -102,8 +109,10 @@ class RunSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights: float32 unless the options say otherwise."""
-        given = self.model.dtype or (self.args.model_init_kwargs or {}).get("dtype")
+        """The dtype of the weights: float32, as TRL loads them, unless the options name another."""
+        given = (self.args.model_init_kwargs or {}).get("dtype")
+        if given is None and "dtype" in self.options.names:
+            given = self.model.dtype
         named = getattr(torch, str(given).removeprefix("torch."), None)
         return named if isinstance(named, torch.dtype) else torch.float32
 
@@ -115,10 +124,15 @@ class RunSettings:
         return torch.float16 if self.args.fp16 else self.dtype
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the weights have 4 or 8 bits."""
+        return self.model.load_in_4bit or self.model.load_in_8bit or self.script == "qlora"
+
+    @property
     def lora(self) -> Any:
         """The adapter, or None. Recipes of adapters need no ``--use_peft``."""
         adapter = {name for name in self.options.names if name.startswith("lora_")}
-        if not (self.model.use_peft or adapter):
+        if not (self.model.use_peft or adapter or self.script in _ADAPTERS):
             return None
         lora = get_peft_config(replace(self.model, use_peft=True))
         if lora is not None and lora.target_modules is None:

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trl_packing.pages.axes import short
+from trl_packing.pages.axes import log_ticks, short
+from trl_packing.pages.charts import bar_edges
 from trl_packing.tools.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ def plot_plan(plan: RunPlan) -> "Figure":
     """
     figure = figure_class()(figsize=(12, 6.4), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 3).ravel()
-    _draw_lengths(axes[0], plan)
     if plan.bins is not None:
         documents = np.diff(plan.bins.offsets)
         bins = np.arange(documents.min(), documents.max() + 2) - 0.5
@@ -47,6 +47,8 @@ def plot_plan(plan: RunPlan) -> "Figure":
         ax.xaxis.set_major_formatter(lambda value, _: short(value))
         ax.yaxis.set_major_formatter(lambda value, _: short(value))
         ax.set_ylabel(counted or "micro-batches")
+        ax.locator_params(integer=True)
+    _draw_lengths(axes[0], plan)
     _draw_max_lengths(axes[3], plan)
     _draw_ways(axes[4], plan)
     _draw_ranks(axes[5], plan)
@@ -57,12 +59,17 @@ def plot_plan(plan: RunPlan) -> "Figure":
 
 def _draw_lengths(ax: Any, plan: RunPlan) -> None:
     lengths, limit = plan.lengths_before(), plan.report.capacity
-    edges = np.histogram_bin_edges(lengths, 32)
+    edges, is_log = bar_edges(lengths)
     ax.hist(lengths, edges, color=_BLUE)
     if limit is not None and (lengths > limit).any():
         ax.hist(lengths[lengths > limit], edges, color=_RED)
         ax.axvline(limit, color=_RED, linestyle="--")
         ax.set_title(f"max_length={limit:,}", color=_RED, loc="right", fontsize="medium")
+    if is_log:
+        ax.set_xscale("log")
+        ticks = log_ticks(edges[0], edges[-1])
+        ax.set_xticks(ticks, [short(tick) for tick in ticks])
+        ax.minorticks_off()
     ax.set_xlabel("tokens of a document")
 
 
@@ -76,8 +83,8 @@ def _draw_max_lengths(ax: Any, plan: RunPlan) -> None:
         ax.plot(x, [100 * row.lost for row in rows], "o-", color=_RED, label="tokens lost")
         if all(row.utilization is not None for row in rows):
             free = [100 * (1 - (row.utilization or 0)) for row in rows]
-            ax.plot(x, free, "o-", color=_BLUE, label="of bins free")
-        ax.legend(frameon=False)
+            ax.plot(x, free, "o-", color=_BLUE, label="free room in bins")
+        _legend(ax)
     ax.set_xlabel("max_length")
     ax.set_ylabel("%")
 
@@ -89,7 +96,7 @@ def _draw_ways(ax: Any, plan: RunPlan) -> None:
     ax.barh(names, padding, left=[w.tokens for w in plan.ways], color=_RED, label="padding")
     ax.invert_yaxis()
     if names:
-        ax.legend(frameon=False)
+        _legend(ax)
     ax.xaxis.set_major_formatter(lambda value, _: short(value))
     ax.set_xlabel("tokens computed in an epoch")
 
@@ -99,6 +106,11 @@ def _draw_ranks(ax: Any, plan: RunPlan) -> None:
     ax.bar(ranks, [100 * row.waiting for row in plan.ranks], color=_BLUE)
     ax.set_xlabel("ranks")
     ax.set_ylabel("% of the time that they wait")
+
+
+def _legend(ax: Any) -> None:
+    """Put the legend above the chart, where it covers nothing."""
+    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.99), ncols=2)
 
 
 def _tidy(ax: Any) -> None:

@@ -119,6 +119,7 @@ class TrainingCommand:
 
 def _split_script(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the script or module that `words` name, or None, and the words after it."""
+    words = list(words)
     if words[:1] == ["-m"] and len(words) > 1:
         if not _is_recipe(words[1]) and find_spec(words[1].partition(".")[0]) is None:
             raise ValueError(f"there is no module {words[1]}")
@@ -206,10 +207,10 @@ def _recipe_of(options: GivenOptions) -> tuple[str, GivenOptions, str]:
     takes_revision = options.names - {"model_revision"}
     for recipe in _named_in_comments(options.config):
         if takes_revision <= _options_of(recipe):
-            return recipe, options, f"as {recipe}.py, which {options.config} names, trains them"
+            return recipe, options, f"{recipe}.py trains it, which {options.config} names"
     for recipe in _BY_OPTIONS:
         if takes_revision <= _options_of(recipe):
-            return recipe, options, f"as {recipe}.py trains them; name another script first"
+            return recipe, options, f"{recipe}.py trains it; to see another script, name it first"
     names = " and ".join(f"--{name}" for name in sorted(takes_revision - _options_of("full")))
     raise ValueError(f"no recipe takes {names} together; name the training script first")
 
@@ -229,7 +230,7 @@ def _recipe_command(recipe: str, options: GivenOptions, why: str) -> TrainingCom
     missing = [name for name in _ADAPTERS.get(recipe, ()) if find_spec(name) is None]
     if missing:
         options = options.only(_options_of("full") | {"model_revision"})
-        why = f"as full.py trains them, and {recipe}.py too ({missing[0]} is not installed)"
+        why = f"full.py trains it, and {recipe}.py too ({missing[0]} is not installed)"
         recipe = "full"
     if "model_revision" not in _options_of(recipe):
         options = options.with_revision_of_model()

@@ -72,14 +72,20 @@ class RunRecorder(TrainerCallback):
         try:
             yield
         except BaseException as problem:
-            self._write(status=f"stopped by {type(problem).__name__}")
+            with self._guarded():
+                self._write(status=f"stopped by {type(problem).__name__}")
             raise
-        # After all callbacks: the report on a stream is complete only then.
-        if self._write(status="finished"):
-            page = Path(self.trainer.args.output_dir) / run_page.FILE
-            print(f"{page} shows the curves, the report and the settings of this run", flush=True)
+        with self._guarded():  # after all callbacks: only then is the report on a stream complete
+            if self._write(status="finished"):
+                page = Path(self.trainer.args.output_dir) / run_page.FILE
+                print(f"{page} shows the curves, the report and the settings of this run")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._guarded():
+            self._begin(args, state)
+            self._write()
+
+    def _begin(self, args: Any, state: Any) -> None:
         trainer = self.trainer
         self._tokens_before = getattr(trainer, "_total_train_tokens", 0)
         self.record = RunRecord(
@@ -95,22 +101,23 @@ class RunRecorder(TrainerCallback):
         )
         self._before = self._resume(state.global_step) if state.global_step else NOTHING
         self.record.totals[state.global_step] = self._before
-        self._write()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.start_clock()  # on TRL's path, where no micro-batch is counted
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._count()
-        if not self.trainer.is_in_train or time.monotonic() >= self._next_write:
-            self._write()
+        with self._guarded():
+            self._count()
+            if not self.trainer.is_in_train or time.monotonic() >= self._next_write:
+                self._write()
 
     def save(self, checkpoint: Path) -> None:
         """Save the record in a checkpoint that is being written."""
-        self._count()
-        if self._writes and self.trainer.args.should_save:
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            self._write_files({checkpoint / FILE: self._updated().to_json})
+        with self._guarded():
+            self._count()
+            if self._writes and self.trainer.args.should_save:
+                checkpoint.mkdir(parents=True, exist_ok=True)
+                replace_file(checkpoint / FILE, self._updated().to_json())
 
     # --- the record ---------------------------------------------------------------------------
 
@@ -130,6 +137,8 @@ class RunRecorder(TrainerCallback):
             )
             self.record.resumed = [step]
             return UNKNOWN
+        if found.totals.get(step, UNKNOWN) == UNKNOWN and not found.notes:
+            found.notes.append(f"{FILE} of step {step:,} has no counts: later ones are unknown.")
         self.record.totals = {at: total for at, total in found.totals.items() if at <= step}
         self.record.resumed = [*(at for at in found.resumed if at <= step), step]
         self.record.notes = found.notes
@@ -182,32 +191,28 @@ class RunRecorder(TrainerCallback):
         return hasattr(args, "run_page") or args.save_strategy != "no"
 
     def _write(self, status: str | None = None) -> bool:
-        """Return whether both files were written."""
+        """Write both files; return whether this run has any."""
         if not self._writes:
             return False
         folder, began = Path(self.trainer.args.output_dir), time.monotonic()
-        record = self._updated(status)
-        is_written = self._write_files(
-            {
-                folder / FILE: record.to_json,
-                folder / run_page.FILE: lambda: run_page.run_page(record),
-            }
-        )
-        now = time.monotonic()
-        self._next_write = now + max(self.least_seconds, (now - began) / self.most_share)
-        return is_written
-
-    def _write_files(self, texts: dict[Path, Callable[[], str]]) -> bool:
-        """Write files, each at once; warn of the first that cannot be written."""
         try:
-            for path, text in texts.items():
-                replace_file(path, text())
-            return True
-        except Exception as problem:  # whatever is wrong with a page, the run goes on
+            record = self._updated(status)
+            replace_file(folder / FILE, record.to_json())
+            replace_file(folder / run_page.FILE, run_page.run_page(record))
+        finally:
+            now = time.monotonic()
+            self._next_write = now + max(self.least_seconds, (now - began) / self.most_share)
+        return True
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Warn of the first problem inside the block: no run stops because of its page."""
+        try:
+            yield
+        except Exception as problem:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(f"the run's page cannot be written ({problem!r}); training goes on")
-            return False
 
 
 def replace_file(path: Path, text: str) -> None:
