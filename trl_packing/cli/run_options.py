@@ -42,6 +42,7 @@ SETTINGS = (
     ("loss_weighting", "{token,document,sqrt}", "weight of a token in the loss"),
     ("source_column", "COLUMN", "report eval_loss for each value of it"),
     ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
+    ("prefix_sharing", "{off,bin}", "compute common beginnings of documents once"),
     ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),
     ("run_page", _FLAG, "write run.html into output_dir while training"),
     ("isolation_check", "{error,warn,off}", "before the first step: does a document leak?"),
