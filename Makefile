@@ -9,7 +9,7 @@ OLDEST := $(VENV)-oldest
 # Tests in which other libraries do the work: each seam (trl_packing/seams.py) runs in one of them.
 # Full-size configurations are those that the newest transformers publishes.
 TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/test_*.py)) \
-	$(addprefix tests/,drop_in $(addsuffix .py,test_seams test_versions tools/test_tiny_models \
+	$(addprefix tests/,drop_in $(addsuffix .py,test_seams test_versions tools/exactness/test_tiny_models \
 	formatting/test_tokenize_rows loss/test_evaluation training/test_exact loss/test_lm_head \
 	training/test_metrics plain_trainer/test_enable training/test_resume streaming/test_loader \
 	streaming/test_reader))

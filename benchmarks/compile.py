@@ -24,7 +24,7 @@ from machine import provenance, publish, table
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.tools.tiny_step import tiny_tokenizer
+from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
 
 CAPACITY = 1024
 VOCABULARY = 1024

@@ -18,7 +18,7 @@ from step import documents, model
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.tiny_step import tiny_tokenizer
+from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
 
 NUM_TOKENS, ROWS = 4096, 1000
 

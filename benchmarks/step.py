@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.tiny_step import tiny_tokenizer
+from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
 
 # (tokens a row, vocabulary, dtype, promised ratio)
 CASES = [

@@ -63,7 +63,7 @@ from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 from trl_packing.recipes.sft_packed import DEMO_ARGUMENTS, load_model
-from trl_packing.tools.exit_messages import exits_in_one_line
+from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 

@@ -46,7 +46,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
-from trl_packing.tools.exit_messages import exits_in_one_line
+from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
 @dataclass

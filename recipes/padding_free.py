@@ -40,7 +40,7 @@ from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.recipes.compare_packing import DEMO, Result, Runs, compare, parse, table
-from trl_packing.tools.exit_messages import exits_in_one_line
+from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 RUNS: Runs = {
     "padded": (SFTTrainer, {"packing": False}),

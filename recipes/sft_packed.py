@@ -53,7 +53,7 @@ from trl_packing.formatting.printable import escape_text
 from trl_packing.recipes import FOLDER
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 from trl_packing.recipes.recipe_summary import ShortLines, summary
-from trl_packing.tools.exit_messages import exits_in_one_line
+from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 # TRL 1.16 sets options that transformers 5.23 has renamed. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -40,7 +40,7 @@ from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.streaming.shards import assign_shards
-from trl_packing.tools.exit_messages import exits_in_one_line
+from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
 @dataclass

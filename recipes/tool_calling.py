@@ -49,7 +49,7 @@ from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
-from trl_packing.tools.exit_messages import exits_in_one_line
+from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
 @dataclass

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trl_packing.plain_trainer.enable import enable_packing
     from trl_packing.plain_trainer.supervised import make_supervised_dset
     from trl_packing.recognition.current_row import other_rows
-    from trl_packing.tools.show import show_document, show_rows
+    from trl_packing.tools.preview.show import show_document, show_rows
     from trl_packing.trainer import PackedSFTTrainer
 
 __version__ = "0.1.0"
@@ -51,8 +51,8 @@ _HOME = {
     "resolve_attention": "attention.backends",
     "check_isolation": "isolation.check",
     "load_rows": "data.dataset",
-    "show_document": "tools.show",
-    "show_rows": "tools.show",
+    "show_document": "tools.preview.show",
+    "show_rows": "tools.preview.show",
     "PackedDataset": "plain_trainer.dataset",
     "RepackEveryEpoch": "plain_trainer.dataset",
     "make_supervised_dset": "plain_trainer.supervised",

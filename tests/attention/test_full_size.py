@@ -22,7 +22,7 @@ from trl_packing.models.introspection import (
     text_config,
 )
 from trl_packing.packing.static_shapes import StaticShapes
-from trl_packing.tools.tiny_models import (
+from trl_packing.tools.exactness.tiny_models import (
     VARIANTS,
     NotBuilt,
     full_size_model,

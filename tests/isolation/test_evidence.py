@@ -13,8 +13,8 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.evidence import Checked, brief
 from trl_packing.isolation.fallback import Refusal
-from trl_packing.tools.tiny_models import tiny_model
-from trl_packing.tools.tiny_step import tiny_documents
+from trl_packing.tools.exactness.tiny_models import tiny_model
+from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 MEASURED = IsolationReport(
     "isolated", 0.0, 6.8e-4, 20.3, "short documents", "LlamaForCausalLM", "documents", "training"

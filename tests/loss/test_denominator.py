@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trl_packing import PackedCollator
-from trl_packing.tools.tiny_models import tiny_model
-from trl_packing.tools.tiny_step import one_at_a_time, packed_step, tiny_documents
+from trl_packing.tools.exactness.tiny_models import tiny_model
+from trl_packing.tools.exactness.tiny_step import one_at_a_time, packed_step, tiny_documents
 
 TOLERANCE = 1e-5  # relative, float32; a wrong denominator is off by tens of percent
 

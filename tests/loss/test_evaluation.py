@@ -23,8 +23,8 @@ from helpers.tiny import tiny_model as small_model
 
 from trl_packing import PackedSFTConfig
 from trl_packing.loss.evaluation import EvaluationSums, Sources, perplexity
-from trl_packing.tools.tiny_models import tiny_model
-from trl_packing.tools.tiny_step import tiny_documents
+from trl_packing.tools.exactness.tiny_models import tiny_model
+from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 MODES = ("token", "document", "sqrt")
 SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]

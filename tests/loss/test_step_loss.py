@@ -32,8 +32,8 @@ from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.step_loss import StepLoss
 from trl_packing.loss.weighted_forward import WeightedLabelSmoother, scale_of_weights
-from trl_packing.tools.tiny_models import tiny_model
-from trl_packing.tools.tiny_step import tiny_documents
+from trl_packing.tools.exactness.tiny_models import tiny_model
+from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 # --- a step ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packing.models.flops import NotCountable, model_flops
-from trl_packing.tools.tiny_models import tiny_model
+from trl_packing.tools.exactness.tiny_models import tiny_model
 
 T = 24
 

@@ -17,8 +17,8 @@ from trl_packing import (
     PackedCollator,
     enable_packing,
 )
-from trl_packing.tools import tiny_models as architectures
-from trl_packing.tools.tiny_step import tiny_documents
+from trl_packing.tools.exactness import tiny_models as architectures
+from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 
 @pytest.mark.parametrize("is_embedded", [False, True], ids=["ids", "embedded"])

@@ -14,8 +14,8 @@ from helpers.tiny import save_tiny_model, tiny_rows
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.previewed_run import PreviewedRun
-from trl_packing.tools.training_command import TrainingCommand, recipes
+from trl_packing.tools.command.training_command import TrainingCommand, recipes
+from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 
 def instructions() -> list[dict[str, Any]]:

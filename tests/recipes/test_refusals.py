@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.recipes import FOLDER, RECIPES, module
 
-from trl_packing.tools.exit_messages import exits_in_one_line
+from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

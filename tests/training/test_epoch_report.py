@@ -8,8 +8,8 @@ from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_to
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.preview import preview_epoch
-from trl_packing.tools.previewed_run import PreviewedRun
+from trl_packing.tools.preview.preview import preview_epoch
+from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 
 def trainer_for(folder, rows, *, eval_dataset=None, **settings):

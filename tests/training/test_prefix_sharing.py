@@ -9,7 +9,7 @@ from helpers.tiny import tiny_model, tiny_tokenizer
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing import tree_row
 from trl_packing.packing.prefix_tree import PrefixTree
-from trl_packing.tools import tiny_models as architectures
+from trl_packing.tools.exactness import tiny_models as architectures
 
 FAMILIES = [
     "llama",

@@ -15,7 +15,7 @@ import trl_packing
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.loss.lm_head import use_native_head
 from trl_packing.models.introspection import unwrap_peft
-from trl_packing.tools.tiny_models import tiny_model as architecture
+from trl_packing.tools.exactness.tiny_models import tiny_model as architecture
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 STEPS = 2

@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison."""
     from trl_packing.pages.page import check_can_write
-    from trl_packing.tools.compare_runs import compare
-    from trl_packing.tools.run_files import load_run
-    from trl_packing.tools.runs_page import compare_page
+    from trl_packing.tools.runs.compare import compare
+    from trl_packing.tools.runs.files import load_run
+    from trl_packing.tools.runs.page import compare_page
 
     if len(arguments.runs) < 2:
         raise ValueError(
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.html).write_text(compare_page(records, comparison), encoding="utf-8")
         note(f"wrote {arguments.html}")
     if arguments.png:
-        from trl_packing.tools.runs_plot import plot_runs
+        from trl_packing.tools.runs.plot import plot_runs
 
         plot_runs(records, comparison).savefig(arguments.png, dpi=150)
         note(f"wrote {arguments.png}")

@@ -9,17 +9,17 @@ from trl_packing.cli.output import note, print_json
 from trl_packing.cli.run_options import name_of_data, previewed_run
 
 if TYPE_CHECKING:
-    from trl_packing.tools.compare_preparations import Comparison
+    from trl_packing.tools.preparations.compare import Comparison
 
 _MOST_COLUMNS = 100
 
 
 def run_comparison(arguments: argparse.Namespace) -> int:
     """Print the differences of two preparations; return 1 if there are any."""
-    from trl_packing.tools.compare_preparations import compare
-    from trl_packing.tools.comparison_text import comparison_text
-    from trl_packing.tools.other_preparation import check_against, other_side
-    from trl_packing.tools.preparation_side import Side
+    from trl_packing.tools.preparations.compare import compare
+    from trl_packing.tools.preparations.other import check_against, other_side
+    from trl_packing.tools.preparations.side import Side
+    from trl_packing.tools.preparations.text import comparison_text
 
     for name in ("rows", "all"):
         if getattr(arguments, name):
@@ -40,8 +40,8 @@ def run_comparison(arguments: argparse.Namespace) -> int:
 
 
 def _write_page(comparison: "Comparison", tokenizers: list, arguments: argparse.Namespace) -> None:
-    from trl_packing.tools.command_line import command_line
-    from trl_packing.tools.comparison_page import comparison_page
+    from trl_packing.tools.command.command_line import command_line
+    from trl_packing.tools.preparations.page import comparison_page
 
     title = f"{name_of_data(arguments)} against {comparison.names[1]}"
     html = comparison_page(comparison, tokenizers, title=title, command=command_line("trl-packing"))

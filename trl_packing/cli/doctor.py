@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 1 if training would fail."""
     from trl_packing.pages.page import check_can_write
-    from trl_packing.tools.doctor import diagnose
-    from trl_packing.tools.doctor_page import doctor_page
+    from trl_packing.tools.doctor.doctor import diagnose
+    from trl_packing.tools.doctor.page import doctor_page
 
     if arguments.html:
         check_can_write("--html", arguments.html)

@@ -14,7 +14,7 @@ from trl_packing.cli.run_options import (
 )
 
 if TYPE_CHECKING:
-    from trl_packing.tools.previewed_run import PreviewedRun
+    from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 HELP = "print documents with their trained tokens marked"
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows; return 1 if one of them is not trained."""
     from trl_packing.pages.page import check_can_write
-    from trl_packing.tools.preview import preview_losses, preview_rows
+    from trl_packing.tools.preview.preview import preview_losses, preview_rows
 
     if arguments.html:
         check_can_write("--html", arguments.html)
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:
-    from trl_packing.tools.command_line import command_line
-    from trl_packing.tools.packed_rows import PackedEpoch
-    from trl_packing.tools.rows_page import rows_page
+    from trl_packing.tools.command.command_line import command_line
+    from trl_packing.tools.rows.packed_rows import PackedEpoch
+    from trl_packing.tools.rows.page import rows_page
 
     epoch = PackedEpoch.of(run)
     title = f"Packed rows · {name_of_data(arguments)}"

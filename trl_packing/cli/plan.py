@@ -14,7 +14,7 @@ from trl_packing.cli.run_options import (
 )
 
 if TYPE_CHECKING:
-    from trl_packing.tools.previewed_run import PreviewedRun
+    from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 HELP = "print the bins and optimizer steps of an epoch"
 
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report that the trainer would print before an epoch."""
     from trl_packing.pages.page import check_can_write
-    from trl_packing.tools.preview import preview_epoch
+    from trl_packing.tools.preview.preview import preview_epoch
 
     for option, path in (("--html", arguments.html), ("--png", arguments.png)):
         if path:
             check_can_write(option, path)
     if arguments.png:
-        from trl_packing.tools.plan_plot import figure_class
+        from trl_packing.tools.plan.plot import figure_class
 
         figure_class()  # known to be missing before the documents are prepared
     run = previewed_run(arguments)
@@ -72,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_files(run: "PreviewedRun", arguments: argparse.Namespace) -> Any:
     """Write the page and the picture, and return the report."""
-    from trl_packing.tools.command_line import command_line
-    from trl_packing.tools.plan_page import plan_page
-    from trl_packing.tools.plan_plot import plot_plan
-    from trl_packing.tools.run_plan import plan_run
+    from trl_packing.tools.command.command_line import command_line
+    from trl_packing.tools.plan.page import plan_page
+    from trl_packing.tools.plan.plot import plot_plan
+    from trl_packing.tools.plan.run_plan import plan_run
 
     plan = plan_run(run, ranks=arguments.ranks)
     if arguments.html:

@@ -17,8 +17,8 @@ from typing import NoReturn
 import trl_packing
 from trl_packing.cli.output import add_output_arguments, note, short_log
 from trl_packing.formatting.printable import escape_hidden
-from trl_packing.tools.exit_messages import message_of
-from trl_packing.tools.spelling import suggest
+from trl_packing.tools.command.exit_messages import message_of
+from trl_packing.tools.command.spelling import suggest
 
 # Modules of this folder, in the order of the help.
 COMMANDS = ("inspect", "plan", "verify", "doctor", "compare")

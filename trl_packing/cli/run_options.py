@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trl_packing.cli.output import quiet_libraries
 
 if TYPE_CHECKING:
-    from trl_packing.tools.previewed_run import PreviewedRun
+    from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 _FLAG = "[BOOL]"
 
@@ -116,8 +116,8 @@ def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     if arguments.stream_rows < 1:
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
     quiet_libraries()
-    from trl_packing.tools.previewed_run import PreviewedRun
-    from trl_packing.tools.training_command import TrainingCommand
+    from trl_packing.tools.command.training_command import TrainingCommand
+    from trl_packing.tools.preview.previewed_run import PreviewedRun
 
     command = TrainingCommand.from_words(arguments.words)
     run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)

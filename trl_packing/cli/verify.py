@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verify_model(arguments: argparse.Namespace) -> int:
     quiet_libraries()
-    from trl_packing.tools.training_command import model_of_words
-    from trl_packing.tools.verify import VerifiedModel
+    from trl_packing.tools.command.training_command import model_of_words
+    from trl_packing.tools.exactness.verify import VerifiedModel
 
     name_or_model, args = model_of_words(arguments.words)
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
@@ -64,9 +64,9 @@ def _verify_model(arguments: argparse.Namespace) -> int:
 
 
 def _verify_all(arguments: argparse.Namespace) -> int:
-    from trl_packing.tools.compatibility import judge_all, summary
-    from trl_packing.tools.compatibility_page import report
-    from trl_packing.tools.tiny_models import names, vision_names
+    from trl_packing.tools.exactness.compatibility import judge_all, summary
+    from trl_packing.tools.exactness.page import report
+    from trl_packing.tools.exactness.tiny_models import names, vision_names
 
     if arguments.words:
         raise ValueError(f"--matrix takes no run: leave out {' '.join(arguments.words)}")

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.tools.tiny_models import tiny_model
+from trl_packing.tools.exactness.tiny_models import tiny_model
 
 
 def sharded(model):

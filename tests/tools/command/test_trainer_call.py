@@ -1,0 +1,147 @@
+"""A training script of a user runs up to its trainer, and nothing is trained or left changed."""
+
+import argparse
+import json
+import sys
+
+import pytest
+from helpers.tiny import save_tiny_model, tiny_rows, tiny_tokenizer
+from transformers import Trainer, TrainingArguments
+
+from trl_packing import PackedSFTTrainer
+from trl_packing.cli import main
+from trl_packing.tools.command.trainer_call import call_of_script
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+START = """
+import sys
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+from trl_packing import DataCollatorForCompletionOnlyLM, PackedSFTConfig, PackedSFTTrainer
+
+model, out = sys.argv[1:3]
+rows = Dataset.from_list([{"q": f"Why {i}?", "a": f"So {i}."} for i in range(6)])
+"""
+TEXTS = (
+    "rows = rows.map(lambda r: {'text': f\"{r['q']} ### {r['a']}\"}, remove_columns=['q', 'a'])\n"
+)
+SCRIPTS = {
+    "a name": TEXTS + "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=rows).train()",
+    "a model": TEXTS
+    + "loaded = AutoModelForCausalLM.from_pretrained(model)\n"
+    + "PackedSFTTrainer(loaded, PackedSFTConfig(out), train_dataset=rows).train()",
+    "positional": TEXTS + "PackedSFTTrainer(model, PackedSFTConfig(out), None, rows).train()",
+    "a plain config": TEXTS
+    + "PackedSFTTrainer(model, SFTConfig(out, packing=True), train_dataset=rows).train()",
+    "a formatting function": "PackedSFTTrainer(\n"
+    "    model, PackedSFTConfig(out), train_dataset=rows,\n"
+    "    formatting_func=lambda row: row['q'] + ' ### ' + row['a'],\n).train()",
+    "a collator": TEXTS
+    + "tokenizer = AutoTokenizer.from_pretrained(model)\n"
+    + "collator = DataCollatorForCompletionOnlyLM('###', tokenizer=tokenizer)\n"
+    + "PackedSFTTrainer(\n"
+    "    model, PackedSFTConfig(out), data_collator=collator, train_dataset=rows\n).train()",
+    "a GPU": TEXTS
+    + "args = PackedSFTConfig(out, bf16=True, tf32=True)\n"
+    + "PackedSFTTrainer(model, args, train_dataset=rows).train()",
+    "a class": TEXTS
+    + "class Mine(PackedSFTTrainer):\n    pass\n\n"
+    + "args = PackedSFTConfig(out)\n\n"
+    + "def main():\n    try:\n        Mine(model, args, train_dataset=rows).train()\n"
+    + "    except Exception:\n        print('caught')\n\n"
+    + "if __name__ == '__main__':\n    main()",
+    "a helper beside it": "from beside import texts\n"
+    "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=texts(rows)).train()",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
+
+
+def script(folder, text: str) -> str:
+    helper = "def texts(rows):\n    " + TEXTS.replace("rows = ", "return ", 1)
+    (folder / "beside.py").write_text(helper)
+    (folder / "train.py").write_text(START + text + "\nprint('trained')\n")
+    return str(folder / "train.py")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
+    before = PackedSFTTrainer.__init__, Trainer.__init__, TrainingArguments.__post_init__
+    unchanged = [*sys.path], [*sys.argv], argparse.ArgumentParser.error
+    call = call_of_script(script(tmp_path, SCRIPTS[name]), [model, str(tmp_path / "out")])
+    documents, _ = PreviewedRun.from_call(call).documents()
+    texts = [tiny_tokenizer().decode(d["input_ids"]) for d in documents]
+    assert [t.removesuffix("<eos>") for t in texts][5].startswith("Why 5? ### So 5.")
+    trained = sum(label != -100 for label in documents[5]["labels"])
+    assert (trained < len(documents[5]["labels"])) == (name == "a collator")
+    assert "trained" not in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    assert before == (
+        PackedSFTTrainer.__init__,
+        Trainer.__init__,
+        TrainingArguments.__post_init__,
+    )
+    assert unchanged == ([*sys.path], [*sys.argv], argparse.ArgumentParser.error)
+    sys.modules.pop("beside", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("pass", "train.py builds no PackedSFTTrainer"),
+        ("sys.exit('no data today')", "no data today"),
+        ("sys.exit(3)", "train.py ended with status 3"),
+        (
+            "SFTTrainer(model, SFTConfig(out), train_dataset=rows).train()",
+            "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
+        ),
+        ("PackedSFTTrainer(model, PackedSFTConfig(out))", "train_dataset is NoneType"),
+        ("raise ValueError('of my own')", "of my own"),
+        ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
+        (TEXTS + "PackedSFTConfig(out, train_on='me')", "train_on='me' is unknown"),
+    ],
+)
+def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):
+    status = main(["plan", script(tmp_path, text), model, str(tmp_path / "out")])
+    _, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert status == 2
+    assert last.startswith("trl-packing plan: ")
+    assert sentence in last
+
+
+def test_the_output_of_a_script_is_no_part_of_the_result(model, tmp_path, capsys):
+    file = script(tmp_path, "print('loading')\n" + SCRIPTS["a name"])
+    assert main(["plan", file, model, str(tmp_path / "out"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["documents"] == 6
+    assert "loading" in err
+
+
+def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
+    rows = [{"text": f"{i} {row['text']}"} for i, row in enumerate(tiny_rows("language_modeling"))]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    text = (
+        "import json\nfrom pathlib import Path\nfrom datasets import IterableDataset\n\n"
+        f"folder = Path({str(tmp_path)!r})\n\ndef read():\n"
+        "    for row in json.loads((folder / 'rows.json').read_text()):\n"
+        "        with (folder / 'read').open('a') as file:\n"
+        "            print('read', row['text'][:2], file=file)\n"
+        "        yield row\n\n"
+        "stream = IterableDataset.from_generator(read)\n"
+        "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=stream).train()"
+    )
+    file = script(tmp_path, text)
+    assert main(["inspect", file, model, str(tmp_path / "out"), "--rows", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("row 2 · ")
+    assert "a stream: only its first 3 rows are read" in err
+    assert "read 7" not in (tmp_path / "read").read_text()
+    assert main(["plan", file, model, str(tmp_path / "out"), "--stream_rows", "8"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("The first 8 rows of a stream, as if they were all:")
+    assert "documents    8 ·" in out

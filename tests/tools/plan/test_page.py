@@ -1,0 +1,368 @@
+"""The page of a plan shows the numbers of the report, and those of runs that are really planned."""
+
+import html
+import re
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers.browser import HOSTILE, open_page
+from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing.cli import main
+from trl_packing.tools.plan.page import plan_page
+from trl_packing.tools.plan.plot import plot_plan
+from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.plan.what_if import Setup, other_max_lengths, ways_to_batch
+from trl_packing.tools.preview.preview import preview_epoch
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def texts(number=60, seed=0):
+    """Return rows of 2 to 60 words, a few of them far longer."""
+    sizes = np.random.default_rng(seed).integers(2, 60, number)
+    sizes[::17] *= 5
+    return Dataset.from_list([{"text": "one two three four " * (n // 4 + 1)} for n in sizes])
+
+
+def completions(number=40):
+    """Return prompts and completions; some completions would be cut away whole."""
+    sizes = np.random.default_rng(1).integers(0, 7, (number, 2)).tolist()
+    rows = [{"prompt": "why " * (p + 1), "completion": " so" * (c + 1)} for p, c in sizes]
+    return Dataset.from_list(rows)
+
+
+def tokenized():
+    """Return token ids, some of them without a trained token."""
+    sizes = np.random.default_rng(2).integers(1, 90, 50).tolist()
+    rows = [
+        {
+            "input_ids": [5 + i % 7 for i in range(n)],
+            "completion_mask": [int(i > 3 and at % 9 > 0) for i in range(n)],
+        }
+        for at, n in enumerate(sizes)
+    ]
+    return Dataset.from_list(rows)
+
+
+def previewed(dataset, *settings, limit=24):
+    return PreviewedRun.from_settings(
+        dataset, tiny_tokenizer(chat=True), ["--max_length", str(limit), *settings]
+    )
+
+
+SETTINGS = {
+    "truncate": [],
+    "from the start": ["--truncation_mode", "keep_end"],
+    "prompt": ["--overflow", "truncate_prompt"],
+    "drop": ["--overflow", "drop", "--packing_strategy", "greedy"],
+    "split": ["--overflow", "split", "--per_device_train_batch_size", "2"],
+    "wrapped": ["--packing_strategy", "wrapped"],
+    "next fit": ["--packing_strategy", "next_fit", "--shuffle_dataset", "true"],
+    "static": ["--static_shapes", "true", "--pad_to_multiple_of", "16"],
+    "documents": ["--documents_per_step", "6", "--gradient_accumulation_steps", "2"],
+    "unpacked": ["--packing", "false", "--shuffle_dataset", "true"],
+    "unpacked, split": ["--packing", "false", "--overflow", "split"],
+}
+DATA = {"texts": texts, "completions": completions, "tokenized": tokenized}
+QUICK = {("completions", "prompt"), ("completions", "unpacked"), ("tokenized", "wrapped")}
+CASES = [
+    pytest.param(
+        data,
+        settings,
+        id=f"{form}-{name}",
+        marks=() if form == "texts" or (form, name) in QUICK else pytest.mark.slow,
+    )
+    for form, data in DATA.items()
+    for name, settings in SETTINGS.items()
+]
+
+
+def compared(row, plan):
+    """Return the numbers of a row and of a plan that must agree."""
+    report, setup = plan.report, Setup(plan.run.args)
+    utilization = report.utilization if report.bins else None
+    largest = int(setup.computed(plan.epoch.tokens).max())
+    counts, said = row.counts, report.preparation
+    return [
+        (row.bins, report.bins),
+        (row.utilization, utilization),
+        (row.steps, report.steps_per_epoch),
+        (row.documents_per_step, report.documents_per_step),
+        (row.largest, largest),
+        ((counts.before, counts.after, counts.stages), (said.before, said.after, said.stages)),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("data", "settings"), CASES)
+def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, settings):
+    dataset = data()
+    run = previewed(dataset, *settings)
+    plan = plan_run(run, ranks=2)
+    (own,) = [row for row in plan.what_if if row.max_length == 24]
+    for shown, expected in compared(own, plan):
+        assert shown == expected
+    whole = run.unfitted()
+    rows = list(other_max_lengths(whole, run.preparation, Setup(run.args, 2), [16, 40, 4096]))
+    assert rows[0].steps > rows[-1].steps or rows[0].counts.stages
+    for row in rows:
+        other = plan_run(previewed(dataset, *settings, limit=row.max_length), ranks=2)
+        for shown, expected in compared(row, other):
+            assert shown == expected
+    assert plan.report == preview_epoch(run, ranks=2)
+
+
+def test_a_max_length_that_the_run_refuses_says_why():
+    run = previewed(texts(), "--overflow", "error", limit=4096)
+    whole, setup = run.unfitted(), Setup(run.args)
+    refused, fits = other_max_lengths(whole, run.preparation, setup, [16, 4096])
+    longest = max(map(len, whole.documents["input_ids"]))
+    assert refused.refused == f"a document has {longest} tokens"
+    assert (fits.refused, fits.steps > 0) == ("", True)
+    nothing = next(
+        other_max_lengths(
+            previewed(texts(), "--overflow", "drop", limit=512).unfitted(),
+            run.preparation,
+            setup,
+            [1],
+        )
+    )
+    assert nothing.refused == "no trained token is left"
+    many = plan_run(previewed(texts(30), limit=512), ranks=8)
+    assert "a document has" in plan_page(plan_run(run)) or longest <= 512
+    assert [row.ranks for row in many.ranks] == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (1, {}),
+        (4, {}),
+        (4, {"pad_to_multiple_of": 8}),
+        (3, {"dataloader_drop_last": True}),
+        (3, {"data_seed": 7}),
+        (4, {"train_sampling_strategy": "sequential"}),
+        (4, {"train_sampling_strategy": "group_by_length"}),
+    ],
+)
+def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
+    dataset = texts(50)
+    options = {"per_device_train_batch_size": batch, "max_length": 100, **options}
+    args = SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **options)
+    trainer = SFTTrainer(
+        tiny_model("llama"), args, train_dataset=dataset, processing_class=tiny_tokenizer(chat=True)
+    )
+    torch.manual_seed(args.seed)  # the state in which `train` reads the first batch
+    batches = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
+    settings = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    run = previewed(dataset, *settings, limit=100)
+    way = ways_to_batch(plan_run(run).documents.lengths(), Setup(run.args))[0]
+    assert way.steps == len(batches)
+    assert way.computed == sum(ids.numel() for ids in batches)
+    assert way.padding > 0 or batch == 1
+
+
+def test_the_ways_are_those_of_runs_with_these_settings():
+    plan = plan_run(previewed(texts(), "--per_device_train_batch_size", "3"), ranks=2)
+    padded, packed, fixed = plan.ways
+    report = plan.report
+    assert (padded.steps, packed.steps) == (report.padded_steps, report.steps_per_epoch)
+    assert packed.is_run
+    other = preview_epoch(
+        previewed(texts(), "--per_device_train_batch_size", "3", "--documents_per_step", "6"),
+        ranks=2,
+    )
+    assert fixed.name == "documents_per_step=6"
+    assert (fixed.steps, fixed.documents_per_step) == (other.steps_per_epoch, 6.0 * 10 / 10)
+    assert packed.computed == fixed.computed == report.tokens
+    static = plan_run(previewed(texts(), "--static_shapes", "true"))
+    held, batches = static.report.tokens_per_micro_batch, static.report.micro_batches_per_epoch
+    assert static.ways[1].computed == held * batches
+    assert static.ways[1].padding == pytest.approx(static.report.padding)
+
+
+def test_ranks_wait_for_the_costliest():
+    plan = plan_run(previewed(texts(), "--gradient_accumulation_steps", "2"), ranks=3)
+    costs = [sum(int(plan.documents.lengths()[d]) for d in m) for m in plan.epoch.members]
+    slots = [costs[i : i + 3] for i in range(0, len(costs), 3)]
+    waiting = 1 - sum(costs) / sum(3 * max(slot) for slot in slots)
+    assert plan.epoch.waiting() == pytest.approx(waiting)
+    assert plan.epoch.costs_by_rank().tolist() == [sum(costs[r::3]) for r in range(3)]
+    (own,) = [row for row in plan.ranks if row.ranks == 3]
+    assert (own.steps, own.waiting) == (plan.report.steps_per_epoch, pytest.approx(waiting))
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def cells(page, heading):
+    """Return the rows of the table under a heading, as texts."""
+    part = page.split(f"<h2>{heading}")[1]
+    body = part[part.index("<tbody>") : part.index("</tbody>")]
+    rows = re.findall(r"<tr.*?</tr>", body)
+    return [[html.unescape(c) for c in re.findall(r"<td>(.*?)</td>", row)] for row in rows]
+
+
+def number(text):
+    return float(text.split()[0].replace(",", "").replace("%", "").replace("−", "-"))
+
+
+def test_the_numbers_of_the_page_are_those_of_the_report():
+    settings = ["--overflow", "drop", "--per_device_train_batch_size", "3"]
+    plan = plan_run(previewed(texts(), *settings, limit=140), ranks=2)
+    report, counts, page = plan.report, plan.report.preparation, plan_page(plan)
+    cards = dict(re.findall(r"<b>(.*?)</b><span>(.*?)</span>", page))
+    assert f"{report.documents:,}" in cards
+    assert f"{report.tokens:,}" in cards
+    assert f"{report.utilization:.2%}" in cards
+    assert f"padded: {report.padded_steps}" in cards[f"{report.steps_per_epoch}"]
+    own = next(row for row in cells(page, "If max_length") if row[0] == "140")
+    lost = counts.before.tokens - counts.after.tokens
+    shown = [report.bins, round(100 * report.utilization, 2), counts.stages[0].affected, lost]
+    shown += [report.steps_per_epoch, round(report.documents_per_step, 1)]
+    assert [number(cell) for cell in own[1:7]] == shown
+    stages = cells(page, "Kept and lost")
+    assert [number(c) for c in stages[0][1:]] == [*vars(counts.before).values()]
+    assert [number(c) for c in stages[-1][1:]] == [*vars(counts.after).values()]
+    assert [-number(c) for c in stages[1][1:]] == [*vars(counts.stages[0].lost).values()]
+    assert html.escape(str(report)) in page
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_page_of_every_policy_shows_what_is_cut(settings):
+    page = plan_page(plan_run(previewed(completions(), *settings)))
+    assert "<mark>" in page
+    lost = re.findall(r"Too long: .*? (\d+) tokens? lost", page)
+    assert len(lost) == 3
+    assert any(map(int, lost)) == ("<del>" in page)
+
+
+def test_rows_that_are_not_prepared_have_a_page():
+    rows = [{"input_ids": [5] * n, "completion_mask": [0] + [1] * (n - 1)} for n in (7, 9, 24)]
+    run = previewed(
+        Dataset.from_list(rows * 4), "--dataset_kwargs", '{"skip_prepare_dataset":true}'
+    )
+    plan = plan_run(run)
+    assert (plan.what_if, plan.report.preparation.before.documents) == ((), 0)
+    page = plan_page(plan)
+    assert "trained as they are" in page
+    assert "<mark>" in page
+    assert 'class="strip"' in page
+
+
+def test_the_positions_of_the_model_are_named_if_a_document_is_longer(tmp_path):
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 700
+    model.save_pretrained(tmp_path)
+    said = []
+    for dataset in (texts(), completions()):
+        run = PreviewedRun.from_settings(dataset, tiny_tokenizer(chat=True), (), str(tmp_path))
+        plan = plan_run(run)
+        said.append("names 700 positions" in plan_page(plan))
+        assert said[-1] == (plan.lengths_before().max() > 700)
+    assert said == [True, False]
+
+
+def test_packed_rows_and_a_run_without_limit_have_a_page():
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}] * 6)
+    plan = plan_run(previewed(rows))
+    page = plan_page(plan)
+    assert (plan.what_if, plan.ways, plan.cut) == ((), (), None)
+    assert plan.lengths_before().tolist() == [3, 2] * 6
+    assert "trained as they are" in page
+    run = previewed(texts(), "--packing", "false")
+    run.args.max_length = None
+    plan = plan_run(run)
+    assert plan.report.tokens == plan.lengths_before().sum() > previewed_tokens(24)
+    assert plan.what_if[-1].max_length is None
+    assert plan.what_if[-1].steps == plan.report.steps_per_epoch
+    assert "no limit" in plan_page(plan)
+
+
+def previewed_tokens(limit):
+    return preview_epoch(previewed(texts(), "--packing", "false", limit=limit)).tokens
+
+
+def hostile_plan():
+    rows = Dataset.from_list([{"text": text * 3} for text in HOSTILE])
+    return plan_run(previewed(rows, limit=16))
+
+
+def hostile_page(plan):
+    return plan_page(plan, title=HOSTILE[0], note=HOSTILE[6], command="".join(HOSTILE))
+
+
+@pytest.mark.parametrize(
+    ("width", "dark"), [(390, False), (390, True), (1280, False), (1280, True)]
+)
+def test_the_page_opens_without_errors_and_hostile_text_does_nothing(tmp_path, width, dark):
+    plan = hostile_plan()
+    (tmp_path / "plan.html").write_text(hostile_page(plan), encoding="utf-8")
+    with open_page(tmp_path / "plan.html", width=width, dark=dark) as page:
+        assert page.problems() == []
+        assert "window.hostile = 1" in page.text(".documents")
+        assert page.evaluate("document.querySelectorAll('svg').length") == 6
+        assert page.evaluate("document.querySelectorAll('.strip').length") == 2
+
+
+def test_unescaped_text_would_be_caught(tmp_path, monkeypatch):
+    plan = hostile_plan()
+    monkeypatch.setattr("trl_packing.tools.plan.documents.escape", str)
+    (tmp_path / "plan.html").write_text(hostile_page(plan), encoding="utf-8")
+    with open_page(tmp_path / "plan.html") as page:
+        assert "hostile text acts" in page.problems()
+
+
+def many_documents(number):
+    lengths = np.minimum(np.random.default_rng(0).lognormal(2, 1, number).astype(int) + 2, 5000)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.random.default_rng(1).integers(5, 60, ends[-1]).astype(np.int32)
+    import pyarrow as pa
+
+    column = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(ids))
+    return Dataset(pa.table({"input_ids": column}))
+
+
+@pytest.mark.parametrize(
+    "number", [5_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=str
+)
+def test_the_page_of_many_documents_stays_small(number):
+    plan = plan_run(previewed(many_documents(number), limit=2048), ranks=8)
+    assert plan.report.documents == number
+    assert len(plan_page(plan).encode()) < 600_000
+
+
+def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    tiny_dataset("conversational_language_modeling").to_json(tmp_path / "data.jsonl")
+    arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
+    arguments += ["--max_length", "64", "--ranks", "2"]
+    assert main(["plan", *arguments]) == 0
+    printed = capsys.readouterr().out
+    files = [str(tmp_path / name) for name in ("plan.html", "plan.png")]
+    assert main(["plan", *arguments, "--html", files[0], "--png", files[1]]) == 0
+    said = capsys.readouterr()
+    assert said.out == printed
+    assert all(f"wrote {path}" in said.err for path in files)
+    assert "Plan · data.jsonl" in (tmp_path / "plan.html").read_text()
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", *arguments, "--html", str(tmp_path / "no" / "plan.html")]) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"trl-packing\[plots\]"):
+        plot_plan(hostile_plan())
+    monkeypatch.setattr("trl_packing.cli.plan.previewed_run", None)  # nothing is prepared
+    assert main(["plan", "--model", "m", "--data", "d", "--png", "plan.png"]) == 2
+    assert "trl-packing[plots]" in capsys.readouterr().err
+
+
+def test_a_notebook_shows_the_page_in_a_frame():
+    page = plan_page(hostile_plan())
+    shown = re.search('srcdoc="([^"]*)"', page._repr_html_())
+    assert html.unescape(shown[1]) == page

@@ -1,0 +1,425 @@
+"""The preview commands print exactly the documents and the plan that the trainer uses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from datasets import Dataset
+from helpers.attacks import ATTACKS, harmful
+from helpers.tiny import save_tiny_model, tiny_dataset, tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
+from trl_packing.cli import main
+from trl_packing.data.dataset import load_rows
+from trl_packing.tools.command.settings import load_processing_class
+from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def inspect(dataset, tokenizer, settings=(), *, rows=None, prepares_all=False, model=None):
+    """Yield the texts that the command `inspect` prints."""
+    run = PreviewedRun.from_settings(dataset, tokenizer, settings, model)
+    for preview in preview_rows(run, rows):
+        yield from preview.texts
+    if prepares_all:
+        yield preview_losses(run)
+
+
+def plan(dataset, tokenizer, settings, model=None):
+    return preview_epoch(PreviewedRun.from_settings(dataset, tokenizer, settings, model))
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
+def test_rows_are_shown_as_the_trainer_prepares_them(tmp_path, train_on):
+    rows, chat = tiny_dataset("conversational_language_modeling"), tiny_tokenizer(chat=True)
+    args = PackedSFTConfig(
+        str(tmp_path), train_on=train_on, report_to="none", use_cpu=True, bf16=False
+    )
+    trainer = PackedSFTTrainer(tiny_model("llama"), args, train_dataset=rows, processing_class=chat)
+    expected = [
+        show_document(trainer.train_dataset[row], chat, name=f"row {row}") for row in (2, 0)
+    ]
+    assert list(inspect(rows, chat, ["--train_on", train_on], rows=[2, 0])) == expected
+    others = list(inspect(rows, chat, ["--train_on", "all"], rows=[2, 0]))
+    assert (others == expected) == (train_on == "all")
+
+
+def test_pieces_of_a_row_are_shown_one_by_one():
+    rows = Dataset.from_list([{"text": "one two three four"}])
+    shown = list(
+        inspect(rows, tiny_tokenizer(), ["--max_length", "8", "--overflow", "split"], rows=[0])
+    )
+    assert len(shown) > 1
+    assert shown[1].startswith(f"row 0, piece 2 of {len(shown)} ")
+
+
+def test_a_row_that_is_dropped_says_why():
+    rows = Dataset.from_list([{"text": "no template in this"}])
+    (shown,) = inspect(rows, tiny_tokenizer(), ["--response_template", "###"], rows=[0])
+    assert "row 0 · not trained: " in shown
+    assert "response_template '###'" in shown
+
+
+def test_all_rows_tell_what_is_lost():
+    rows = Dataset.from_list([{"text": "short"}, {"text": "long " * 50}])
+    settings = ["--max_length", "16", "--overflow", "drop"]
+    *_, lost = inspect(rows, tiny_tokenizer(), settings, rows=[0], prepares_all=True)
+    assert "1 document longer than max_length=16: dropped" in lost
+
+
+def test_the_command_prints_marked_documents(tmp_path, capsys):
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
+    assert main(["inspect", *arguments, "--rows", "0", "--train_on", "assistant"]) == 0
+    assert "⟦So.<|im_end|>⟧" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "sentence"),
+    [
+        ("nothing.jsonl", [], "nothing.jsonl does not exist"),
+        ("data.jsonl", ["--rows", "7"], "row 7 is not among the 1 rows"),
+        ("data.jsonl", ["--train_on", "me"], "me"),
+    ],
+)
+def test_what_the_command_cannot_do_is_one_sentence(tmp_path, capsys, data, options, sentence):
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"text": "So."}\n')
+    arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / data)]
+    try:
+        code = main(["inspect", *arguments, *options])
+    except SystemExit as exit:  # argparse refuses some options itself
+        code = exit.code
+    assert code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_rows_are_those_of_a_file_of_a_folder_or_of_a_part(tmp_path):
+    lines = [json.dumps({"text": str(i)}) + "\n" for i in range(10)]
+    for name, part in (("train", lines[:8]), ("test", lines[8:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    assert load_rows(str(tmp_path / "test.jsonl"))["text"][:] == ["8", "9"]
+    assert load_rows(str(tmp_path), "test")["text"][:] == ["8", "9"]
+    assert load_rows(str(tmp_path), "train[6:]")["text"][:] == ["6", "7"]
+
+
+def test_a_file_that_is_not_there_is_not_taken_for_a_hub_id():
+    with pytest.raises(ValueError, match=r"missing\.jsonl does not exist"):
+        load_rows("missing.jsonl")
+
+
+# --- every setting that the trainer honors --------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|other|>{% endif %}{% endfor %}"
+)
+
+
+def chat_row(answer: str, **keys) -> dict:
+    question = {"role": "user", "content": "Why?"}
+    return {"messages": [question, {"role": "assistant", "content": answer, **keys}]}
+
+
+def flags_of(options: dict) -> list[str]:
+    return [
+        part
+        for name, value in options.items()
+        for part in (f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value))
+    ]
+
+
+def trainer_of(folder, model, rows, options: dict) -> PackedSFTTrainer:
+    args = PackedSFTConfig(
+        str(folder / "out"), report_to="none", use_cpu=True, bf16=False, **options
+    )
+    return PackedSFTTrainer(str(model), args, train_dataset=rows)
+
+
+def trained_documents(trainer) -> list[str]:
+    return [
+        show_document(document, trainer.processing_class, name=f"row {row}")
+        for row, document in enumerate(trainer.train_dataset)
+    ]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A model and its tokenizer in a folder; generation also stops at <|other|>."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
+    config = tiny_model("llama").generation_config
+    config.eos_token_id = [tiny_tokenizer().convert_tokens_to_ids("<|other|>")]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def template_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("template") / "mine.jinja"
+    file.write_text(TEMPLATE)
+    return file
+
+
+@pytest.fixture(scope="module")
+def template_folder(tmp_path_factory):
+    """A tokenizer with another template and an additional token, to be cloned."""
+    folder = tmp_path_factory.mktemp("source")
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.eos_token = "<|turn|>"
+    tokenizer.chat_template = TEMPLATE.replace("<|other|>", "<|turn|>")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["template file", "template of a tokenizer", "eos", "pad", "append_eos", "skip"]
+)
+def test_the_preview_honors_what_the_trainer_honors(
+    tmp_path, chat_model, template_file, template_folder, name
+):
+    texts = Dataset.from_list([{"text": "So."}, {"text": "Not so."}])
+    chats = Dataset.from_list([chat_row("So."), chat_row("Not so.")])
+    tokens = tiny_tokenizer()("So.<|other|>")["input_ids"]
+    rows, options = {
+        "template file": (chats, {"chat_template_path": str(template_file)}),
+        "template of a tokenizer": (
+            chats,
+            {"chat_template_path": str(template_folder), "train_on": "assistant"},
+        ),
+        "eos": (texts, {"eos_token": "<|other|>"}),
+        "pad": (texts, {"pad_token": "<|other|>"}),
+        # The document ends where generation stops, so nothing is appended.
+        "append_eos": (Dataset.from_list([{"input_ids": tokens}] * 2), {"append_eos": True}),
+        "skip": (
+            Dataset.from_list([{"input_ids": tokens, "labels": tokens}] * 2),
+            {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": 3, "packing": False},
+        ),
+    }[name]
+    trainer = trainer_of(tmp_path, chat_model, rows, options)
+    tokenizer, flags = load_processing_class(str(chat_model)), flags_of(options)
+    found = list(inspect(rows, tokenizer, flags, rows=[0, 1], model=str(chat_model)))
+    assert found == trained_documents(trainer)
+    if name in ("template file", "template of a tokenizer", "eos"):  # the setting does something
+        plain = ["--train_on", "assistant"] if "train_on" in options else []
+        assert found != list(inspect(rows, tokenizer, plain, rows=[0, 1]))
+
+
+def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_file):
+    rows = Dataset.from_list([chat_row("word " * n) for n in range(1, 30)])
+    for options in (
+        {"chat_template_path": str(template_file), "max_length": 128},
+        {"static_shapes": True, "pad_to_multiple_of": 48, "max_length": 256},
+        {"eos_token": "<|other|>", "max_length": 256, "train_on": "assistant"},
+    ):
+        trained = json.loads(
+            trainer_of(tmp_path, chat_model, rows, options).packing_report.to_json()
+        )
+        planned = plan(
+            rows, load_processing_class(str(chat_model)), flags_of(options), model=str(chat_model)
+        )
+        of_the_model = {"attention": None, "checked": None}
+        assert json.loads(planned.to_json()) | of_the_model == trained | of_the_model
+
+
+def test_the_first_row_decides_as_in_training(tmp_path, chat_model):
+    """The first row decides whether flags of messages count, and the form of all rows."""
+    rows = Dataset.from_list([chat_row("So.", train=True), chat_row("Not so.", train=None)])
+    found = list(inspect(rows, load_processing_class(str(chat_model)), rows=[0, 1]))
+    assert found == trained_documents(trainer_of(tmp_path, chat_model, rows, {}))
+    mixed = Dataset.from_list(
+        [
+            {"text": "So."} | dict.fromkeys(["prompt", "completion"]),
+            {"text": None, "prompt": "Why?", "completion": "So."},
+        ]
+    )
+    _, second = inspect(mixed, tiny_tokenizer(), rows=[0, 1])
+    assert "row 1 · not trained: " in second
+
+
+def test_the_users_tokenizer_is_left_alone():
+    tokenizer = tiny_tokenizer()
+    list(inspect(Dataset.from_list([{"text": "So."}]), tokenizer, ["--eos_token", "<|other|>"]))
+    assert tokenizer.eos_token == "<eos>"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["--chat_template_path", "nowhere/at/all"], "nowhere/at/all does not exist"),
+        (["--chat_template_path", "nowhere.jinja"], "nowhere.jinja does not exist"),
+        (["--eos_token", "<nope>"], "eos_token='<nope>' is not in the vocabulary"),
+        (["--pad_token", "<nope>"], "pad_token='<nope>' is not in the vocabulary"),
+        (["--assistant_only_loss", "true"], "assistant_only_loss=True needs conversations"),
+        (["--nonsense", "1"], "has no option --nonsense 1"),
+        (["--dataset_kwargs", '{"skip_prepare_dataset": true}'], "have no input_ids"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_the_preview_too(settings, sentence):
+    rows = Dataset.from_list([{"text": "So."}])
+    for preview in (
+        lambda: list(inspect(rows, tiny_tokenizer(), settings, prepares_all=True)),
+        lambda: plan(rows, tiny_tokenizer(), settings),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            preview()
+
+
+def test_rows_that_trl_prepares_are_not_shown():
+    images = Dataset.from_list([{"image": "x", "text": "So."}])
+    with pytest.raises(ValueError, match="the data set has images"):
+        list(inspect(images, tiny_tokenizer()))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path, capsys, monkeypatch):
+    """Return a function that runs the command on rows: exit status, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+
+    def run(name: str, data: str | bytes | list[dict], *options: str) -> tuple[int, str, str]:
+        file = tmp_path / "data.jsonl"
+        if isinstance(data, list):
+            data = "".join(json.dumps(row) + "\n" for row in data)
+        file.write_bytes(data.encode() if isinstance(data, str) else data)
+        status = main([name, "--model", "model", "--data", str(file), *options])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["inspect", "plan"])
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ('{"text": "So."}\n{"text": ', "data.jsonl cannot be read: JSON parse error"),
+        ("nonsense", "data.jsonl cannot be read: "),
+        ("", "data.jsonl cannot be read: it is empty"),
+        (b'{"text": "\xff\xfe"}\n', "can't decode byte 0xff"),
+    ],
+)
+def test_data_that_cannot_be_read_are_one_line(command, name, data, sentence):
+    status, out, err = command(name, data)
+    assert status == 2
+    assert (out, len(err.splitlines())) == ("", 1), err
+    assert err.startswith(f"trl-packing {name}: ")
+    assert sentence in err
+
+
+def test_rows_by_default_are_the_first_that_there_are(command):
+    status, out, _ = command("inspect", [{"text": "So."}, {"text": "Not so."}])
+    assert status == 0
+    assert "row 1 ·" in out
+
+
+def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row(command):
+    rows = [chat_row("So."), chat_row("So.") | {"messages": [{"role": "wizard", "content": "!"}]}]
+    status, out, _ = command("inspect", rows, "--rows", "1")
+    assert status == 1
+    assert "row 1 · not trained: message 0 of 'messages' has the role 'wizard'" in out
+    assert "row 0" not in out
+    assert "inspected" not in out
+    status, out, _ = command("inspect", rows, "--rows", "0", "1")
+    assert status == 1
+    assert "⟦" in out
+    assert "row 1 · not trained" in out
+    assert command("inspect", rows, "--rows", "0")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["inspect", "plan"])
+def test_rows_without_anything_to_train_on_are_told(command, name):
+    status, out, err = command(name, [{"body": "So."}])
+    assert status != 0
+    assert "no column to train on" in out + err
+
+
+@pytest.mark.parametrize("attack", sorted(ATTACKS.keys() - {"lone surrogate"}))  # is no JSON
+def test_nothing_of_the_data_reaches_the_terminal(command, attack):
+    text = ATTACKS[attack]
+    rows = [chat_row(f"So {text}."), chat_row("So.")]
+    rows[1]["messages"][0]["role"] = f"wizard{text}"
+    for options in ([], ["--rows", "1"], ["--train_on", "assistant"], ["--all"]):
+        _, out, err = command("inspect", rows, *options)
+        assert not harmful(out + err)
+        assert (out + err).count("⟧") == (out + err).count("⟦") <= 1
+    _, out, err = command("plan", rows)
+    assert not harmful(out + err)
+    assert "wizard" in err
+
+
+def test_the_report_quotes_the_data_without_harm(command):
+    for attack in ATTACKS.keys() - {"lone surrogate"}:
+        text = ATTACKS[attack]
+        rows = [{"text": f"Of{text}"}, {"text": "### So."}]
+        status, out, err = command("plan", rows, "--response_template", "###")
+        assert status == 0, err
+        assert "one of them starts 'Of" in " ".join(out.split())
+        assert not harmful(out + err)
+        assert "⟧" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", "nowhere/at/all"], "the model nowhere/at/all does not exist"),
+        (["--model", "model", "--dtype", "float33"], "--dtype float33 is no data type"),
+        (["--model", "model", "--device", "gpu"], "--device gpu cannot be used"),
+        (["--model", "model", "--max-length", "0"], "max_length=0 must be positive"),
+        (["--model", "model", "--max_length", "1"], "--max_length 1 must be at least 2"),
+        (["--model", "model", "--matrix"], "--matrix takes no run: leave out --model model"),
+        (["--model", "model", "--max_lenght", "5"], "did you mean --max_length?"),
+        ([], "name the model (--model NAME)"),
+        (["--model", "model"], ""),  # a tokenizer alone
+        (["--matrix", "--only", "nonsense"], "--only nonsense: "),
+        (["--matrix", "--only", "llama", "--output", "no/such/m.md"], "its folder does not exist"),
+        (["--matrix", "--only", "llama", "--processes", "0"], "--processes 0 must be at least 1"),
+    ],
+)
+def test_a_verification_that_cannot_be_is_one_line(
+    tmp_path, capsys, monkeypatch, options, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    assert main(["verify", *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1), err
+    assert sentence in err
+
+
+def test_an_attention_that_cannot_be_is_one_line(chat_model, capsys):
+    options = ["--model", str(chat_model), "--attention", "flash_attention_2", "--device", "cpu"]
+    assert main(["verify", *options]) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith("trl-packing verify: attention='flash_attention_2' cannot be exact")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_traceback_can_be_had(monkeypatch):
+    monkeypatch.setenv("TRL_PACKING_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="does not exist"):
+        main(["verify", "--model", "nowhere/at/all"])
+
+
+@pytest.mark.slow
+def test_a_terminal_that_lacks_the_marks_prints_escapes(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"text": "So."}\n')
+    code = "import sys; from trl_packing.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["inspect", "--model", "model", "--data", "data.jsonl"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\\u27e6" in done.stdout

@@ -1,0 +1,224 @@
+"""Runs are compared where they trained equally much; what cannot be compared is said."""
+
+import json
+import math
+import sys
+
+import pytest
+from helpers.browser import HOSTILE, open_page
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from trl_packing.cli import main
+from trl_packing.tools.runs import files as run_files
+from trl_packing.tools.runs.compare import compare
+from trl_packing.tools.runs.files import load_run
+from trl_packing.tools.runs.page import compare_page
+from trl_packing.tools.runs.plot import plot_runs
+from trl_packing.training.run_record import FILE, NOTHING, RunRecord, Totals
+
+
+def made(name, *, documents_per_step, steps=4, losses=None, **changes):
+    """A run that logs every step, and whose loss is 10, 9, 8, ..."""
+    losses = losses or [10.0 - i for i in range(steps)]
+    log = [{"loss": loss, "step": i} for i, loss in enumerate(losses, 1)]
+    totals = {
+        i: Totals(i * documents_per_step, 100 * i * documents_per_step, i, 2 * i, 3.0 * i)
+        for i in range(1, steps + 1)
+    }
+    values = {
+        "log": log,
+        "totals": {0: NOTHING, **totals},
+        "step": steps,
+        "status": "finished",
+        "settings": {"seed": 1, "output_dir": name, "packing": documents_per_step > 4},
+        "versions": {"torch": "2"},
+        "facts": {"device": "CPU"},
+    }
+    return RunRecord(name, **values | changes)
+
+
+PACKED = made("out/packed", documents_per_step=20)
+PADDED = made("out/padded", documents_per_step=4, steps=10)
+
+
+def saved(folder, record):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(record.to_json())
+    return str(folder)
+
+
+def state(folder, history, name=TRAINER_STATE_NAME, **changes):
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"log_history": history, "global_step": history[-1]["step"], "max_steps": 9} | changes
+    (folder / name).write_text(json.dumps(content))
+    return str(folder)
+
+
+TRL = [{"loss": 5.0 - i, "num_tokens": 1000.0 * i, "step": 5 * i} for i in (1, 2, 3)]
+
+
+def test_losses_are_compared_after_equally_many_documents():
+    found = compare([PACKED, PADDED])
+    assert found.runs == ["packed", "padded"]
+    assert (found.over, found.at) == ("documents", 40)
+    # 40 documents are 2 packed steps and 10 padded ones.
+    assert found.losses == {"loss": [9.0, 1.0]}
+    assert found.figures["loss"] == [7.0, 1.0], "at the end of each run"
+    assert found.figures["documents"] == [80, 40]
+    assert found.figures["documents a step"] == [20.0, 4.0]
+    assert found.figures["tokens a second"] == [80 * 100 / 12, 40 * 100 / 30]
+    assert found.settings == {"packing": [True, False]}
+    assert found.versions == {}
+
+
+def test_steps_with_other_documents_are_never_compared_unasked():
+    assert "cannot be compared over steps. Documents a step: packed 20.0, padded 4.0." in str(
+        compare([PACKED, PADDED])
+    )
+    assert "cannot be compared over steps" not in str(compare([PACKED, PACKED]))
+    unknown = made("out/u", documents_per_step=20, totals={})
+    found = compare([PACKED, unknown])
+    assert (found.over, found.losses) == (None, {})
+    assert "packed 20.0, u unknown" in str(found)
+    assert "No axis is known" in str(found)
+
+
+def test_steps_are_compared_with_a_warning_where_they_are_asked_for():
+    found = compare([PACKED, PADDED], "steps")
+    assert (found.at, found.losses) == (4, {"loss": [7.0, 7.0]})
+    assert "cannot be compared over steps" in str(found)
+
+
+def test_an_axis_that_a_run_does_not_know_is_refused(tmp_path):
+    other = load_run(state(tmp_path / "t", TRL))
+    with pytest.raises(ValueError, match=r"--over documents: unknown for .*/t; leave it out"):
+        compare([PACKED, other], "documents")
+
+
+def test_a_run_of_trl_is_compared_over_its_tokens(tmp_path):
+    found = compare([PACKED, load_run(state(tmp_path / "t", TRL))])
+    assert found.over == "tokens"
+    assert found.at == 3000
+    assert found.losses == {"loss": [10.0, 2.0]}
+    assert found.figures["documents"] == [80, None]
+    assert found.settings == {}, "those of the other run are not recorded"
+    assert "tokens are its num_tokens" in " ".join(str(found).split())
+
+
+def test_tokens_that_restart_are_unknown(tmp_path):
+    history = [*TRL, {"loss": 1.0, "num_tokens": 500.0, "step": 20}]
+    found = load_run(state(tmp_path, history))
+    assert found.totals == {}
+    assert any("restarts" in note for note in found.notes)
+
+
+def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
+    ours = saved(tmp_path / "ours", PACKED)
+    for given in (ours, f"{ours}/{FILE}"):
+        assert load_run(given).points("loss") == PACKED.points("loss")
+    state(tmp_path / "theirs" / "checkpoint-5", TRL[:1])
+    state(tmp_path / "theirs" / "checkpoint-15", TRL)
+    (tmp_path / "theirs" / "checkpoint-20").mkdir()
+    for given in ("theirs", "theirs/checkpoint-15", f"theirs/checkpoint-15/{TRAINER_STATE_NAME}"):
+        assert len(load_run(str(tmp_path / given)).points("loss")) == 3
+    assert len(load_run(str(tmp_path / "theirs/checkpoint-5")).points("loss")) == 1
+
+
+def test_the_names_of_files_are_those_of_transformers():
+    assert (run_files.STATE, run_files.CHECKPOINT) == (TRAINER_STATE_NAME, PREFIX_CHECKPOINT_DIR)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{a}"], "alone has nothing to be compared with; name two runs"),
+        (["{a}", "{empty}"], "holds no run: neither run.json nor trainer_state.json"),
+        (["{a}", "{empty}/missing"], "does not exist"),
+        (["{a}", "{broken}"], "cannot be read as a run"),
+        (["{a}", "{a}", "--html", "{empty}/no/c.html"], "its folder does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
+    places = {
+        "a": saved(tmp_path / "a", PACKED),
+        "empty": str(tmp_path / "empty"),
+        "broken": str(tmp_path / "broken"),
+    }
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / FILE).write_text('{"format": 1, "name"')
+    assert main(["compare", *(argument.format(**places) for argument in arguments)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
+    broken = made("n", documents_per_step=20, losses=[1.0, 2.0, 3.0, math.nan])
+    runs = [saved(tmp_path / "a", PACKED), saved(tmp_path / "n", broken)]
+    assert main(["compare", *runs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["runs"] == ["a", "n"]
+    assert found["figures"]["loss"] == [7.0, "NaN"]
+
+
+def test_control_characters_are_shown_as_text():
+    hostile = made("\x1b[2Jred", documents_per_step=20, settings={"seed": "\x1b[31m", "b": 1})
+    text = str(compare([PACKED, hostile]))
+    assert "\x1b" not in text
+    assert "\\x1b[2Jred" in text
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_shows_the_curves_of_all_runs(tmp_path, capsys, width):
+    runs = [
+        saved(tmp_path / "a", PACKED),
+        saved(tmp_path / "b", PADDED),
+        state(tmp_path / "t", TRL),
+    ]
+    path = tmp_path / "compare.html"
+    assert main(["compare", *runs, "--html", str(path)]) == 0
+    with open_page(path, width=width) as opened:
+        assert opened.evaluate("document.querySelectorAll('[data-chart=\"0\"] .line').length") == 3
+        assert (
+            opened.evaluate("document.querySelector('input[name=axis]:checked').value") == "tokens"
+        )
+        opened.click("input[value=documents] + span")
+        assert "their documents are unknown: t" in opened.text("#warning")
+        opened.click("input[value=steps] + span")
+        assert "cannot be compared over steps" in opened.text("#warning")
+        assert opened.problems() == []
+
+
+def test_a_picture_has_a_line_for_each_run_and_says_what_is_missing(monkeypatch):
+    pytest.importorskip("matplotlib")
+    odd = made("_$\\frac", documents_per_step=20, losses=[1.0, math.nan, 2.0, 3.0])
+    records = [PACKED, PADDED, odd]
+    figure = plot_runs(records, compare(records))
+    figure.draw_without_rendering()
+    frame = figure.axes[0]
+    assert frame.get_xlabel() == "documents"
+    assert [list(line.get_xdata()) for line in frame.lines][:2] == [
+        [20, 40, 60, 80],
+        list(range(4, 44, 4)),
+    ]
+    assert len(frame.get_legend().get_texts()) == 3
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="leave --png out"):
+        plot_runs(records, compare(records))
+
+
+def test_hostile_runs_do_nothing_in_the_page(tmp_path):
+    text = "".join(HOSTILE)
+    records = [
+        made(
+            name, documents_per_step=20, settings={text: name}, versions={text: name}, notes=[text]
+        )
+        for name in (text, "b")
+    ]
+    path = tmp_path / "compare.html"
+    path.write_text(compare_page(records, compare(records)))
+    with open_page(path) as opened:
+        assert opened.problems() == []
+        assert "<img src=x" in opened.text("h1")

@@ -1,0 +1,181 @@
+"""Compatibility: every architecture that transformers knows, trained packed by the real trainer.
+
+`tiny_step.py` computes one optimizer step of each: the reference, packed by `PackedSFTTrainer`, and
+packed by TRL. A difference without an error or a warning is *silent*; this module exists to find
+those. Differences that rounding explains are allowed (`rounding_tolerance`).
+`compatibility_page.py` writes the verdicts as a page.
+"""
+
+import contextlib
+import copy
+import io
+import multiprocessing
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from trl_packing.tools.exactness.tiny_models import NotBuilt, tiny_model
+from trl_packing.tools.exactness.tiny_step import (
+    one_at_a_time,
+    packed_by_trl,
+    packed_step,
+    rounding_tolerance,
+    tiny_documents,
+)
+
+#: Backends that keep documents in one row. The others run padded rows of the same documents.
+ONE_ROW_BACKENDS = ("documents", "varlen", "model", "mask")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one architecture.
+
+    Attributes:
+        name: the architecture's model type, or one of `VARIANTS`.
+        outcome: ``"exact"``, ``"differs"`` (silently, which must not happen), ``"refused"`` (with a
+            message), ``"not built"`` or ``"error"``.
+        backend: the attention backend that was used.
+        logits_error: relative to the largest logit; the other errors likewise.
+        loss_error: relative to the loss.
+        gradient_error: relative to the largest gradient.
+        tolerance: the largest error that rounding explains.
+        by_trl: the result of TRL's padding-free batch, as `packed_by_trl` returns it.
+        seconds: wall time of all of it.
+        reason: why it was refused or not built, or why a backend that comes first was not used.
+    """
+
+    name: str
+    outcome: str
+    backend: str = ""
+    logits_error: float = float("nan")
+    loss_error: float = float("nan")
+    gradient_error: float = float("nan")
+    tolerance: float = float("nan")
+    by_trl: str = ""
+    seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def is_silent_difference(self) -> bool:
+        return self.outcome in ("differs", "error")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON; numbers that were not measured are None."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
+
+
+def judge_architecture(name: str, **options: Any) -> Verdict:
+    """Train one packed step of a tiny model of architecture `name`; compare it with the reference.
+
+    Args:
+        name: one of `names()` or `vision_names()` of `tiny_models.py`.
+        options: options of `PackedSFTConfig`. ``isolation_check="off"`` shows what would go wrong
+            without the check.
+    """
+    began = time.perf_counter()
+    try:
+        model = tiny_model(name)
+        documents = tiny_documents()
+        reference = one_at_a_time(model, documents)
+    except NotBuilt as problem:
+        return Verdict(name, "not built", reason=str(problem))
+    except Exception as problem:
+        return Verdict(name, "not built", reason=f"runs no document: {problem}".splitlines()[0])
+    by_trl = packed_by_trl(model, documents, reference)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            choice, packed = packed_step(copy.deepcopy(model), documents, folder, **options)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
+            reason = str(refusal).splitlines()[0]
+            return Verdict(name, "refused", reason=reason, by_trl=by_trl, seconds=_since(began))
+    errors = packed.distance(reference)
+    tolerance = rounding_tolerance(model, documents, reference)
+    exact = all(error <= tolerance for error in errors)
+    return Verdict(
+        name,
+        "exact" if exact else "differs",
+        choice.backend,
+        *errors,
+        tolerance,
+        by_trl,
+        _since(began),
+        reason=choice.reason,
+    )
+
+
+def judge_all(
+    names: Sequence[str], *, processes: int = 2, seconds_each: int = 120
+) -> Iterator[Verdict]:
+    """Yield the verdict on each architecture, in order, from `processes` worker processes."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_quiet_worker) as pool:
+        yield from pool.map(_JudgeInTime(seconds_each), names)
+
+
+class _JudgeInTime:
+    """Judge an architecture, or report that it took too long."""
+
+    def __init__(self, seconds: int):
+        self.seconds = seconds
+
+    def __call__(self, name: str) -> Verdict:
+        signal.signal(signal.SIGALRM, _raise_timeout)
+        signal.alarm(self.seconds)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                return judge_architecture(name)
+        except TimeoutError:
+            return Verdict(name, "not built", reason=f"took longer than {self.seconds} s")
+        except Exception as error:
+            return Verdict(name, "error", reason=f"{type(error).__name__}: {error}"[:300])
+        finally:
+            signal.alarm(0)
+
+
+def _raise_timeout(*_: Any) -> None:
+    raise TimeoutError
+
+
+def _quiet_worker() -> None:
+    from datasets import disable_progress_bars
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity(logging.CRITICAL)
+    disable_progress_bars()
+
+
+def _since(began: float) -> float:
+    return time.perf_counter() - began
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """Return the counts that matter, in a few lines."""
+    exact = [v for v in verdicts if v.outcome == "exact"]
+    packed = [v for v in exact if v.backend in ONE_ROW_BACKENDS]
+    lost = [v.name for v in exact if v.by_trl == "exact" and v.backend not in ONE_ROW_BACKENDS]
+    lines = [
+        f"{len(verdicts)} architectures: {len(packed)} packed-exact, "
+        f"{len(exact) - len(packed)} exact by padded rows, "
+        f"{_count(verdicts, 'refused')} refused, {_count(verdicts, 'not built')} not built",
+        f"silent differences: {sum(v.is_silent_difference for v in verdicts)}",
+        f"packed by TRL: {sum(v.by_trl == 'exact' for v in verdicts)} exact, "
+        f"{sum(v.by_trl.startswith('differs') for v in verdicts)} silent differences, "
+        f"{sum(v.by_trl.startswith('refuses') for v in verdicts)} refused",
+    ]
+    if lost:
+        lines.append(f"packed-exact in TRL, padded here: {', '.join(lost)}")
+    return "\n".join(lines)
+
+
+def _count(verdicts: Sequence[Verdict], outcome: str) -> int:
+    return sum(v.outcome == outcome for v in verdicts)

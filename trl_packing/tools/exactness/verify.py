@@ -1,0 +1,143 @@
+"""Verify one model: measure whether packed documents see each other, backend by backend."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trl_packing.attention.backends import AttentionChoice, resolve_attention
+from trl_packing.config import PackingOptions
+from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, with_fallbacks
+from trl_packing.tools.command.settings import check_path_exists
+
+# The longest probe of a run without a max_length, in tokens.
+_LONGEST_PROBE = 1024
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """The result of one attention backend."""
+
+    backend: str
+    result: CheckResult
+
+    @property
+    def is_exact(self) -> bool:
+        return bool(self.result)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON: the verdict and its evidence, or the refusal."""
+        if isinstance(self.result, Refusal):
+            return {"backend": self.backend, "verdict": "refused", "reason": str(self.result)}
+        return {"backend": self.backend, **asdict(self.result)}
+
+    def __str__(self) -> str:
+        if isinstance(self.result, Refusal):
+            return f"{self.backend:14} refused: {self.result}"
+        found, gradients = self.result, self.result.gradient_difference
+        first = f", first in {found.first_layer}" if found.first_layer else ""
+        further = f"\n{'':14} gradients {gradients:.1e}" if gradients is not None else ""
+        return (
+            f"{self.backend:14} {found.verdict}: max |Δlogit| {found.difference:.1e}, "
+            f"rounding {found.noise:.1e},\n{'':14} a leak {found.leak:.1e} "
+            f"({found.probe}){first}{further}"
+        )
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """A model, and the settings by which it is verified.
+
+    Attributes:
+        model: on its device.
+        name: as the user wrote it.
+        attention: the only backend to check; ``"auto"`` checks all that may be exact.
+        max_length: the longest probe, in tokens.
+    """
+
+    model: Any
+    name: str
+    attention: str
+    max_length: int
+
+    @classmethod
+    def load(
+        cls, model: Any, args: Any, *, dtype: str | None = None, device: str | None = None
+    ) -> "VerifiedModel":
+        """Return the model of a run.
+
+        Args:
+            model: a hub id, a folder with a causal language model, or a model.
+            args: the settings of the run: `attention`, `max_length`, `model_init_kwargs`.
+            dtype: a data type of torch, or ``"auto"``; None: that of the run, or float32.
+            device: None uses CUDA if it is available, and the CPU otherwise.
+
+        Raises:
+            ValueError: an argument cannot be used. The model is not loaded then.
+        """
+        given = dict(args.model_init_kwargs or {})
+        dtype = dtype or given.pop("dtype", None) or "float32"
+        longest = args.max_length or _LONGEST_PROBE
+        _check_arguments(str(dtype), device, longest)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = model if isinstance(model, str) else type(model).__name__
+        if isinstance(model, str):
+            check_path_exists("the model", model)
+            loading = {
+                "dtype": dtype,
+                "trust_remote_code": args.trust_remote_code,
+                "revision": given.get("revision") or "main",
+            }
+            model = AutoModelForCausalLM.from_pretrained(model, **loading)
+        return cls(model.to(device), name, PackingOptions.of(args).attention, longest)
+
+    def verify(self, *, gradients: bool = False) -> Iterator[BackendResult]:
+        """Yield the result of each backend, from fast to slow, until one is exact on the model.
+
+        Args:
+            gradients: compare gradients too.
+        """
+        first = resolve_attention(self.model, self.attention)
+        choices: list[AttentionChoice] = [first]
+        if self.attention == "auto":
+            choices = with_fallbacks(first)
+        for choice in choices:
+            result = BackendResult(
+                choice.backend,
+                check_backend(
+                    self.model,
+                    choice,
+                    training=True,
+                    max_length=self.max_length,
+                    gradients=gradients,
+                ),
+            )
+            yield result
+            if result.is_exact:
+                return
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the model for JSON: name, class, data type, and type of device."""
+        return {
+            "model": self.name,
+            "class": type(self.model).__name__,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.name}: {type(self.model).__name__}, {self.model.dtype}, {self.model.device}"
+
+
+def _check_arguments(dtype: str, device: str | None, max_length: int) -> None:
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
+    if max_length < 2:
+        raise ValueError(f"--max_length {max_length} must be at least 2")
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"--device {device} cannot be used: {error}") from error

@@ -1,0 +1,121 @@
+"""One of two preparations that are compared: documents, found by the row that they come from.
+
+rows  →  prepared here, or by TRL, with the row of each document  →  Prepared.of_rows(0, 1000)
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from datasets import Dataset
+
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    IGNORE_INDEX,
+    TOKEN_COLUMNS,
+    TOKEN_WEIGHTS,
+)
+from trl_packing.documents.weights import document_weight, token_weights
+from trl_packing.tools.preparations.by_trl import documents_by_trl
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview.row_of_document import ROW, with_row_numbers, with_settings
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The documents that one preparation makes of one row, laid end to end.
+
+    Attributes:
+        ids: token ids, ``(T,)`` int64.
+        labels: `IGNORE_INDEX` on the first token of each document, ``(T,)`` int64.
+        weights: weight of each token in the loss, 0 if it is not trained, ``(T,)`` float64.
+        lengths: tokens of each document.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    lengths: tuple[int, ...]
+
+    @property
+    def num_trained(self) -> int:
+        """Return the number of trained tokens."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def to_dict(self) -> dict[str, list]:
+        """Return the arrays as lists."""
+        arrays = {"ids": self.ids, "labels": self.labels, "weights": self.weights}
+        return {name: values.tolist() for name, values in arrays.items()} | {
+            "lengths": list(self.lengths)
+        }
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two preparations.
+
+    Attributes:
+        name: for a reader.
+        run: the rows and the settings.
+        by_trl: TRL prepares them.
+    """
+
+    name: str
+    run: PreviewedRun
+    by_trl: bool = False
+
+    def prepared(self, rows: np.ndarray | None = None, **changes: object) -> "Prepared":
+        """Return the documents of `rows` (None: all), with some of the settings changed."""
+        run = with_settings(with_row_numbers(self.run, rows), shuffle_dataset=False, **changes)
+        if is_packed(run.dataset):
+            raise ValueError("the rows are packed already (they have seq_lengths): nothing differs")
+        if not self.by_trl:
+            return Prepared(run.documents()[0])
+        return Prepared(documents_by_trl(run).select_columns([ROW, *TOKEN_COLUMNS]))
+
+
+class Prepared:
+    """Prepared documents, found by the row of the data set that they come from."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+        self.has_weight = DOCUMENT_WEIGHT in dataset.column_names
+        columns = [name for name in (*TOKEN_COLUMNS, TOKEN_WEIGHTS) if name in dataset.column_names]
+        self.documents = ArrowDocuments(dataset, columns)
+        rows = np.asarray(dataset.with_format("numpy")[ROW][:], np.int64)
+        self.order = np.argsort(rows, kind="stable")
+        self.rows = rows[self.order]
+
+    def of_rows(self, first: int, end: int) -> list[Tokens]:
+        """Return the documents of the rows `first` to `end`."""
+        bounds = np.searchsorted(self.rows, np.arange(first, end + 1))
+        chosen = self.order[bounds[0] : bounds[-1]]
+        found = self.documents.__getitems__(chosen.tolist())
+        weights = [1.0] * len(found)
+        if self.has_weight:
+            given = self.dataset[chosen.tolist()][DOCUMENT_WEIGHT]
+            weights = [document_weight({DOCUMENT_WEIGHT: weight}) for weight in given]
+        offsets = (bounds - bounds[0]).tolist()
+        return [
+            _tokens(found[start:stop], weights[start:stop]) for start, stop in pairwise(offsets)
+        ]
+
+    def touches(self, length: int | None) -> np.ndarray:
+        """Return the rows with a document of `length` tokens, or with several documents."""
+        lengths = self.documents.lengths()[self.order]
+        several = np.concatenate([[False], self.rows[1:] == self.rows[:-1]])
+        return np.unique(self.rows[(lengths == length) | several])
+
+
+def _tokens(documents: list[dict[str, np.ndarray]], of_document: list[float]) -> Tokens:
+    ids, labels, weights = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
+    for document, weight in zip(documents, of_document, strict=True):
+        length = len(document["input_ids"])
+        ids.append(document["input_ids"])
+        labels.append(np.array(document["labels"], np.int64))
+        labels[-1][:1] = IGNORE_INDEX
+        values = token_weights(document, length) * np.float64(weight)
+        weights.append(np.where(labels[-1] == IGNORE_INDEX, 0.0, values))
+    lengths = tuple(len(document["input_ids"]) for document in documents)
+    return Tokens(np.concatenate(ids), np.concatenate(labels), np.concatenate(weights), lengths)

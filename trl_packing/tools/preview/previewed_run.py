@@ -1,0 +1,251 @@
+"""A run before it starts: its settings, and its data prepared exactly as the trainer does it."""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import (
+    Dataset,
+    IterableDataset,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+from trl import SFTConfig
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import is_conversational
+
+from trl_packing.attention.backends import check_is_backend
+from trl_packing.config import PackingOptions
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.eos import EosRule
+from trl_packing.data.preparation import Unfitted, prepare, unfitted
+from trl_packing.data.rules import Preparation
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.formatting.row_format import RowFormat
+from trl_packing.tools.command.settings import (
+    config_from_settings,
+    config_value,
+    configure_tokenizer,
+    processing_class_of,
+)
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.training.arguments import (
+    check_arguments,
+    generation_config_of,
+    reason_for_trl_path,
+)
+
+# The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
+_NAME = "inspected"
+
+
+# Rows of a stream that are read, unless the user names another number.
+STREAM_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class PreviewedRun:
+    """The settings of a run, and its data as the trainer would prepare them.
+
+    Attributes:
+        args: a `PackedSFTConfig`, or a plain `SFTConfig`.
+        dataset: the rows; of a stream, the first ones.
+        preparation: the rules by which rows become documents.
+        model: a name or a model, if it is known.
+        formatting_func: the user's function from a row to its text.
+        is_stream: whether `dataset` is only the beginning of a stream.
+        collator: the user's data collator; None for that of the trainer.
+    """
+
+    args: Any
+    dataset: Dataset
+    preparation: Preparation
+    model: Any = None
+    formatting_func: Any = None
+    is_stream: bool = False
+    collator: Any = None
+
+    @classmethod
+    def from_settings(
+        cls,
+        dataset: Dataset,
+        tokenizer: Any,
+        settings: Sequence[str] = (),
+        model: str | None = None,
+    ) -> "PreviewedRun":
+        """Return the run that `settings` describe.
+
+        Args:
+            dataset: rows in any form that the trainer takes.
+            tokenizer: or a processor; it is copied.
+            settings: options of `PackedSFTConfig` as on a command line,
+                ``["--train_on", "assistant"]``.
+            model: a name or a folder; its generation config lists the tokens that end a generation.
+
+        Raises:
+            ValueError: an option cannot be used, or TRL's code would prepare the data.
+        """
+        return cls.from_call(TrainerCall(model, config_from_settings(settings), dataset, tokenizer))
+
+    @classmethod
+    def from_call(cls, call: TrainerCall, *, stream_rows: int = STREAM_ROWS) -> "PreviewedRun":
+        """Return the run of a trainer with these arguments.
+
+        Args:
+            call: the arguments. The tokenizer is copied.
+            stream_rows: rows to read, if the data set is a stream.
+
+        Raises:
+            ValueError: the arguments cannot be used, or TRL's code would prepare the data.
+        """
+        args, dataset, collator = call.args, call.train_dataset, call.data_collator
+        if not isinstance(args, SFTConfig):
+            raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
+        check_arguments(args, dataset)
+        check_is_backend(PackingOptions.of(args).attention)
+        trl_path = reason_for_trl_path(dataset, collator)
+        if trl_path:
+            raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
+        processing_class, labeler = call.processing_class, None
+        if isinstance(collator, DataCollatorForCompletionOnlyLM):
+            processing_class, labeler = processing_class or collator.tokenizer, collator.labeler
+        if processing_class is None:
+            processing_class = processing_class_of(call.model, args)
+        generation_config = None if call.model is None else generation_config_of(call.model, args)
+        rows, is_stream = dataset, isinstance(dataset, IterableDataset)
+        if is_stream:
+            rows = Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
+        tokenizer = configure_tokenizer(processing_class, args)
+        preparation = _preparation(args, tokenizer, rows[0], generation_config, labeler)
+        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream, collator)
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Hidden size of the model, which the balance of ranks depends on; None if unknown."""
+        return None if self.model is None else config_value(self.model, self.args, "hidden_size")
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions of a document that the model's config names; None if unknown."""
+        if self.model is None:
+            return None
+        return config_value(self.model, self.args, "max_position_embeddings")
+
+    def documents(self) -> tuple[Dataset, PreparationCounts | None]:
+        """Return the documents of the whole data set, and the counts of what was kept and lost."""
+        return self._prepare(self.dataset, self.preparation, "train")
+
+    def unfitted(self) -> Unfitted | None:
+        """Return the documents before the overflow policy; None if the rows stay as they are."""
+        if self._skips_preparation:
+            return None
+        whole = unfitted(self.dataset, self.preparation, formatting_func=self.formatting_func)
+        return None if whole.rows.are_packed else whole
+
+    def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
+        """Return the documents of one row and "", or no documents and the reason.
+
+        The first row is prepared together with it, because the first row decides the format of all
+        rows, and whether the flags of messages decide what is trained.
+        """
+        first, reason = self._documents_of_row_alone(0)
+        if row == 0:
+            return first, reason
+        if reason:
+            return self._documents_of_row_alone(row)
+        try:
+            documents = self._documents_of_rows([0, row])[len(first) :]
+        except (ValueError, RuntimeError) as error:
+            return [], _renumber(str(error), [0, row], row)
+        if documents:
+            return documents, ""
+        return [], self._documents_of_row_alone(row)[1] or "preparation leaves nothing of it"
+
+    def _documents_of_row_alone(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
+        try:
+            return self._documents_of_rows([row]), ""
+        except (ValueError, RuntimeError) as error:
+            return [], _renumber(str(error), [row], row)
+
+    def _documents_of_rows(self, rows: list[int]) -> list[Mapping[str, Any]]:
+        in_order = copy.copy(self.args)
+        in_order.shuffle_dataset = False
+        in_order.dataset_num_proc = None
+        preparation = replace(self.preparation, args=in_order)
+        with _without_progress_bars():
+            documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
+        return list(documents)
+
+    @property
+    def _skips_preparation(self) -> bool:
+        return (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+
+    def _prepare(
+        self, dataset: Dataset, preparation: Preparation, name: str
+    ) -> tuple[Dataset, PreparationCounts | None]:
+        if not self._skips_preparation:
+            return prepare(dataset, preparation, formatting_func=self.formatting_func, name=name)
+        if "input_ids" not in dataset.column_names:
+            raise ValueError(
+                "skip_prepare_dataset=True takes rows as they are, and these have no input_ids: "
+                f"they have {dataset.column_names}; leave it out"
+            )
+        return dataset, None
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Show no progress inside the block, which prepares a row or two."""
+    shows = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows:
+            enable_progress_bars()
+
+
+def _renumber(message: str, rows: Sequence[int], row: int) -> str:
+    """Return a message about the selection `rows` as one about `row` of the data set."""
+    message = re.sub(
+        rf"\b(row|document) (\d+) of the {_NAME} dataset",
+        lambda found: f"{found[1]} {rows[int(found[2])]} of the data set",
+        message,
+    ).replace(f"the {_NAME} dataset", "the data set")
+    return message.removeprefix(f"row {row} of the data set: ")
+
+
+def _preparation(
+    args: Any, tokenizer: Any, first: dict[str, Any], generation_config: Any, labeler: Any
+) -> Preparation:
+    template = None
+    if args.assistant_only_loss:
+        if not is_conversational(first):
+            raise ValueError("assistant_only_loss=True needs conversations, and there are none")
+        if not has_generation_markers(tokenizer.chat_template):
+            template = get_training_chat_template(tokenizer)  # as TRL's trainer does
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        completion_only = "prompt" in first and "completion" in first
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    return Preparation(
+        args,
+        tokenizer,
+        packing=args.packing,
+        row_format=RowFormat.from_args(
+            args, inner, chat_template=template, completion_only=completion_only
+        ),
+        eos=EosRule.from_args(args, inner, tokenizer, generation_config),
+        by_trl=_refuse,
+        labeler=labeler,
+    )
+
+
+def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
+    raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")

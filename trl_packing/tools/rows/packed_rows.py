@@ -1,0 +1,256 @@
+"""The packed rows of an epoch as the trainer's data loader yields them, before a run starts.
+
+documents  →  the trainer's sampler  →  micro-batches  →  the trainer's collator  →  batches
+                                          │
+                                          └ rows: a bin each, or a whole micro-batch without bins
+
+A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trl_packing.data.eos import ends_in_stop_token
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    IGNORE_INDEX,
+    SEQ_LENGTHS,
+    TOKEN_WEIGHTS,
+)
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview.row_of_document import TracedDocuments, trace_documents
+from trl_packing.tools.preview.run_collator import collator_of
+from trl_packing.training.columns import documents_of
+from trl_packing.training.sampling import training_sampler
+
+# Properties of documents that a reader looks for.
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = (
+    "nothing trained",
+    "no stop token",
+    "cut",
+    "weighted",
+)
+PROPERTIES = (NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED)
+
+
+@dataclass(frozen=True)
+class RowDocument:
+    """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
+
+    Attributes:
+        start: its first token in the micro-batch, a boundary of `cu_seqlens`.
+        stop: the next boundary.
+        number: its number among the prepared documents; None for padding.
+        row: the row of the user's data set that it comes from; None for padding.
+        uncut: its tokens before it was cut to fit.
+        properties: those of `PROPERTIES` that it has.
+    """
+
+    start: int
+    stop: int
+    number: int | None = None
+    row: int | None = None
+    uncut: int = 0
+    properties: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """A bin as it is trained, or a whole micro-batch where nothing is packed.
+
+    Attributes:
+        micro_batch: its number in the epoch, over all ranks.
+        index: which row of the micro-batch it is.
+        batch: the micro-batch as the data loader yields it.
+        documents: in the order of their tokens, padding included.
+    """
+
+    micro_batch: int
+    index: int
+    batch: Any = field(repr=False)
+    documents: tuple[RowDocument, ...]
+
+    @property
+    def start(self) -> int:
+        """Return the first token in the micro-batch."""
+        return self.documents[0].start
+
+    @property
+    def stop(self) -> int:
+        """Return the position after the last token in the micro-batch."""
+        return self.documents[-1].stop
+
+    def values(self, name: str) -> np.ndarray:
+        """Return the row's part of a tensor of the batch, ``(tokens,)``."""
+        return self.batch[name][0, self.start : self.stop].numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedEpoch:
+    """The packed rows of the epochs of a run.
+
+    Attributes:
+        run: the run.
+        traced: its documents, and where they come from.
+        sampler: the trainer's, of rank 0.
+        documents: what the collator reads.
+        collator: the trainer's.
+        without_stop: documents that do not end in a trained stop token, ``(documents,)`` bool.
+    """
+
+    run: PreviewedRun
+    traced: TracedDocuments
+    sampler: PackedBatchSampler
+    documents: ArrowDocuments
+    collator: PackedCollator
+    without_stop: np.ndarray
+
+    @classmethod
+    def of(cls, run: PreviewedRun, *, ranks: int = 1) -> "PackedEpoch":
+        """Return the rows of `run`.
+
+        Args:
+            run: the run.
+            ranks: data-parallel processes.
+
+        Raises:
+            ValueError: preparation refuses the data, or they are a stream.
+        """
+        if run.is_stream:
+            raise ValueError(
+                "a stream is packed while it is read, so its rows are not known before; only a "
+                "data set with a length has a page of rows"
+            )
+        traced = trace_documents(run)
+        documents = documents_of(traced.dataset, None)
+        sampler = training_sampler(
+            documents,
+            run.args,
+            packing=run.args.packing,
+            batch_size=run.args.per_device_train_batch_size,
+            ranks=ranks,
+            hidden_size=run.hidden_size,
+        )
+        collator = collator_of(run, sampler)
+        return cls(run, traced, sampler, documents, collator, _without_stop(documents, run))
+
+    @property
+    def capacity(self) -> int | None:
+        """Return the tokens that a bin may hold; None where nothing is packed."""
+        return None if self.sampler.documents_per_step else self.sampler.capacity
+
+    def rows(self, micro_batches: Sequence[int]) -> Iterator[PackedRow]:
+        """Yield the rows of micro-batches of the sampler's epoch, in order."""
+        of_epoch = self.sampler.micro_batches()
+        bins = self.bins()
+        for number in micro_batches:
+            yield from self._rows_of(number, of_epoch[number], bins)
+
+    @property
+    def unit(self) -> str:
+        """Return the word for a row: "bin", or "micro-batch" where nothing is packed."""
+        return "micro-batch" if self.sampler.documents_per_step else "bin"
+
+    def groups(self) -> Any:
+        """Return the documents of each row of the epoch, in any order."""
+        return self.sampler.plan() or self.sampler.micro_batches()
+
+    def bins(self) -> np.ndarray:
+        """Return a number for every document, equal for those that share a row of the epoch."""
+        return self._group_of_documents(self.groups())
+
+    def micro_batch_of_documents(self) -> np.ndarray:
+        """Return the micro-batch of every document, ``(documents,)``; -1 if it is left out."""
+        return self._group_of_documents(self.sampler.micro_batches())
+
+    def _group_of_documents(self, groups: Any) -> np.ndarray:
+        numbers = np.full(len(self.documents), -1)
+        for number, documents in enumerate(groups):
+            numbers[documents] = number
+        return numbers
+
+    def with_property(self) -> dict[str, np.ndarray]:
+        """Return which documents of the whole set have each of `PROPERTIES`, ``(documents,)`` bool.
+
+        Of packed rows nothing is known before they are drawn. A document counts as weighted if any
+        of its tokens has a weight other than 1, or its length enters its weight.
+        """
+        documents, none = self.documents, np.zeros(len(self.documents), bool)
+        if is_packed(documents):
+            return dict.fromkeys(PROPERTIES, none)
+        weighted = none | (self.collator.loss_weighting != "token")
+        if TOKEN_WEIGHTS in documents.columns:
+            weighted[documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights != 1)] = True
+        weighted |= documents.scalars.get(DOCUMENT_WEIGHT, 1) != 1
+        return {
+            NOTHING_TRAINED: documents.num_trained() == 0,
+            NO_STOP_TOKEN: self.without_stop,
+            CUT: self.traced.uncut > documents.lengths(),
+            WEIGHTED: weighted,
+        }
+
+    def _rows_of(self, number: int, chosen: np.ndarray, bins: np.ndarray) -> Iterator[PackedRow]:
+        batch = self.collator(self.documents.__getitems__(chosen.tolist()))
+        found = self._documents_of(chosen, batch)
+        of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
+        changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
+        parts = zip([0, *changes], [*changes, len(found)], strict=True)
+        for index, (first, end) in enumerate(parts):
+            yield PackedRow(number, index, batch, tuple(found[first:end]))
+
+    def _documents_of(self, chosen: np.ndarray, batch: Any) -> list[RowDocument]:
+        boundaries = batch["cu_seq_lens_q"].tolist()
+        numbers = self._repeat_packed(chosen)
+        found = []
+        for start, stop in pairwise(boundaries):
+            number = next(numbers, None) if start < stop else None
+            if number is not None:
+                found.append(self._document(number, start, stop, batch))
+            elif start < stop:
+                found.append(RowDocument(start, stop))
+        return found
+
+    def _repeat_packed(self, chosen: np.ndarray) -> Iterator[int]:
+        """Yield the number of each document with tokens; that of its row where rows are packed."""
+        for number in chosen.tolist():
+            lengths = [1]
+            if is_packed(self.documents):
+                lengths = self.documents[number][SEQ_LENGTHS].tolist()
+            yield from [number] * sum(length > 0 for length in lengths)
+
+    def _document(self, number: int, start: int, stop: int, batch: Any) -> RowDocument:
+        labels = batch["labels"][0, start:stop].numpy()
+        is_trained = labels != IGNORE_INDEX
+        weights = np.ones(stop - start)
+        if TOKEN_WEIGHTS in batch:
+            weights = batch[TOKEN_WEIGHTS][0, start:stop].numpy()
+        holds = {
+            NOTHING_TRAINED: not (weights[is_trained] > 0).any(),
+            NO_STOP_TOKEN: self.without_stop[number],
+            CUT: self.traced.uncut[number] > stop - start and not is_packed(self.documents),
+            WEIGHTED: (weights[is_trained] != 1).any(),
+        }
+        return RowDocument(
+            start,
+            stop,
+            number,
+            int(self.traced.rows[number]),
+            int(self.traced.uncut[number]),
+            tuple(name for name in PROPERTIES if holds[name]),
+        )
+
+
+def _without_stop(documents: ArrowDocuments, run: PreviewedRun) -> np.ndarray:
+    """Return which documents do not end in a trained stop token; none where rows are packed."""
+    eos = run.preparation.eos
+    if not eos.stop_ids or is_packed(documents) or "labels" not in documents.columns:
+        return np.zeros(len(documents), bool)
+    ended = documents.in_order(ends_in_stop_token(documents.readers["labels"].chunks, eos))
+    return ~ended & (documents.num_trained() > 0)
