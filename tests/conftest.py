@@ -41,6 +41,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print to a terminal of 100 columns: pytest-xdist tells its workers that they have 80."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Start every test from the same random state."""
     torch.manual_seed(0)
