@@ -164,6 +164,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
                 "flatten the rows as PackedCollator does"
             )
         query, key, value = _one_dtype(query, key, value)
+        keys = prefix_keys(cu_seq_lens_k, key_index, max_length_k)
         output = kernel(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
@@ -177,7 +178,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
                 dropout,
             ),
             max_length_q,
-            prefix_keys(cu_seq_lens_k, key_index, max_length_k),
+            **_given(keys=keys),
         )
         return output.unsqueeze(0), None
 
