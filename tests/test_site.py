@@ -25,7 +25,7 @@ CUT = """[...document.querySelectorAll('article :is(table, pre, pre > code, svg,
   .filter(e => e.getBoundingClientRect().right > innerWidth + 1
     || e.matches('pre, code') && e.scrollWidth > e.clientWidth + 1
     || e.matches('img') && !e.naturalWidth)
-  .map(e => `${e.tagName} ${(e.textContent || e.src).trim().slice(0, 60)}`)"""
+  .map(e => `${e.tagName} ${e.textContent ? e.textContent.trim().slice(0, 60) : e.src}`)"""
 
 RESULTS = """[...document.querySelectorAll('.md-search-result__item > a')]
   .map(e => new URL(e.href).pathname.split('/site/')[1])"""

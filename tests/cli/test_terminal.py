@@ -29,6 +29,7 @@ IN_DATA = sorted(ATTACKS.keys() - {"lone surrogate"})
 def in_terminal(words: list[str], folder: Path, **environment: str) -> tuple[int, str]:
     """Run the command in a terminal of 80 columns; return its status and all that it showed."""
     leader, follower = pty.openpty()
+    inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     termios.tcsetwinsize(follower, (40, 80))
     process = subprocess.Popen(
         [sys.executable, "-m", "trl_packing.cli", *words],
@@ -36,7 +37,7 @@ def in_terminal(words: list[str], folder: Path, **environment: str) -> tuple[int
         stdout=follower,
         stderr=follower,
         cwd=folder,
-        env={**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **environment},
+        env={**inherited, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **environment},
     )
     os.close(follower)
     shown = b""
