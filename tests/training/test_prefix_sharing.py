@@ -175,3 +175,15 @@ def test_a_loss_of_the_user_counts_each_document(tmp_path, caplog):
     data = documents()
     Own(tiny_model("llama"), args, train_dataset=data, processing_class=tiny_tokenizer()).train()
     assert "the loss is your own" in caplog.text
+
+
+def test_a_collator_of_the_user_makes_its_own_rows(tmp_path):
+    args = PackedSFTConfig(str(tmp_path), prefix_sharing="bin", use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"prefix_sharing='bin', but data_collator is your own"):
+        PackedSFTTrainer(
+            tiny_model("llama"),
+            args,
+            train_dataset=documents(),
+            data_collator=lambda rows: rows,
+            processing_class=tiny_tokenizer(),
+        )

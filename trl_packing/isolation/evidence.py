@@ -15,7 +15,7 @@ _INCONCLUSIVE = "trl-packing verify --dtype float32 sees more"
 
 @dataclass(frozen=True)
 class Checked:
-    """What was checked on the model of a run, or why nothing was.
+    """The check of a run on its model, or the reason why there was none.
 
     Attributes:
         verdict: "isolated", "leaks" or "inconclusive", as in `IsolationReport`; "refused" where the

@@ -34,6 +34,7 @@ _PREPARATION_OPTIONS = (
     "append_eos",
     "documents_per_step",
     "overflow",
+    "prefix_sharing",
     "prompt_template",
     "response_template",
     "static_shapes",

@@ -34,9 +34,7 @@ def run_page(record: RunRecord) -> str:
         cards(_figures(record)),
         *(f'<p class="note">{escape(note)}</p>' for note in _notes(record)),
         *curves.sections(main=num_main(charts)),
-        section("What was packed, and what was checked", as_html(record.report))
-        if record.report
-        else "",
+        section("Packed and checked", as_html(record.report)) if record.report else "",
         columns(_settings(record), _versions(record)),
     ]
     name = record.name

@@ -127,7 +127,7 @@ class RunRecord:
 
     @property
     def total(self) -> Totals:
-        """What the run has trained in all."""
+        """Return the totals that the run has trained."""
         known = [step for step in self.totals if step <= self.step]
         return self.totals[max(known)] if known and max(known) == self.step else UNKNOWN
 
