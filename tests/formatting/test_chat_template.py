@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -400,13 +401,26 @@ def test_templates_that_mark_generations_are_many():
 def test_marked_turns_are_those_of_trl_token_by_token(name, data):
     tokenizer = tokenizer_for(name)
     messages = data.draw(conversations(not name.startswith("gemma_")))
+    assert_marked_as_by_trl(tokenizer, messages)
+
+
+def test_a_last_character_of_several_tokens_is_trained_whole():
+    """Its first token may begin with the character before, which TRL's mask takes alone."""
+    tokenizer = tokenizer_for("diffusion_gemma_training")
+    assert_marked_as_by_trl(
+        tokenizer, [{"role": "user", "content": ""}, {"role": "assistant", "content": "aÀ"}]
+    )
+
+
+def assert_marked_as_by_trl(tokenizer, messages):
     [row] = prepared(ChatTemplate(tokenizer), [messages])
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     expected, chars = theirs["assistant_masks"], theirs.encodings[0].offsets
-    for n in range(1, len(chars)):  # of a last character of several tokens they take only the first
-        expected[n] |= expected[n - 1] and chars[n] == chars[n - 1]
+    # Of a last character of several tokens they take only the first, which may begin before it.
+    for n, ((_, end), (start, last)) in enumerate(pairwise(chars), 1):
+        expected[n] |= expected[n - 1] and start < last == end
     assert row["input_ids"].tolist() == theirs["input_ids"]
     assert (row["labels"] != -100).tolist() == expected
 

@@ -11,15 +11,9 @@ from trl_packing.packing import tree_row
 from trl_packing.packing.prefix_tree import PrefixTree
 from trl_packing.tools.exactness import tiny_models as architectures
 
-FAMILIES = [
-    "llama",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "mistral",
-    "cohere2",
-    "deepseek_v3",
-]
+FAST = ["llama", "deepseek_v3"]
+SLOW = ["qwen3", "gemma2", "gemma3_text", "mistral", "cohere2"]
+FAMILIES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 def documents(number=40, *, shared=True):
@@ -101,13 +95,18 @@ def test_losses_gradients_and_counts_stay(model, tmp_path, saved):
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss_weighting": "document"},
         {"loss_weighting": "sqrt", "gradient_accumulation_steps": 3},
-        {"packing": False, "per_device_train_batch_size": 6},
         {"documents_per_step": 7},
-        {"label_smoothing_factor": 0.1},
-        {"loss_type": "dft"},
-        {"pad_to_multiple_of": 32},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"loss_weighting": "document"},
+                {"packing": False, "per_device_train_batch_size": 6},
+                {"label_smoothing_factor": 0.1},
+                {"loss_type": "dft"},
+                {"pad_to_multiple_of": 32},
+            )
+        ),
     ],
     ids=str,
 )
