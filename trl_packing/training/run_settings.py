@@ -5,13 +5,12 @@ args  →  all settings as JSON, without secrets; names of those that differ fro
 
 import re
 from dataclasses import MISSING, Field, fields
-from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from typing import Any
 
 import torch
 
-from trl_packing.versions import TESTED
+from trl_packing.versions import TESTED, installed_version
 
 # Values that TRL and transformers put in place of a default; no user has asked for them.
 _RESOLVED: dict[str, tuple[Any, ...]] = {
@@ -53,10 +52,8 @@ def installed_versions() -> dict[str, str]:
     """Return the versions of Python, this package and the libraries below it."""
     found = {"python": python_version()}
     for name in ("trl-packing", *TESTED, "torch", "peft", "flash-attn", "deepspeed"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        if (number := installed_version(name)) is not None:
+            found[name] = number
     return found
 
 

@@ -11,8 +11,9 @@ from helpers.browser import HOSTILE, open_page
 from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 from trl import SFTConfig, SFTTrainer
 
+from trl_packing import PackedSFTConfig
 from trl_packing.cli import main
-from trl_packing.tools.plan.page import plan_page
+from trl_packing.tools.plan.page import plan_page, settings_of
 from trl_packing.tools.plan.plot import plot_plan
 from trl_packing.tools.plan.run_plan import plan_run
 from trl_packing.tools.plan.what_if import Setup, other_max_lengths, ways_to_batch
@@ -366,3 +367,13 @@ def test_a_notebook_shows_the_page_in_a_frame():
     page = plan_page(hostile_plan())
     shown = re.search('srcdoc="([^"]*)"', page._repr_html_())
     assert html.unescape(shown[1]) == page
+
+
+def test_the_settings_on_the_page_have_no_secrets():
+    token = "hf_abcdefghijklmnopqrstuvwx"
+    args = PackedSFTConfig(
+        "unused", use_cpu=True, bf16=False, report_to="none", hub_token=token, learning_rate=0.25
+    )
+    shown = settings_of(args)
+    assert args.hub_token == token, "the run keeps it"
+    assert (shown["hub_token"], shown["learning_rate"]) == ("…", 0.25)

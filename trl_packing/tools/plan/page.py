@@ -3,15 +3,12 @@
 RunPlan  →  cards, histograms, other settings, losses, rows, documents  →  one HTML file
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
-import trl_packing
 from trl_packing.data.counts import TokenCounts, quantity
 from trl_packing.pages.charts import histogram
 from trl_packing.pages.page import (
@@ -29,10 +26,9 @@ from trl_packing.pages.page import (
 from trl_packing.tools.plan.documents import example_documents, strips
 from trl_packing.tools.plan.run_plan import RunPlan
 from trl_packing.tools.plan.what_if import WhatIf
+from trl_packing.training.run_settings import all_settings, installed_versions
 
 _MOST_RANKS = 64  # with a bar of their own
-
-_LIBRARIES = ("torch", "transformers", "trl", "accelerate", "datasets", "numpy")
 
 
 def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
@@ -298,13 +294,14 @@ def _rows(plan: RunPlan) -> str:
 
 def _provenance(plan: RunPlan, command: str) -> str:
     settings = {"ranks": plan.report.ranks, **settings_of(plan.run.args)}
-    versions = {"trl_packing": trl_packing.__version__, "Python": sys.version.split()[0]}
-    versions |= {name: _version(name) for name in _LIBRARIES}
     ran = f'<pre class="wrap">{escape(command)}</pre>' * bool(command)
     return section(
         "This plan",
         ran,
-        columns("<h3>Settings</h3>" + _pairs(settings), "<h3>Versions</h3>" + _pairs(versions)),
+        columns(
+            "<h3>Settings</h3>" + _pairs(settings),
+            "<h3>Versions</h3>" + _pairs(installed_versions()),
+        ),
         f"<h3>Report</h3><pre>{escape(plan.report)}</pre>",
     )
 
@@ -315,7 +312,10 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def settings_of(args: Any) -> dict[str, Any]:
-    """Return the settings on which the plan depends, and all others that are not the default."""
+    """Return the settings on which the plan depends, and all others that are not the default.
+
+    Secrets are replaced by "…".
+    """
     always = (
         "max_length",
         "packing",
@@ -327,11 +327,5 @@ def settings_of(args: Any) -> dict[str, Any]:
     default = type(args)("unused", use_cpu=True, bf16=False, report_to="none")
     names = [f.name for f in fields(args) if f.name not in ("output_dir", "run_name")]
     given = [n for n in names if getattr(args, n) != getattr(default, n)]
-    return {name: getattr(args, name) for name in dict.fromkeys((*always, *given))}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    shown = all_settings(args)
+    return {name: shown[name] for name in dict.fromkeys((*always, *given))}
