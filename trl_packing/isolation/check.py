@@ -141,14 +141,13 @@ def check_isolation(
         Exception: any error that the model raises against a packed batch.
     """
     inner, collate = unwrap_model(model), collator or PackedCollator()
-    order = ("leaks", "inconclusive", "isolated")
     with preserve_state(model, training):
         reports = []
         for probe in probes(inner, documents, max_length, thorough):
             measured = measure_probe(model, inner, probe, fused_head, collate)
             report = verdict_of(measured, probe.name, inner, attention, model.training)
             reports.append((report, probe))
-        report, probe = min(reports, key=lambda r: (order.index(r[0].verdict), -r[0].difference))
+        report, probe = min(reports, key=lambda pair: severity(pair[0]))
         leaks = report.verdict == "leaks"
         # Ranks of a sharded model wait for each other in every forward: all search, or none.
         if all_reduce_max_if_sharded(int(leaks), model):
@@ -190,6 +189,11 @@ def check_fused_head(model: nn.Module) -> bool:
         fused = torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
     resolution = torch.finfo(next(inner.parameters()).dtype).eps * float(expected.abs().max())
     return largest_difference(fused, expected) <= NOISE_FACTOR * max(noise, resolution)
+
+
+def severity(report: IsolationReport) -> tuple[int, float]:
+    """Return a key by which the worst of several reports sorts first."""
+    return ("leaks", "inconclusive", "isolated").index(report.verdict), -report.difference
 
 
 def verdict_of(

@@ -130,7 +130,7 @@ def _first_exact(
     for choice in choices:
         result = check_backend(model, choice, documents, thorough=bool(failed), **options)
         if agree:
-            result = _worst_of_ranks(result, model)
+            result = worst_of_ranks(result, model)
         if result:
             return _with_reason(choice, choices, failed), result
         failed.append(result)
@@ -194,7 +194,7 @@ def _in_short(result: CheckResult) -> str:
 _VERDICTS = ("isolated", "inconclusive", "leaks", "refused")
 
 
-def _worst_of_ranks(result: CheckResult, model: nn.Module) -> CheckResult:
+def worst_of_ranks(result: CheckResult, model: nn.Module) -> CheckResult:
     """Return `result`, or a worse one of another rank: ranks that disagree wait for ever."""
     rank_verdict = _VERDICTS.index(result.verdict)
     worst = all_reduce_max(rank_verdict, next(model.parameters()).device)

@@ -3,7 +3,7 @@
 Results are logits of document B, or log-probabilities and entropies if the run uses the fused head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
 from trl_packing.documents.host_row import for_kernels
-from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
+from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.isolation.probes import SHORT, Probe
 from trl_packing.loss.next_token import score_targets
 from trl_packing.models.introspection import requires
@@ -77,22 +77,8 @@ def measure_probe(
         return score_logits(logits, document[rows + 1]) if fused_head else logits
 
     def packed(*documents: np.ndarray) -> Tensor:
-        with restore_state(inner):
-            return _packed(*documents)
-
-    def _packed(*documents: np.ndarray) -> Tensor:
-        batch = collate_packed(inner, collate, [{"input_ids": d} for d in documents])
-        labels = batch.pop("labels")
-        # Padding may follow the documents.
-        here = rows - (labels.shape[1] - sum(map(len, documents)))
-        if not fused_head:
-            return logits_at(model, inner, batch, here)
-        chosen = torch.zeros_like(labels, dtype=torch.bool)
-        chosen[:, here + 1] = True
-        output = model(
-            **batch, labels=labels.masked_fill(~chosen, IGNORE_INDEX), fused_lm_head=True
-        )
-        return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
+        at = sum(map(len, documents)) + rows
+        return outputs_in_row(model, inner, documents, at, fused_head, collate)
 
     if fused_head:
         rows = rows[rows < -1]  # the last position of B predicts nothing
@@ -111,6 +97,30 @@ def measure_probe(
             for before in probe.before[: 2 if probe.name == SHORT else 1]
         ],
     )
+
+
+def outputs_in_row(
+    model: nn.Module,
+    inner: Any,
+    documents: Sequence[np.ndarray],
+    rows: np.ndarray,
+    fused_head: bool,
+    collate: PackedCollator,
+) -> Tensor:
+    """Return the outputs of a packed row of `documents` at the positions `rows`, float32."""
+    with restore_state(inner):
+        batch = collate_packed(inner, collate, [{"input_ids": d} for d in documents])
+        labels = batch.pop("labels")
+        # From the end: prompt tuning prepends tokens, and padding may follow the documents.
+        here = rows - labels.shape[1]
+        if not fused_head:
+            return logits_at(model, inner, batch, here)
+        chosen = torch.zeros_like(labels, dtype=torch.bool)
+        chosen[:, here + 1] = True
+        output = model(
+            **batch, labels=labels.masked_fill(~chosen, IGNORE_INDEX), fused_lm_head=True
+        )
+        return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
 
 
 @contextmanager
@@ -154,7 +164,8 @@ def collate_packed(
     """Return a packed row of `documents` with its labels, on the device of `model`."""
     with note_stage(Stage.COLLATOR):
         batch = collate(documents)
-    batch.pop(TOKEN_WEIGHTS, None)  # the loss reads it, the model does not
+    for name in (TOKEN_WEIGHTS, TARGET_COUNTS):  # the loss reads them, the model does not
+        batch.pop(name, None)
     return _on(model, for_kernels(batch))
 
 

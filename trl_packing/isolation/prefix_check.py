@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
-from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS
-from trl_packing.isolation.check import IsolationReport, verdict_of
+from trl_packing.isolation.check import IsolationReport, severity, verdict_of
 from trl_packing.isolation.measure import (
     Measurement,
     Stage,
-    collate_packed,
     logits_at,
     note_stage,
     ordinary_batch,
+    outputs_in_row,
     round_differently,
     score_logits,
 )
@@ -81,7 +80,6 @@ def check_prefixes(
         Exception: any error that the model raises against a row with shared prefixes.
     """
     inner, collate = unwrap_model(model), replace(collator, shares_prefixes=True)
-    order = ("leaks", "inconclusive", "isolated")
     with preserve_state(model, training):
         reports = [
             verdict_of(
@@ -93,7 +91,7 @@ def check_prefixes(
             )
             for family in _families(inner, documents)
         ]
-    return min(reports, key=lambda report: (order.index(report.verdict), -report.difference))
+    return min(reports, key=severity)
 
 
 def _families(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Family]:
@@ -131,13 +129,13 @@ def _measure(
     def shared(siblings: Sequence[np.ndarray]) -> Tensor:
         whole = [document, *(np.concatenate([family.prefix, x]) for x in siblings)]
         rows = build_prefix_tree(whole).targets[0][at + 1] - 1
-        return _run(model, inner, whole, rows, document[at + 1], fused_head, collate)
+        return outputs_in_row(model, inner, whole, rows, fused_head, collate)
 
     def contaminated(siblings: Sequence[np.ndarray]) -> Tensor:
         one = np.concatenate([family.prefix, *siblings, family.branch])
         rows = at + len(one) - len(document)
         apart = replace(collate, shares_prefixes=False)
-        return _run(model, inner, [one], rows, document[at + 1], fused_head, apart)
+        return outputs_in_row(model, inner, [one], rows, fused_head, apart)
 
     layouts = [alone()]
     with round_differently(inner):
@@ -147,25 +145,3 @@ def _measure(
         packed=[shared(siblings) for siblings in family.siblings],
         contaminated=[contaminated(siblings) for siblings in family.siblings[:2]],
     )
-
-
-def _run(
-    model: nn.Module,
-    inner: Any,
-    documents: Sequence[np.ndarray],
-    rows: np.ndarray,
-    targets: np.ndarray,
-    fused_head: bool,
-    collate: PackedCollator,
-) -> Tensor:
-    """Return the outputs at `rows` of a packed row, which predict `targets`."""
-    with restore_state(inner):
-        batch = collate_packed(inner, collate, [{"input_ids": d} for d in documents])
-        batch.pop(TARGET_COUNTS, None)
-        labels = batch.pop("labels")
-        if not fused_head:
-            return logits_at(model, inner, batch, rows - labels.shape[1])
-        chosen = torch.full_like(labels, IGNORE_INDEX)
-        chosen[:, rows + 1] = torch.from_numpy(targets).to(labels.device)
-        output = model(**batch, labels=chosen, fused_lm_head=True)
-        return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()

@@ -17,10 +17,10 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.isolation.prefix_check import check_prefixes
 from trl_packing.models.introspection import text_config
-from trl_packing.models.sharding import all_reduce_max
 from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)
@@ -98,7 +98,7 @@ class PrefixSharing:
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
         try:
-            report = check_prefixes(
+            result: CheckResult = check_prefixes(
                 model,
                 documents,
                 collator=self.collators.for_probes(),
@@ -106,12 +106,9 @@ class PrefixSharing:
                 attention=str(self.guard.attention),
                 fused_head=True,
             )
-            failure = "" if report else str(report)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # models raise all kinds of errors
-            failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        device = next(self.trainer.model.parameters()).device
-        if not all_reduce_max(int(bool(failure)), device):
-            return None
-        return failure or "it is not exact on another rank"
+            result = Refusal.from_error(error)
+        result = worst_of_ranks(result, self.trainer.model)
+        return None if result else str(result)
