@@ -123,7 +123,14 @@ def plan_of(
         raise ValueError(f"ranks={ranks} must be at least 1")
     columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
     documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
-    sampler = training_sampler(
+    return documents, sampler_of(run, documents, ranks=ranks)
+
+
+def sampler_of(
+    run: PreviewedRun, documents: ArrowDocuments, *, ranks: int = 1
+) -> PackedBatchSampler:
+    """Return the sampler of rank 0 that trains the prepared `documents` of `run`."""
+    return training_sampler(
         documents,
         run.args,
         packing=run.args.packing,
@@ -131,7 +138,6 @@ def plan_of(
         ranks=ranks,
         hidden_size=run.hidden_size,
     )
-    return documents, sampler
 
 
 def report_on(

@@ -24,11 +24,11 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.tools.preview.preview import sampler_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import TracedDocuments, trace_documents
 from trl_packing.tools.preview.run_collator import collator_of
 from trl_packing.training.columns import documents_of
-from trl_packing.training.sampling import training_sampler
 
 # Properties of documents that a reader looks for.
 NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = (
@@ -130,14 +130,7 @@ class PackedEpoch:
             )
         traced = trace_documents(run)
         documents = documents_of(traced.dataset, None)
-        sampler = training_sampler(
-            documents,
-            run.args,
-            packing=run.args.packing,
-            batch_size=run.args.per_device_train_batch_size,
-            ranks=ranks,
-            hidden_size=run.hidden_size,
-        )
+        sampler = sampler_of(run, documents, ranks=ranks)
         collator = collator_of(run, sampler)
         return cls(run, traced, sampler, documents, collator, _without_stop(documents, run))
 
