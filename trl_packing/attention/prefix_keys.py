@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_packing.documents.host_row import host_boundaries
+from trl_packing.documents.host_row import host_boundaries, host_values
 
 
 class PrefixKeys(NamedTuple):
@@ -106,7 +106,7 @@ def blocks_of_segments(cu_seqlens: Tensor, keys: PrefixKeys) -> Iterator[PrefixB
 def _prefixes(spans: list[tuple[int, int]], keys: PrefixKeys) -> Iterator[np.ndarray]:
     """Yield the keys of each segment without its own."""
     boundaries = host_boundaries(keys.cu_seqlens_k)
-    index = np.asarray(host_boundaries(keys.key_index))
+    index = host_values(keys.key_index)
     if len(boundaries) != len(spans) + 1 or boundaries[0] != 0 or boundaries[-1] > len(index):
         raise ValueError(
             f"cu_seqlens_k has {len(boundaries) - 1} segments and ends at {boundaries[-1]}; it "

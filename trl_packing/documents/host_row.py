@@ -203,12 +203,17 @@ def longest_document(cu_seqlens: Tensor) -> int:
 
 def host_boundaries(cu_seqlens: Tensor) -> list[int]:
     """Return the boundaries as Python ints, with at most one sync per tensor."""
-    boundaries = cached_values(cu_seqlens)
-    if boundaries is None:
-        boundaries = cu_seqlens.detach().cpu().numpy()
-        if not is_cpu(cu_seqlens):
-            cache_values(cu_seqlens, boundaries)
-    return boundaries.tolist()
+    return host_values(cu_seqlens).tolist()
+
+
+def host_values(tensor: Tensor) -> np.ndarray:
+    """Return the values of `tensor`, with at most one sync per tensor."""
+    values = cached_values(tensor)
+    if values is None:
+        values = tensor.detach().cpu().numpy()
+        if not is_cpu(tensor):
+            cache_values(tensor, values)
+    return values
 
 
 def is_trained(labels: Tensor) -> np.ndarray:
