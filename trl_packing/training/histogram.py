@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often whole numbers occur: ``counts[i]`` of them lie in ``[edges[i], edges[i + 1])``.
+    """Counts of whole numbers: ``counts[i]`` of them lie in ``[edges[i], edges[i + 1])``.
 
     Attributes:
         edges: rising whole numbers, one more than counts.

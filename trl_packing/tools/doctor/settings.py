@@ -102,7 +102,7 @@ class RunSettings:
 
     @property
     def precision(self) -> str:
-        """How the run computes."""
+        """The dtypes of products and of weights, in words."""
         half = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else ""
         weights = str(self.dtype).removeprefix("torch.")
         return f"{half} (autocast), weights in {weights}" if half else f"weights in {weights}"
