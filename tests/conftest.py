@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Before transformers and datasets are imported: both read these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,7 @@ import datasets
 import hypothesis
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
 # Some warnings of torch come once a process; the test that fails would depend on the order.
@@ -44,6 +46,15 @@ def pytest_collection_finish() -> None:
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Print to a terminal of 100 columns: pytest-xdist tells its workers that they have 80."""
     monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture(autouse=True)
+def _log_levels() -> Iterator[None]:
+    """Give back the levels of the logs: commands run inside a test make libraries quiet."""
+    levels = transformers_logging.get_verbosity(), datasets.logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(levels[0])
+    datasets.logging.set_verbosity(levels[1])
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 1 if training would fail."""
+    from transformers.utils import logging as transformers_logging
+
     from trl_packing.pages.page import check_can_write
     from trl_packing.tools.doctor.doctor import diagnose
     from trl_packing.tools.doctor.page import doctor_page
@@ -38,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         check_can_write("--html", arguments.html)
     quiet_libraries()
+    transformers_logging.set_verbosity_error()
     diagnosis = diagnose(arguments.words)
     if arguments.html:
         Path(arguments.html).write_text(doctor_page(diagnosis), encoding="utf-8")

@@ -18,7 +18,7 @@ _RESOLVED: dict[str, tuple[Any, ...]] = {
     "activation_checkpointing": (True,),
     "gradient_checkpointing": (True,),
     "pad_to_multiple_of": (None,),
-    "disable_tqdm": (False,),
+    "disable_tqdm": (False, True),  # the level of transformers' log decides
     "dataloader_pin_memory": (False,),
     "report_to": ([],),
     "debug": ([],),

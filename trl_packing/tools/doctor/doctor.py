@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from trl_packing.tools.doctor.backends import Trial, Trials, advice, try_backends
 from trl_packing.tools.doctor.findings import Diagnosis, Finding, Section
@@ -44,7 +43,6 @@ def diagnose(
     Raises:
         ValueError: an option is unknown.
     """
-    transformers_logging.set_verbosity_error()
     run = RunSettings.from_words(words)
     machine = machine or read_machine(run.output_dir, use_cpu=run.args.use_cpu)
     run = run.on(machine.device)
