@@ -90,6 +90,8 @@ from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.run_report import ReportCallback, RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.versions import warn_of_untested_versions
+from trl_packing.vision.guard import ImageGuard
+from trl_packing.vision.run_images import RunImages, has_images, why_not_packed
 
 logger = get_logger(__name__)
 
@@ -166,7 +168,11 @@ class PackedSFTTrainer(SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ):
-        reason = reason_for_trl_path(train_dataset, data_collator)
+        reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
+        self._images: RunImages | None = None
+        if reason is None and has_images(train_dataset):
+            reason = why_not_packed(model, train_dataset, getattr(args, "model_init_kwargs", None))
+            self._images = None if reason else RunImages()
         self._run_path = RunPath(reason, is_fixed=reason is not None)
         self._options = PackingOptions.of(args)
         check_loss_options(self._options, kwargs.get("compute_loss_func"), reason)
@@ -197,6 +203,9 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
+        if self._images is not None:
+            train_dataset = self._images.take(train_dataset, "train")
+            eval_dataset = self._images.take(eval_dataset, "eval")
         # Data sets are prepared before `self.model` is set.
         self._generation_config = generation_config_of(model, args)
         with hide_packing(args) as (packing, eval_packing):
@@ -240,7 +249,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _build_packed_run(self, collator: PackedCollator | None, *, takes_count: bool) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         args, options, rows = self.args, self._options, self._pad_to_multiple_of()
-        self._guard = guard = IsolationGuard(
+        kind = IsolationGuard if self._images is None else ImageGuard
+        self._guard = guard = kind(
             self.model,
             attention=options.attention,
             isolation_check=options.isolation_check,
@@ -250,6 +260,10 @@ class PackedSFTTrainer(SFTTrainer):
         guard.select_backend(Precision(args.device.type, dtype))
         if collator is None:
             collator = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
+        if self._images is not None:
+            collator = copy.copy(collator)
+            collator.images = self._images.batches(self.processing_class, self.model)
+            guard.store = self._images.store
         self._collators = collators = RunCollators(
             self, guard, self._sampling, options, collator, rows
         )
@@ -352,6 +366,10 @@ class PackedSFTTrainer(SFTTrainer):
             labeler=self._completion_only and self._completion_only.labeler,
         )
         with global_then_local_main_first():  # one rank writes the cache, the others read it
+            if self._images is not None:
+                dataset = self._images.tokenize(
+                    dataset, rules, chat_template=self.chat_template, name=dataset_name
+                )
             documents, counts = prepare(
                 dataset, rules, formatting_func=formatting_func, name=dataset_name
             )

@@ -1,0 +1,219 @@
+"""The images of one run: whether its rows are packed, its image files, and its documents.
+
+    data set has images      model's family and settings            path
+    no                                                              as without this module
+    yes                      in `FAMILIES`, a data set in memory    packed
+    yes                      any other                              TRL's, unchanged, with the reason
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, ProcessorMixin
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packing.config import PackingOptions
+from trl_packing.data.rules import Preparation
+from trl_packing.documents.labels import IMAGE_ROW, SEQ_LENGTHS, document_columns
+from trl_packing.formatting.chat_template import ChatTemplate
+from trl_packing.formatting.message_flags import has_flags
+from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.documents import ImageRows, tokenize_rows
+from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
+from trl_packing.vision.placeholders import Placeholders
+
+logger = get_logger(__name__)
+
+#: Model types whose documents with images are packed. Each is tested against documents alone.
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+
+_VERIFIED_ROWS = 3
+
+
+def has_images(dataset: Any) -> bool:
+    """Return whether a data set has a column of images."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return False
+    return bool({*IMAGE_COLUMNS} & set(get_dataset_column_names(dataset) or ()))
+
+
+def why_not_packed(model: Any, dataset: Any, model_init_kwargs: Any = None) -> str | None:
+    """Return why a run on a data set with images takes TRL's path, or None if it is packed."""
+    if isinstance(dataset, IterableDataset):
+        return "the data set is a stream with images, whose lengths are unknown"
+    config = getattr(model, "config", None)
+    if config is None:
+        names = ("revision", "trust_remote_code")
+        chosen = {k: v for k, v in (model_init_kwargs or {}).items() if k in names}
+        config = AutoConfig.from_pretrained(model, **chosen)
+    if config.model_type not in FAMILIES:
+        return f"the data set has images, which are not packed for {config.model_type} models"
+    return None
+
+
+class RunImages:
+    """Prepares data sets with images, and makes the tensors of their micro-batches.
+
+    Args:
+        processor: of the model.
+
+    Attributes:
+        store: the image files.
+    """
+
+    def __init__(self) -> None:
+        self.store = ImageStore()
+
+    def take(self, dataset: Any, name: str) -> Any:
+        """Return `dataset` with numbers in place of its images; without images, as it is.
+
+        TRL would refuse to pack images that it sees.
+        """
+        if isinstance(dataset, dict):
+            return {key: self.take(value, key) for key, value in dataset.items()}
+        return self.store.take(dataset, name) if has_images(dataset) else dataset
+
+    def batches(self, processor: Any, model: Any) -> ImageBatches:
+        """Return the maker of tensors for `model`."""
+        return ImageBatches(self.store, processor, model)
+
+    def tokenize(
+        self, dataset: Any, rules: Preparation, *, chat_template: str | None, name: str
+    ) -> Any:
+        """Return the documents of a data set with images; any other data set as it is.
+
+        Args:
+            dataset: rows.
+            rules: of the run.
+            chat_template: replaces the processor's; None: the processor's.
+            name: of the data set, for messages.
+
+        Raises:
+            ValueError: naming the row, for what cannot be prepared.
+        """
+        dataset, processor = self.take(dataset, name), rules.processing_class
+        columns = getattr(dataset, "column_names", None) or ()
+        if IMAGE_ROW not in columns or "input_ids" in columns:
+            return dataset
+        check_settings(dataset, rules, name)
+        chat = ChatTemplate(processor.tokenizer, chat_template or template_of(processor))
+        placeholders = Placeholders(processor)
+        row_format = replace(rules.row_format, chat=chat)
+        rows = ImageRows.of(row_format, placeholders.token, placeholders.feature_id)
+        sizes = [self.store.sizes(row) for row in dataset[IMAGE_ROW]]
+        documents = tokenize_rows(
+            dataset,
+            rows,
+            _learn(placeholders, sizes, name),
+            sizes,
+            kept=document_columns(dataset.column_names, rules.options.source_column),
+            weighted=has_flags(dataset, dataset[0]) and row_format.train_on is not None,
+            num_proc=rules.args.dataset_num_proc,
+            name=name,
+        )
+        self._verify(dataset, documents, sizes, rules, chat_template, name)
+        return documents
+
+    def _verify(
+        self,
+        dataset: Dataset,
+        documents: Dataset,
+        sizes: list[np.ndarray],
+        rules: Preparation,
+        chat_template: str | None,
+        name: str,
+    ) -> None:
+        """Raise ValueError if a few documents differ from what TRL's collator makes of their rows.
+
+        That collator runs the whole processor on the pixels.
+        """
+        args, row_format = rules.args, rules.row_format
+        labels_are_trls = row_format.train_on is None
+        collate = DataCollatorForVisionLanguageModeling(
+            rules.processing_class,
+            completion_only_loss="completion" in dataset.column_names and row_format.completion_only,
+            dataset_text_field=args.dataset_text_field,
+            assistant_only_loss=row_format.assistant_only and labels_are_trls,
+            chat_template=chat_template,
+        )
+        for number in _spread(sizes):
+            row = {key: value for key, value in dataset[number].items() if value is not None}
+            images = self.store.load(row.pop(IMAGE_ROW))
+            expected = collate([{**row, "images": images}])
+            document = documents[number]
+            names = ("input_ids", "labels") if labels_are_trls else ("input_ids",)
+            for column in names:
+                if expected[column][0].tolist() != document[column]:
+                    raise ValueError(
+                        f"row {number} of the {name} dataset has {len(document[column])} "
+                        f"{column} by its image sizes, but its processor "
+                        f"({type(rules.processing_class).__name__}) makes "
+                        f"{expected[column].shape[1]} of its pixels, or others; its images cannot "
+                        "be packed, so use SFTTrainer, and report this"
+                    )
+
+
+def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
+    """Raise ValueError for settings and columns that rows with images cannot serve."""
+    options: PackingOptions = rules.options
+    if SEQ_LENGTHS in dataset.column_names:
+        raise ValueError(
+            f"rows of the {name} dataset are packed already (seq_lengths) and have images; pass "
+            "the documents"
+        )
+    refused = {
+        "prompt_template": options.prompt_template,
+        "response_template": options.response_template,
+        "static_shapes": options.static_shapes,
+        "append_eos": options.append_eos,
+    }
+    for setting, value in refused.items():
+        if value:
+            raise ValueError(
+                f"{setting}={value!r} is not available for data sets with images; leave it out"
+            )
+    if not isinstance(rules.processing_class, ProcessorMixin):
+        raise ValueError(
+            f"the {name} dataset has images, but processing_class is a "
+            f"{type(rules.processing_class).__name__}; pass the model's processor (AutoProcessor)"
+        )
+
+
+def template_of(processor: Any) -> str | None:
+    """Return the chat template of a processor, the default one if it has several."""
+    template = processor.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _learn(placeholders: Placeholders, sizes: list[np.ndarray], name: str) -> dict[Any, Any]:
+    """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
+    found: dict[tuple[int, int], int] = {}
+    for row, of_row in enumerate(sizes):
+        for height, width in of_row.tolist():
+            found.setdefault((height, width), row)
+    try:
+        placeholders.learn(found)
+    except ValueError:
+        for size, row in found.items():
+            try:
+                placeholders.learn([size])
+            except ValueError as error:
+                raise ValueError(
+                    f"row {row} of the {name} dataset has an image of {size[1]} × {size[0]} "
+                    f"pixels, which the processor refuses ({error}); remove the row or resize it"
+                ) from error
+    return {size: placeholders.of(size) for size in found}
+
+
+def _spread(sizes: list[np.ndarray]) -> list[int]:
+    """Return the numbers of a few rows: with the most images, the largest one, and the first."""
+    if not sizes:
+        return []
+    most = int(np.argmax([len(of_row) for of_row in sizes]))
+    areas = [int(of_row.prod(axis=1).max(initial=0)) for of_row in sizes]
+    smallest = int(np.argmin([area or np.inf for area in areas]))
+    return sorted({0, most, smallest})[:_VERIFIED_ROWS]
