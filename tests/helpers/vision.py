@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
-from tests.helpers.tiny import tiny_tokenizer
+from helpers.tiny import tiny_tokenizer
+
+NAMES = ["qwen2_vl", "qwen2_5_vl"]
 
 _TEMPLATE = """\
 {%- for message in messages %}
