@@ -22,7 +22,7 @@ from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, TOKEN_WEIGHTS
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize import Rendered, tokenize
-from trl_packing.vision.placeholders import Placeholder
+from trl_packing.vision.placeholders import Placeholder, Size
 
 _MESSAGES = ("messages", "prompt", "completion")
 
@@ -186,13 +186,22 @@ def _expanded(part: Rendered, token: str, placeholders: Sequence[Placeholder]) -
     return replace(part, text="".join(texts), spans=spans, prompt=None, adds_special_tokens=False)
 
 
+def keys_of(sizes: np.ndarray) -> list[Size]:
+    """Return the keys of the placeholders of a row's images.
+
+    Args:
+        sizes: their heights and widths, ``(images, 2)``.
+    """
+    return [(int(height), int(width), min(len(sizes), 2)) for height, width in sizes]
+
+
 # --- a whole data set -----------------------------------------------------------------------------
 
 
 def tokenize_rows(
     dataset: Dataset,
     rows: ImageRows,
-    placeholders: Mapping[tuple[int, int], Placeholder],
+    placeholders: Mapping[Size, Placeholder],
     sizes: Sequence[np.ndarray],
     *,
     kept: Sequence[str] = (),
@@ -205,7 +214,7 @@ def tokenize_rows(
     Args:
         dataset: the rows, with numbers in place of their images.
         rows: how a row is tokenized.
-        placeholders: by height and width.
+        placeholders: by size.
         sizes: height and width of the images of each row.
         kept: columns that are kept, `image_row` among them.
         weighted: keep the weights of tokens, too.
@@ -231,7 +240,7 @@ def _tokenize_batch(
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
     rows: ImageRows,
-    placeholders: Mapping[tuple[int, int], Placeholder],
+    placeholders: Mapping[Size, Placeholder],
     sizes: Sequence[np.ndarray],
     name: str,
     weighted: bool,
@@ -239,7 +248,7 @@ def _tokenize_batch(
     documents = []
     for index, *values in zip(indices, *batch.values(), strict=True):
         row = dict(zip(batch, values, strict=True))
-        found = [placeholders[(int(h), int(w))] for h, w in sizes[index]]
+        found = [placeholders[size] for size in keys_of(sizes[index])]
         try:
             documents.append(rows.document(row, found))
         except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:

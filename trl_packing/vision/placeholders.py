@@ -4,12 +4,12 @@
     size 512 × 512    <fake><row_1_col_1><image> × 64 <fake> … rows of tiles (Idefics3, Pixtral, …)
 
 A processor with arithmetic for runs is asked for lengths. Any other processor is run once for each
-size on a blank image. Either way the text depends on the size alone, which `documents.py` verifies
-on the run's own rows.
+size on a blank image. Either way the text depends on the size alone, and for some processors
+(LLaVA-OneVision) on whether the row has other images. A few rows are verified with their pixels.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,10 @@ from tqdm.auto import tqdm
 
 logger = get_logger(__name__)
 
-Size = tuple[int, int]  # height, width
+#: Height and width of an image, and how many images its row has, up to 2.
+Size = tuple[int, int, int]
 
+_TRIALS: tuple[Size, ...] = ((112, 168, 1), (300, 224, 1), (640, 427, 1))
 _PROGRESS = 50  # sizes from which measuring them shows a progress bar
 
 
@@ -65,12 +67,12 @@ class Placeholders:
         self._known: dict[Size, Placeholder] = {}
 
     def learn(self, sizes: Iterable[Size]) -> None:
-        """Find the placeholders of images of these sizes, height and width.
+        """Find the placeholders of images of these sizes.
 
         Raises:
             ValueError: the processor refuses an image of some size.
         """
-        new = sorted(set(sizes) - self._known.keys())
+        new = sorted(set(map(self._key, sizes)) - self._known.keys())
         if self._has_arithmetic:
             for size, length in zip(new, self._lengths(new), strict=True):
                 self._known[size] = Placeholder(self.feature_token, (length,))
@@ -79,34 +81,42 @@ class Placeholders:
         for size in tqdm(new, desc=words, disable=len(new) < _PROGRESS):
             self._known[size] = self._measured(size)
 
+    def _key(self, size: Size) -> Size:
+        return size if self._counts_images else (*size[:2], 1)
+
     def of(self, size: Size) -> Placeholder:
         """Return the placeholder of an image of a size that was learned."""
-        return self._known[size]
+        return self._known[self._key(size)]
+
+    @cached_property
+    def _counts_images(self) -> bool:
+        """Whether an image has another placeholder beside a second image of its row."""
+        height, width, _ = _TRIALS[0]
+        return self._measured((height, width, 1)) != self._measured((height, width, 2))
 
     @cached_property
     def _has_arithmetic(self) -> bool:
         """Whether images are runs, as long as the processor's arithmetic says, in three trials."""
         if not hasattr(self.processor, "_get_num_multimodal_tokens"):
             return False
-        trials = [(112, 168), (300, 224), (640, 427)]
         try:
-            measured = [self._measured(size) for size in trials]
-            expected = [Placeholder(self.feature_token, (n,)) for n in self._lengths(trials)]
+            measured = [self._measured(size) for size in _TRIALS]
+            expected = [Placeholder(self.feature_token, (n,)) for n in self._lengths(_TRIALS)]
         except Exception:  # arithmetic of some processors needs more than sizes
             return False
         return measured == expected
 
-    def _lengths(self, sizes: list[Size]) -> list[int]:
+    def _lengths(self, sizes: Sequence[Size]) -> list[int]:
         if not sizes:
             return []
-        found = self.processor._get_num_multimodal_tokens(image_sizes=[[*size] for size in sizes])
+        found = self.processor._get_num_multimodal_tokens(image_sizes=[[*size[:2]] for size in sizes])
         return [int(length) for length in found["num_image_tokens"]]
 
     def _measured(self, size: Size) -> Placeholder:
-        height, width = size
+        height, width, images = size
         blank = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
         images_kwargs = self.images_kwargs()
-        _, (text, *_) = self.processor._process_images([[blank]], **images_kwargs)
+        _, (text, *_) = self.processor._process_images([[blank] * images], **images_kwargs)
         run = re.compile(f"(?:{re.escape(self.feature_token)})+")
         runs = [len(found) // len(self.feature_token) for found in run.findall(text)]
         return Placeholder(run.sub(lambda _: self.feature_token, text), tuple(runs))
@@ -115,6 +125,6 @@ class Placeholders:
         """Return the arguments with which the processor processes images by default."""
         tokenizer = self.processor.tokenizer
         merged = self.processor._merge_kwargs(
-            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
+            tokenizer_init_kwargs=tokenizer.init_kwargs
         )
         return merged["images_kwargs"]

@@ -22,14 +22,18 @@ from trl_packing.documents.labels import IMAGE_ROW, SEQ_LENGTHS, document_column
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
 from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.documents import ImageRows, tokenize_rows
+from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
 from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
-from trl_packing.vision.placeholders import Placeholders
+from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
 
 logger = get_logger(__name__)
 
 #: Model types whose documents with images are packed. Each is tested against documents alone.
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"),
+    *("llava", "llava_next", "llava_onevision", "internvl"),
+    *("idefics3", "smolvlm", "mistral3", "gemma3"),
+)
 
 _VERIFIED_ROWS = 3
 
@@ -189,12 +193,12 @@ def template_of(processor: Any) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-def _learn(placeholders: Placeholders, sizes: list[np.ndarray], name: str) -> dict[Any, Any]:
+def _learn(placeholders: Placeholders, sizes: list[np.ndarray], name: str) -> dict[Size, Placeholder]:
     """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
-    found: dict[tuple[int, int], int] = {}
+    found: dict[Size, int] = {}
     for row, of_row in enumerate(sizes):
-        for height, width in of_row.tolist():
-            found.setdefault((height, width), row)
+        for size in keys_of(of_row):
+            found.setdefault(size, row)
     try:
         placeholders.learn(found)
     except ValueError:
