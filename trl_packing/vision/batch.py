@@ -25,8 +25,11 @@ from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.models.introspection import unwrap_peft
 from trl_packing.vision.image_store import ImageError, ImageStore
 
-#: A document of the isolation check brings its images itself.
+#: A document of the isolation check brings its images itself: a list for each row of the user that
+#: it is made of, because some processors cut an image that is alone in its row into more tiles.
 IMAGES = "images"
+
+Images = list[PillowImage.Image]
 
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
@@ -61,47 +64,51 @@ class ImageBatches:
         """
         images = [self._images(document) for document in documents]
         pixels = self._pixels(documents, images)
-        types = [self._token_types(ids) for ids in input_ids]
         made = {name: value for name, value in pixels.items() if name in self.inputs}
-        for name in _TOKEN_TYPES:
-            if name in self.inputs and types:
-                made[name] = torch.cat(types)[None]
+        named = [name for name in _TOKEN_TYPES if name in self.inputs]
+        if not named and self.positions is None:
+            return made
+        types = [self._token_types(ids) for ids in input_ids]
+        made |= dict.fromkeys(named, torch.cat(types)[None])
         if self.positions is not None:
-            counts = [len(of_document) for of_document in images]
+            counts = [sum(map(len, of_document)) for of_document in images]
             counts += [0] * (len(input_ids) - len(counts))
             made["position_ids"] = self._position_ids(input_ids, types, pixels, counts)
         return made
 
-    def _images(self, document: Mapping[str, Any]) -> list[PillowImage.Image]:
+    def _images(self, document: Mapping[str, Any]) -> list[Images]:
+        """Return the images of a document, by row of the user; rows without images are left out."""
         if IMAGES in document:
-            return list(document[IMAGES])
+            return [list(row) for row in document[IMAGES] if row]
         if IMAGE_IDS not in document:
             return []
         numbers = np.unique(document[IMAGE_IDS])
         numbers = numbers[numbers > 0] - 1
-        return self.store.load(int(document[IMAGE_ROW]), numbers) if len(numbers) else []
+        return [self.store.load(int(document[IMAGE_ROW]), numbers)] if len(numbers) else []
 
     def _pixels(
-        self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[PillowImage.Image]]
+        self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[Images]]
     ) -> dict[str, Tensor]:
         """Return the output of the processor for the images of all documents."""
-        chosen = [n for n, of_document in enumerate(images) if of_document]
-        if not chosen:
+        rows = [row for of_document in images for row in of_document]
+        if not rows:
             return {}
-        text = [self.processor.image_token * len(images[n]) for n in chosen]
         output = self.processor(
-            images=[images[n] for n in chosen], text=text, add_special_tokens=False
+            images=rows,
+            text=[self.processor.image_token * len(row) for row in rows],
+            add_special_tokens=False,
+            padding=True,
+            return_tensors="pt",
         )
-        ids = output.pop("input_ids")
-        for n, made in zip(chosen, ids, strict=True):
-            self._check_features(documents[n], np.asarray(made))
-        output = {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
-        return {name: _tensor(value) for name, value in output.items()}
+        made = iter(output.pop("input_ids"))
+        for document, of_document in zip(documents, images, strict=True):
+            self._check_features(document, [np.asarray(next(made)) for _ in of_document])
+        return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
 
-    def _check_features(self, document: Mapping[str, Any], made: np.ndarray) -> None:
+    def _check_features(self, document: Mapping[str, Any], made: Sequence[np.ndarray]) -> None:
         """Raise ImageError if images have another number of tokens than the document."""
         features = self.processor.image_token_ids
-        needed = int(np.isin(made, features).sum())
+        needed = sum(int(np.isin(ids, features).sum()) for ids in made)
         given = int(np.isin(document["input_ids"], features).sum())
         if needed != given:
             row = document.get(IMAGE_ROW)
@@ -174,11 +181,3 @@ def _without_weights(module: nn.Module) -> Any:
     plain = {name: value for name, value in vars(module).items() if not callable(value)}
     bare.__dict__ = plain | {"_modules": {}, "_parameters": {}, "_buffers": {}}
     return bare
-
-
-def _tensor(value: Any) -> Tensor:
-    if torch.is_tensor(value):
-        return value
-    if isinstance(value, (list, tuple)) and value and torch.is_tensor(value[0]):
-        return torch.cat(list(value))
-    return torch.from_numpy(np.asarray(value))

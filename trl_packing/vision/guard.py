@@ -68,7 +68,7 @@ class ImageGuard(IsolationGuard):
                 continue
             row = int(dataset[number][IMAGE_ROW])
             images = self.store.load(row, chosen[chosen > 0] - 1)
-            found.append({"input_ids": document["input_ids"], "images": images})
+            found.append({"input_ids": document["input_ids"], "images": [images]})
             if len(found) == _MOST:
                 break
         return found

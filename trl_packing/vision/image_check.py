@@ -34,7 +34,7 @@ from trl_packing.models.introspection import unwrap_model
 from trl_packing.models.state import preserve_state, restore_state
 from trl_packing.packing.collator import PackedCollator
 
-Document = Mapping[str, Any]  # `input_ids` and `images`
+Document = Mapping[str, Any]  # `input_ids`, and `images` of each row of the user in it
 
 _MOST_POSITIONS = 64
 
@@ -53,7 +53,7 @@ def check_images(
 
     Args:
         model: called as a training step calls it; packed calls run by the installed backend.
-        documents: with `input_ids` and decoded `images`; at least one.
+        documents: with `input_ids` and decoded `images` (`batch.IMAGES`); at least one.
         collator: makes the rows.
         training: the mode to check, by default the model's.
         attention: the name of the attention in the report.
@@ -67,7 +67,7 @@ def check_images(
         reports = [
             verdict_of(
                 _measure(model, inner, before, document, fused_head, collator),
-                f"{len(document['images'])} image(s) after {len(before['images'])}",
+                f"{_count(document)} image(s) after {_count(before)}",
                 inner,
                 attention,
                 model.training,
@@ -159,7 +159,11 @@ def _with_other_images(document: Document) -> Document:
     """Return `document` with noise of the same sizes as images."""
     rng = np.random.default_rng(0)
     images = [
-        PillowImage.fromarray(rng.integers(0, 256, (*image.size[::-1], 3), np.uint8))
-        for image in document["images"]
+        [PillowImage.fromarray(rng.integers(0, 256, (*i.size[::-1], 3), np.uint8)) for i in row]
+        for row in document["images"]
     ]
     return {**document, "images": images}
+
+
+def _count(document: Document) -> int:
+    return sum(map(len, document["images"]))

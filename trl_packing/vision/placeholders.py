@@ -97,7 +97,7 @@ class Placeholders:
     @cached_property
     def _has_arithmetic(self) -> bool:
         """Whether images are runs, as long as the processor's arithmetic says, in three trials."""
-        if not hasattr(self.processor, "_get_num_multimodal_tokens"):
+        if not hasattr(self.processor, "_get_num_multimodal_tokens") or self._counts_images:
             return False
         try:
             measured = [self._measured(size) for size in _TRIALS]
