@@ -370,6 +370,11 @@ class PackedSFTTrainer(SFTTrainer):
                 dataset = self._images.tokenize(
                     dataset, rules, chat_template=self.chat_template, name=dataset_name
                 )
+            elif has_images(dataset):
+                raise ValueError(
+                    f"the {dataset_name} dataset has images, but the training set has none; give "
+                    "both images, or remove the column"
+                )
             documents, counts = prepare(
                 dataset, rules, formatting_func=formatting_func, name=dataset_name
             )

@@ -32,17 +32,15 @@ _TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
-class _NoVideos:
+class _NoVideos(dict):
     """Stands in for a video processor, which needs torchvision."""
 
+    _auto_class = None
     model_input_names: tuple[str, ...] = ()
     num_frames, fps, size = 1, 1, {"longest_edge": 16}
 
     def save_pretrained(self, *_args: Any, **_kwargs: Any) -> list[str]:
         return []
-
-    def to_dict(self) -> dict[str, Any]:
-        return {}
 
 
 # --- processors -----------------------------------------------------------------------------------

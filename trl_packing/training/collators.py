@@ -76,6 +76,8 @@ class RunCollators:
         collator = copy.copy(collator)
         collator.loss_weighting = weighting
         collator.tensors_only = True
+        if collator.images is None and hasattr(self, "packed"):
+            collator.images = self.packed.images
         self.packed = self.trainer.data_collator = collator
         self.hold_shapes()
 
@@ -91,7 +93,8 @@ class RunCollators:
             padded: logits are requested, of one row for each document.
         """
         if padded:
-            return WeightedPaddedCollator(self.padded, self.options.loss_weighting)
+            collator = WeightedPaddedCollator(self.padded, self.options.loss_weighting)
+            return collator if self.packed.images is None else self.packed.images.padded(collator)
         if self.packed.static_shapes is None:
             return self.for_data_loader()
         if self.sampling.eval_packing:

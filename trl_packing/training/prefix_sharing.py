@@ -82,6 +82,8 @@ class PrefixSharing:
     def _why_not(self) -> str | None:
         """Return why no model could share in this run, or None."""
         trainer, backend = self.trainer, self.guard.attention
+        if self.collators.packed.images is not None:
+            return "an image belongs to one document"
         if trainer.aux_loss_enabled:
             return "the balance of experts counts every token of every document"
         if trainer.compute_loss_func is not None or self.user_loss:

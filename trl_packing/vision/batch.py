@@ -13,7 +13,8 @@ one call on the whole row, they would run on from one document to the next.
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,27 @@ class ImageBatches:
             counts = [sum(map(len, of_document)) for of_document in images]
             counts += [0] * (len(input_ids) - len(counts))
             made["position_ids"] = self._position_ids(input_ids, types, pixels, counts)
+        return made
+
+    def padded(self, collator: Callable[[Any], dict[str, Any]]) -> "PaddedImages":
+        """Return a collator of padded rows with images, one for each document.
+
+        Args:
+            collator: makes padded rows of the tokens.
+        """
+        return PaddedImages(collator, self)
+
+    def of_padded_rows(
+        self, documents: Sequence[Mapping[str, Any]], input_ids: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the inputs that padded rows ``(B, T)`` need; the model makes their positions."""
+        images = [self._images(document) for document in documents]
+        made = self._pixels(documents, images)
+        made = {name: value for name, value in made.items() if name in self.inputs}
+        named = [name for name in _TOKEN_TYPES if name in self.inputs]
+        if named:
+            types = torch.stack([self._token_types(ids.numpy()) for ids in input_ids])
+            made |= dict.fromkeys(named, types)
         return made
 
     def _images(self, document: Mapping[str, Any]) -> list[Images]:
@@ -139,6 +161,26 @@ class ImageBatches:
             if len(ids)
         ]
         return torch.cat(parts, dim=-1)
+
+
+@dataclass
+class PaddedImages:
+    """Collates documents with images to padded rows.
+
+    Attributes:
+        collator: makes padded rows of the tokens.
+        images: adds the tensors of images.
+    """
+
+    collator: Callable[[Any], dict[str, Any]]
+    images: ImageBatches
+
+    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        names = (IMAGE_IDS, IMAGE_ROW)
+        texts = [{k: v for k, v in document.items() if k not in names} for document in documents]
+        batch = self.collator(texts)
+        ids = batch["input_ids"].long()  # positions get its dtype, and some models need int64
+        return {**batch, "input_ids": ids, **self.images.of_padded_rows(documents, ids)}
 
 
 class RopePositions:

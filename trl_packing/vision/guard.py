@@ -35,7 +35,8 @@ class ImageGuard(IsolationGuard):
     store: ImageStore | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        # Padded rows of the text part would not match the images of the whole row.
+        super().__init__(*args, **kwargs | {"packing_requested": True})
         self._with_images: list[dict[str, Any]] = []
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:

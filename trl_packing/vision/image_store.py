@@ -8,6 +8,7 @@ user's data set, or paths. A worker maps the file again; nothing is copied.
 """
 
 from collections.abc import Iterator
+from io import BytesIO, UnsupportedOperation
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,11 @@ class ImageStore:
         if len(found) == 2:
             raise ValueError(
                 f"the {name} dataset has the columns 'image' and 'images'; remove one of them"
+            )
+        if len(dataset.column_names) == 1:
+            raise ValueError(
+                f"the {name} dataset has images but no text; give it messages, or prompts and "
+                "completions"
             )
         column, stored = dataset.data.column(found[0]), stored_rows(dataset)
         _check_type(column.type, found[0], name)
@@ -154,20 +160,32 @@ def _files(found: pa.Scalar) -> list[pa.Scalar]:
     return list(found) if isinstance(found, (pa.ListScalar, pa.LargeListScalar)) else [found]
 
 
-def _opened(file: pa.Scalar, where: str) -> PillowImage.Image:
-    """Return an image whose header is read, from the memory of the Arrow table or from its path."""
+def _opened(file: pa.Scalar, where: str, *, reads_all: bool) -> PillowImage.Image:
+    """Return an image whose header is read, from the memory of the Arrow table or from its path.
+
+    Args:
+        file: bytes, a path, or a structure of both.
+        where: which image it is.
+        reads_all: read the whole file, not only its header.
+    """
     if file.is_valid and isinstance(file, pa.StructScalar):
         file = file["bytes"] if file["bytes"].is_valid else file["path"]
     if not file.is_valid:
         raise ImageError(f"{where} is missing (null); remove it, or the row")
-    is_path = isinstance(file, (pa.StringScalar, pa.LargeStringScalar))
-    return PillowImage.open(file.as_py() if is_path else pa.BufferReader(file.as_buffer()))
+    if isinstance(file, (pa.StringScalar, pa.LargeStringScalar)):
+        return PillowImage.open(file.as_py())
+    if not reads_all:
+        try:
+            return PillowImage.open(pa.BufferReader(file.as_buffer()))
+        except UnsupportedOperation:  # WebP's reader asks more of a file
+            pass
+    return PillowImage.open(BytesIO(file.as_buffer()))
 
 
 def _header_size(file: pa.Scalar, where: str) -> tuple[int, int]:
     """Return height and width as they are after the EXIF orientation is applied."""
     try:
-        with _opened(file, where) as opened:
+        with _opened(file, where, reads_all=False) as opened:
             width, height = opened.size
             # PNG's reader would decode the whole image to look for EXIF behind its pixels.
             has_exif = opened.format != "PNG" or "exif" in opened.info
@@ -179,7 +197,7 @@ def _header_size(file: pa.Scalar, where: str) -> tuple[int, int]:
 
 def _decoded(file: pa.Scalar, where: str) -> PillowImage.Image:
     try:
-        image = _opened(file, where)
+        image = _opened(file, where, reads_all=True)
         image.load()
         if image.getexif().get(_ORIENTATION) is not None:
             image = ImageOps.exif_transpose(image)

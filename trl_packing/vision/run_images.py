@@ -21,10 +21,12 @@ from trl_packing.data.rules import Preparation
 from trl_packing.documents.labels import IMAGE_ROW, SEQ_LENGTHS, document_columns
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
+from trl_packing.packing.bins import find_strategy
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
 from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
+from trl_packing.vision.tower import hide_boundaries
 
 logger = get_logger(__name__)
 
@@ -62,9 +64,6 @@ def why_not_packed(model: Any, dataset: Any, model_init_kwargs: Any = None) -> s
 class RunImages:
     """Prepares data sets with images, and makes the tensors of their micro-batches.
 
-    Args:
-        processor: of the model.
-
     Attributes:
         store: the image files.
     """
@@ -82,7 +81,8 @@ class RunImages:
         return self.store.take(dataset, name) if has_images(dataset) else dataset
 
     def batches(self, processor: Any, model: Any) -> ImageBatches:
-        """Return the maker of tensors for `model`."""
+        """Return the maker of tensors for `model`, whose tower then never sees boundaries."""
+        hide_boundaries(model)
         return ImageBatches(self.store, processor, model)
 
     def tokenize(
@@ -180,6 +180,11 @@ def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
             raise ValueError(
                 f"{setting}={value!r} is not available for data sets with images; leave it out"
             )
+    if rules.packing and find_strategy(rules.args.packing_strategy).overflow == "wrapped":
+        raise ValueError(
+            f"packing_strategy={rules.args.packing_strategy!r} cuts documents anywhere, also in an "
+            "image; take another packing_strategy for data sets with images"
+        )
     if not isinstance(rules.processing_class, ProcessorMixin):
         raise ValueError(
             f"the {name} dataset has images, but processing_class is a "
