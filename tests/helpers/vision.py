@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from helpers.tiny import tiny_tokenizer
 from PIL import Image
+
+from helpers.tiny import tiny_tokenizer
 
 _TEMPLATE = """\
 {%- for message in messages %}
@@ -91,7 +92,9 @@ def _glm4v() -> Any:
     tokenizer = _tokenizer(*special, template=template)
     size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 8 * 8 * 48}
     images = _images("glm4v", "Glm4vImageProcessorPil", patch_size=4, merge_size=2, size=size)
-    return _processor("glm4v", "Glm4vProcessor", images, tokenizer, _NoVideos(), tokenizer=tokenizer)
+    return _processor(
+        "glm4v", "Glm4vProcessor", images, tokenizer, _NoVideos(), tokenizer=tokenizer
+    )
 
 
 def _llava() -> Any:
@@ -183,9 +186,7 @@ def _mistral3() -> Any:
     pil = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
     sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pil)
     tokenizer = _tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]", template="[IMG]")
-    images = _images(
-        "pixtral", "PixtralImageProcessorPil", size={"longest_edge": 32}, patch_size=4
-    )
+    images = _images("pixtral", "PixtralImageProcessorPil", size={"longest_edge": 32}, patch_size=4)
     return _processor(
         *("pixtral", "PixtralProcessor", images, tokenizer),
         patch_size=4,
@@ -342,7 +343,8 @@ def _token_ids(processor: Any) -> dict[str, int]:
         "boi_token_index": ("<start_of_image>",),
         "eoi_token_index": ("<end_of_image>",),
     }.items():
-        ids |= {name: known[token] for token in tokens if token in known}
+        found = next((known[token] for token in tokens if token in known), None)
+        ids |= {} if found is None else {name: found}
     return ids | {"video_token_index": ids.get("video_token_id", len(known) - 1)}
 
 

@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import torch
 import torch.nn.functional as F
 from helpers.one_step import ONE_STEP, Keep
 from helpers.vision import NAMES, image_dataset, tiny_processor, tiny_vision_model
@@ -29,6 +28,22 @@ LAYOUTS = {
         "gradient_accumulation_steps": 2,
     },
 }
+
+_FAST = {"qwen2_5_vl", "llava", "gemma3"}
+_ONE = next(iter(LAYOUTS))
+CASES = [
+    pytest.param(
+        *(name, layout),
+        marks=[]
+        if name in _FAST and (layout == _ONE or name == "qwen2_5_vl")
+        else pytest.mark.slow,
+    )
+    for name in NAMES
+    for layout in LAYOUTS
+]
+
+# GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 
 def alone(model, processor, dataset, **collator):
@@ -70,7 +85,7 @@ def difference(found, expected):
     for name in found.keys() - expected.keys():
         assert not found[name].any(), name
     largest = 0.0
-    for part in ("visual", ""):
+    for part in ("vis", ""):
         names = [n for n in expected if part in n]
         error = sum(float((found[n] - expected[n]).pow(2).sum()) for n in names)
         size = sum(float(expected[n].pow(2).sum()) for n in names)
@@ -78,8 +93,7 @@ def difference(found, expected):
     return largest
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_packed_step_equals_documents_one_at_a_time(name, layout, tmp_path):
     processor, dataset = tiny_processor(name), image_dataset()
     model = tiny_vision_model(name, processor)
@@ -92,7 +106,7 @@ def test_packed_step_equals_documents_one_at_a_time(name, layout, tmp_path):
     assert difference(packed_gradients, gradients) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
 def test_images_in_the_wrong_order_fail_that_comparison(name, tmp_path, monkeypatch):
     processor, dataset = tiny_processor(name), image_dataset()
     model = tiny_vision_model(name, processor)

@@ -41,16 +41,17 @@ BYTES = {
 }
 
 
-
 @pytest.mark.parametrize("kind", BYTES)
 def test_header_has_the_size_of_the_decoded_image(kind):
     dataset = Dataset.from_dict({"images": [[BYTES[kind]], []], "text": ["a", "b"]})
     store = ImageStore()
     numbered = store.take(dataset, "train")
-    assert numbered[IMAGE_ROW] == [0, 1] and "images" not in numbered.column_names
+    assert numbered[IMAGE_ROW] == [0, 1]
+    assert "images" not in numbered.column_names
     (image,) = store.load(0)
     assert store.sizes(0).tolist() == [list(image.size[::-1])]
-    assert store.load(1) == [] and store.sizes(1).shape == (0, 2)
+    assert store.load(1) == []
+    assert store.sizes(1).shape == (0, 2)
 
 
 def test_images_are_those_that_datasets_decodes():
@@ -71,9 +72,12 @@ def test_rows_of_several_data_sets_have_numbers_of_their_own(tmp_path):
     path.write_bytes(BYTES["PNG"])
     store = ImageStore()
     store.take(Dataset.from_dict({"image": [str(path)] * 2, "text": ["a"] * 2}), "train")
-    numbered = store.take(Dataset.from_dict({"image": [BYTES["gray"], None], "text": ["a"] * 2}), "eval")
+    numbered = store.take(
+        Dataset.from_dict({"image": [BYTES["gray"], None], "text": ["a"] * 2}), "eval"
+    )
     assert numbered[IMAGE_ROW] == [2, 3]
-    assert store.sizes(1).tolist() == [[20, 30]] and store.sizes(2).tolist() == [[5, 6]]
+    assert store.sizes(1).tolist() == [[20, 30]]
+    assert store.sizes(2).tolist() == [[5, 6]]
     assert store.sizes(3).tolist() == []
     assert store.name_of(3) == "row 1 of the eval dataset"
 
@@ -102,5 +106,5 @@ def test_a_column_without_images_is_refused():
     with pytest.raises(ValueError, match="PIL images, paths or bytes"):
         ImageStore().take(Dataset.from_dict({"images": [[1, 2]], "text": ["a"]}), "train")
     both = Dataset.from_dict({"images": [[]], "image": [BYTES["PNG"]]})
-    with pytest.raises(ValueError, match="both|remove one"):
+    with pytest.raises(ValueError, match="remove one of them"):
         ImageStore().take(both, "train")

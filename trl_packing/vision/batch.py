@@ -1,14 +1,16 @@
 """The tensors of images in a packed row: pixels in the order of the documents, and positions.
 
-    documents          [t t i i i i t]      [t t t]      [t i i t]
-    pixel_values        image 0                          image 0          concatenated in this order
-    image_grid_thw      (1, 4, 4)                        (1, 2, 4)        or a model's other names
-    position_ids       0 1 2 2 2 2 4        0 1 2        0 1 1 3          (4, 1, T): in the document,
-                       0 1 2 2 3 3 4 …      …            …                then time, height and width
+    documents          [t t i i i i t]    [t t t]    [t i i t]
+    pixel_values        image                         image        in this order
+    image_grid_thw      (1, 4, 4)                     (1, 2, 4)    or a model's other inputs
+    position_ids       0 1 2 3 4 5 6      0 1 2      0 1 2 3       (4, 1, T): in the document,
+                       0 1 2 2 2 2 4      0 1 2      0 1 1 3       in time,
+                       0 1 2 2 3 3 4      0 1 2      0 1 1 3       height
+                       0 1 2 3 2 3 4      0 1 2      0 1 2 3       and width
 
 Vision towers keep images apart by their sizes. The text model keeps documents apart by the
-boundaries of the row. Positions are made by the model's `get_rope_index` for each document alone: in
-one call on the whole row, they would run on from one document to the next.
+boundaries of the row. The model's `get_rope_index` makes positions for each document alone; on the
+whole row, they would run on from one document to the next.
 """
 
 import copy
@@ -152,11 +154,9 @@ class ImageBatches:
     ) -> Tensor:
         assert self.positions is not None
         ends = np.cumsum([0, *counts]).tolist()
-        grids = pixels.get("image_grid_thw")
+        grids = pixels.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
         parts = [
-            self.positions.of_document(
-                torch.from_numpy(ids), kinds, None if start == stop else grids[start:stop]
-            )
+            self.positions.of_document(torch.from_numpy(ids), kinds, grids[start:stop])
             for ids, kinds, start, stop in zip(input_ids, types, ends, ends[1:], strict=False)
             if len(ids)
         ]
@@ -200,16 +200,16 @@ class RopePositions:
         found = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
         return None if found is None else cls(_without_weights(found))
 
-    def of_document(self, ids: Tensor, types: Tensor, grids: Tensor | None) -> Tensor:
+    def of_document(self, ids: Tensor, types: Tensor, grids: Tensor) -> Tensor:
         """Return the positions of a document ``(4, 1, T)`` int64; the first row counts its tokens.
 
         Args:
             ids: its tokens ``(T,)``.
             types: 1 on image tokens, else 0, ``(T,)``.
-            grids: time, height and width of each image in patches; None without images.
+            grids: time, height and width of each image in patches, ``(images, 3)``.
         """
         text = torch.arange(len(ids))[None, None]
-        if grids is None:
+        if not len(grids):
             return text.expand(4, 1, -1)
         given = {"mm_token_type_ids": types[None], "image_grid_thw": grids}
         given = {name: value for name, value in given.items() if name in self.arguments}

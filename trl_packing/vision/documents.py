@@ -1,9 +1,9 @@
 """Rows with images → documents: token ids, labels, and the image to which each token belongs.
 
-    text         <|im_start|>user\\n <img> What? <|im_end|> …         placeholders of a chat template
-    tokens       <|im_start|> user \\n <pad> What ? …                 every run as one token
-    input_ids    151644 872 198  151655 151655 151655 151655  3838 …  runs in full length
-    image_ids         0   0   0       1      1      1      1     0 …  number of the image in the row
+    text         <|im_start|>user\\n<image>What? …     placeholders of a chat template
+    tokens       <|im_start|> user \\n <pad> What ? …  every run of feature tokens as one token
+    input_ids    11  12  13  99 99 99 99  14 15 …      runs in full length
+    image_ids     0   0   0   1  1  1  1   0  0 …      number of the image in the row
 
 The tokens and labels are those that TRL's collator for images computes, unless `train_on` chooses
 other labels. A few rows of each data set are run through that collator with their pixels, and a
@@ -66,7 +66,9 @@ class ImageRows:
         """Return the rules of TRL: no EOS is added, and prompts are tokenized alone."""
         return cls(replace(row_format, eos_token=""), token, feature_id)
 
-    def document(self, row: Mapping[str, Any], placeholders: Sequence[Placeholder]) -> ImageDocument:
+    def document(
+        self, row: Mapping[str, Any], placeholders: Sequence[Placeholder]
+    ) -> ImageDocument:
         """Return the document of a row whose images have these placeholders.
 
         Raises:
@@ -92,9 +94,7 @@ class ImageRows:
             number = part.text.count(self.token)
             documents.append(self._tokenized(part, rest[:number], len(placeholders) - len(rest)))
             rest = rest[number:]
-        return ImageDocument(
-            *(np.concatenate([getattr(d, f) for d in documents]) for f in _FIELDS)
-        )
+        return ImageDocument(*(np.concatenate([getattr(d, f) for d in documents]) for f in _FIELDS))
 
     def _splits_prompt(self, row: Mapping[str, Any]) -> bool:
         """Return whether TRL tokenizes prompt and completion of this row apart."""
@@ -133,7 +133,7 @@ def with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]:
     conversations = [name for name in _MESSAGES if isinstance(row.get(name), list)]
     for number, name in enumerate(conversations):
         messages = [_without_nulls(message) for message in row[name]]
-        images = [{}] * num_images if number == 0 else []
+        images: list[Any] = [{}] * num_images if number == 0 else []
         row[name] = prepare_multimodal_messages(messages, images=images)
     return row
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.install import install_attention
@@ -29,14 +30,15 @@ _MOST = 2  # documents with images in the check
 class ImageGuard(IsolationGuard):
     """An `IsolationGuard` that checks documents with images, too.
 
-    `store` must be set before the first check.
+    Args:
+        model: as for `IsolationGuard`, like the options.
+        store: the image files of the run.
     """
 
-    store: ImageStore | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, model: nn.Module, store: ImageStore, **options: Any):
         # Padded rows of the text part would not match the images of the whole row.
-        super().__init__(*args, **kwargs | {"packing_requested": True})
+        super().__init__(model, **options | {"packing_requested": True})
+        self.store = store
         self._with_images: list[dict[str, Any]] = []
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
@@ -58,7 +60,6 @@ class ImageGuard(IsolationGuard):
 
     def _images_of(self, dataset: Any) -> list[dict[str, Any]]:
         """Return the shortest documents of different images, with their images."""
-        assert self.store is not None
         documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
         order = np.argsort(documents.lengths(), kind="stable")
         found: list[dict[str, Any]] = []
@@ -82,7 +83,9 @@ class ImageGuard(IsolationGuard):
         calls: dict[str, Any],
     ) -> tuple[AttentionChoice, CheckResult]:
         """Return the first backend that is exact on text and on images."""
-        first, reasons, left = None, [], list(choices)
+        first: tuple[AttentionChoice, CheckResult] | None = None
+        reasons: list[str] = []
+        left = list(choices)
         while left:
             choice, result = super()._search(left, documents, precision, calls)
             if not result or not self._with_images:

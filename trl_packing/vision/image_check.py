@@ -105,9 +105,7 @@ def _measure(
             "input_ids": np.concatenate([other["input_ids"], ids]),
             "images": [*other["images"], *document["images"]],
         }
-        return _outputs(
-            model, inner, [one], len(other["input_ids"]) + at, fused_head, collate
-        )
+        return _outputs(model, inner, [one], len(other["input_ids"]) + at, fused_head, collate)
 
     layouts = [alone()]
     with round_differently(inner):

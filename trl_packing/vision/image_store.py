@@ -141,9 +141,7 @@ def _check_type(kind: pa.DataType, column: str, name: str) -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def _sizes_of_rows(
-    column: pa.ChunkedArray, stored: np.ndarray, name: str
-) -> Iterator[np.ndarray]:
+def _sizes_of_rows(column: pa.ChunkedArray, stored: np.ndarray, name: str) -> Iterator[np.ndarray]:
     """Yield height and width of the images of each row; only headers are read."""
     for number, place in enumerate(stored.tolist()):
         sizes = [

@@ -109,7 +109,9 @@ class Placeholders:
     def _lengths(self, sizes: Sequence[Size]) -> list[int]:
         if not sizes:
             return []
-        found = self.processor._get_num_multimodal_tokens(image_sizes=[[*size[:2]] for size in sizes])
+        found = self.processor._get_num_multimodal_tokens(
+            image_sizes=[[*size[:2]] for size in sizes]
+        )
         return [int(length) for length in found["num_image_tokens"]]
 
     def _measured(self, size: Size) -> Placeholder:
@@ -124,7 +126,5 @@ class Placeholders:
     def images_kwargs(self) -> dict[str, Any]:
         """Return the arguments with which the processor processes images by default."""
         tokenizer = self.processor.tokenizer
-        merged = self.processor._merge_kwargs(
-            tokenizer_init_kwargs=tokenizer.init_kwargs
-        )
+        merged = self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
         return merged["images_kwargs"]

@@ -1,11 +1,12 @@
 """The images of one run: whether its rows are packed, its image files, and its documents.
 
-    data set has images      model's family and settings            path
-    no                                                              as without this module
-    yes                      in `FAMILIES`, a data set in memory    packed
-    yes                      any other                              TRL's, unchanged, with the reason
+data set has images      model's family and settings            path
+no                                                              as without this module
+yes                      in `FAMILIES`, a data set in memory    packed
+yes                      any other                              TRL's, unchanged, with the reason
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,12 @@ from trl_packing.data.rules import Preparation
 from trl_packing.documents.labels import IMAGE_ROW, SEQ_LENGTHS, document_columns
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.bins import find_strategy
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
+from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
 from trl_packing.vision.tower import hide_boundaries
@@ -47,29 +51,34 @@ def has_images(dataset: Any) -> bool:
     return bool({*IMAGE_COLUMNS} & set(get_dataset_column_names(dataset) or ()))
 
 
-def why_not_packed(model: Any, dataset: Any, model_init_kwargs: Any = None) -> str | None:
-    """Return why a run on a data set with images takes TRL's path, or None if it is packed."""
-    if isinstance(dataset, IterableDataset):
-        return "the data set is a stream with images, whose lengths are unknown"
-    config = getattr(model, "config", None)
-    if config is None:
-        names = ("revision", "trust_remote_code")
-        chosen = {k: v for k, v in (model_init_kwargs or {}).items() if k in names}
-        config = AutoConfig.from_pretrained(model, **chosen)
-    if config.model_type not in FAMILIES:
-        return f"the data set has images, which are not packed for {config.model_type} models"
-    return None
-
-
 class RunImages:
     """Prepares data sets with images, and makes the tensors of their micro-batches.
 
     Attributes:
+        packs: whether the training set has images that are packed; the other methods do nothing
+            if not.
         store: the image files.
     """
 
     def __init__(self) -> None:
+        self.packs = False
         self.store = ImageStore()
+
+    def why_not_packed(self, model: Any, dataset: Any, args: Any) -> str | None:
+        """Return why a training set with images takes TRL's path, or None if it is packed.
+
+        Args:
+            model: a model or its name.
+            dataset: the training set.
+            args: settings of the run, which may be None.
+        """
+        if isinstance(dataset, IterableDataset):
+            return "the data set is a stream with images, whose lengths are unknown"
+        name = _model_type(model, getattr(args, "model_init_kwargs", None) or {})
+        if name not in FAMILIES:
+            return f"the data set has images, which are not packed for {name} models"
+        self.packs = True
+        return None
 
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images; without images, as it is.
@@ -78,15 +87,27 @@ class RunImages:
         """
         if isinstance(dataset, dict):
             return {key: self.take(value, key) for key, value in dataset.items()}
-        return self.store.take(dataset, name) if has_images(dataset) else dataset
+        takes = self.packs and isinstance(dataset, Dataset) and has_images(dataset)
+        return self.store.take(dataset, name) if takes else dataset
 
-    def batches(self, processor: Any, model: Any) -> ImageBatches:
-        """Return the maker of tensors for `model`, whose tower then never sees boundaries."""
+    def guard(self, model: Any, **options: Any) -> IsolationGuard:
+        """Return the guard of the run; options as for `IsolationGuard`."""
+        if not self.packs:
+            return IsolationGuard(model, **options)
+        return ImageGuard(model, self.store, **options)
+
+    def add_to(self, collator: PackedCollator, processor: Any, model: Any) -> PackedCollator:
+        """Return `collator`, with the tensors of images in its rows if the run has images.
+
+        The tower of `model` then never sees boundaries of documents.
+        """
+        if not self.packs:
+            return collator
         hide_boundaries(model)
-        return ImageBatches(self.store, processor, model)
+        return replace(collator, images=ImageBatches(self.store, processor, model))
 
     def tokenize(
-        self, dataset: Any, rules: Preparation, *, chat_template: str | None, name: str
+        self, dataset: Any, rules: Preparation, chat_template: str | None, name: str
     ) -> Any:
         """Return the documents of a data set with images; any other data set as it is.
 
@@ -99,9 +120,15 @@ class RunImages:
         Raises:
             ValueError: naming the row, for what cannot be prepared.
         """
+        if not isinstance(dataset, Dataset):
+            return dataset
+        if has_images(dataset) and not self.packs:
+            raise ValueError(
+                f"the {name} dataset has images, but the training set has none; give both images, "
+                "or remove the column"
+            )
         dataset, processor = self.take(dataset, name), rules.processing_class
-        columns = getattr(dataset, "column_names", None) or ()
-        if IMAGE_ROW not in columns or "input_ids" in columns:
+        if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
         check_settings(dataset, rules, name)
         chat = ChatTemplate(processor.tokenizer, chat_template or template_of(processor))
@@ -139,7 +166,8 @@ class RunImages:
         labels_are_trls = row_format.train_on is None
         collate = DataCollatorForVisionLanguageModeling(
             rules.processing_class,
-            completion_only_loss="completion" in dataset.column_names and row_format.completion_only,
+            completion_only_loss="completion" in dataset.column_names
+            and row_format.completion_only,
             dataset_text_field=args.dataset_text_field,
             assistant_only_loss=row_format.assistant_only and labels_are_trls,
             chat_template=chat_template,
@@ -159,6 +187,14 @@ class RunImages:
                         f"{expected[column].shape[1]} of its pixels, or others; its images cannot "
                         "be packed, so use SFTTrainer, and report this"
                     )
+
+
+def _model_type(model: Any, init_kwargs: Mapping[str, Any]) -> str:
+    config = getattr(model, "config", None)
+    if config is None:
+        chosen = {k: v for k, v in init_kwargs.items() if k in ("revision", "trust_remote_code")}
+        config = AutoConfig.from_pretrained(model, **chosen)
+    return str(config.model_type)
 
 
 def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
@@ -198,7 +234,9 @@ def template_of(processor: Any) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-def _learn(placeholders: Placeholders, sizes: list[np.ndarray], name: str) -> dict[Size, Placeholder]:
+def _learn(
+    placeholders: Placeholders, sizes: list[np.ndarray], name: str
+) -> dict[Size, Placeholder]:
     """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
     found: dict[Size, int] = {}
     for row, of_row in enumerate(sizes):
