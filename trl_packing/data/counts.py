@@ -98,7 +98,8 @@ class Conversations:
     def __str__(self) -> str:
         if not self.number:
             return ""
-        made = f"{self.number:,} → {quantity(self.documents, 'document')}, one for each turn"
+        conversations = quantity(self.number, "conversation")
+        made = f"{conversations} → {quantity(self.documents, 'document')}, one for each turn"
         if not self.silent:
             return made
         first = "" if self.first_silent is None else f" (the first is row {self.first_silent})"

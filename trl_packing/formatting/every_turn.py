@@ -209,7 +209,9 @@ class Turn:
         size = self._stop_size(after)
         if size and text.endswith(after) and len(text) - len(after) >= start:
             return len(text) - len(after) + size
-        words = text.rstrip()
+        words, content = text.rstrip(), self._message.get("content")
+        if isinstance(content, str) and content.strip() and words.endswith(content.strip()):
+            return None  # a special token there is one of the data
         is_stop = words.endswith(self.chat.special_tokens) and len(words) > start
         return len(words) if is_stop else None
 

@@ -242,6 +242,7 @@ def _check_complete(number: int, message: Message, text: str) -> None:
             f"the chat template leaves out the {name} of message {number} "
             f"({quote(words[:40])}), so the model would learn to leave it out. "
             "Use a template that keeps it or has {% generation %}, "
+            "train_on='every_turn', which renders each turn as the last one, "
             "train_on='last_assistant' if it is kept there, or remove it from the data"
         )
 

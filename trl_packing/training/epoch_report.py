@@ -124,7 +124,7 @@ class PackingReport:
     def lines(self) -> list[Line]:
         """Return the report as labels and texts."""
         lines = [
-            ("conversations", str(self.preparation.conversations)),
+            ("turns", str(self.preparation.conversations)),
             ("documents", self._data()),
             *self._plan(),
             *self._epoch(),

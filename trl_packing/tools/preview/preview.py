@@ -99,7 +99,7 @@ def preview_losses(run: PreviewedRun) -> str:
     _, counts = run.documents()
     lost = str(counts) if counts is not None else ""
     turns = str(counts.conversations) if counts is not None else ""
-    rows = f"{len(run.dataset):,} rows" + f"\nconversations: {turns}" * bool(turns)
+    rows = f"{len(run.dataset):,} rows" + f"\n{turns}" * bool(turns)
     return f"{rows}\n{lost or 'Nothing is lost.'}"
 
 
