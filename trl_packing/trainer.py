@@ -261,7 +261,7 @@ class PackedSFTTrainer(SFTTrainer):
         )
         report.plan()
         sharing = PrefixSharing(
-            self, guard, collators, options.prefix_sharing, user_loss=not self._loss_is_ours()
+            self, guard, collators, options.prefix_sharing, loss_is_ours=self._loss_is_ours
         )
         self._loaders = PackedLoaders(
             self, guard, collators, self._sampling, self._epochs, report, sharing, options
@@ -546,14 +546,17 @@ class PackedSFTTrainer(SFTTrainer):
 
     @packed_runs_only
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Forget the row, which is trained by now, and count its padding by position.
+        """Forget the row, which is trained by now, and count the tokens of its documents.
 
-        transformers counts padding by token id, which drops EOS where EOS is also the pad token.
+        transformers counts padding by token id, which drops EOS where EOS is also the pad token,
+        and a shared prefix once.
         """
         set_current_row(None)
         row = host_row(inputs)
-        if row is not None and self.args.include_num_input_tokens_seen == "non_padding":
-            inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
+        if row is not None:
+            real = int(row.lengths.sum())
+            seen = torch.empty(real + row.padding, device="meta")
+            inputs = {"input_ids": seen, "attention_mask": torch.tensor(real)}
         super()._track_num_input_tokens(inputs)
 
     # --- logging ------------------------------------------------------------------------------
