@@ -43,13 +43,23 @@ def share_prefixes(
         padding: T' is a multiple of it.
         pad_token_id: token id of the padding.
     """
-    flat = {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
-    ends = np.cumsum(lengths)[:-1]
-    ids, labels = (np.split(flat[name], ends) for name in ("input_ids", "labels"))
-    tree = build_prefix_tree(ids, groups=_groups(flat, ends, ids, labels), min_shared=MIN_SHARED)
+    tree, flat = tree_of_row(batch, lengths), _flat(batch)
     if tree.starts[-1] == len(flat["input_ids"]):
         return None
     return _row(tree, flat, lengths, -int(tree.starts[-1]) % padding, pad_token_id)
+
+
+def tree_of_row(batch: dict[str, Any], lengths: Sequence[int]) -> PrefixTree:
+    """Return the prefix tree of the documents of `batch`; arguments as of `share_prefixes`."""
+    flat, ends = _flat(batch), np.cumsum(lengths)[:-1]
+    ids, labels = (np.split(flat[name], ends) for name in ("input_ids", "labels"))
+    groups = _groups(flat, ends, ids, labels)
+    return build_prefix_tree(ids, groups=groups, min_shared=MIN_SHARED)
+
+
+def _flat(batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the tensors of a row that have a value for each token, ``(T,)``."""
+    return {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
 
 
 def _groups(

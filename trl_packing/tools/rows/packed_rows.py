@@ -4,9 +4,11 @@ documents  →  the trainer's sampler  →  micro-batches  →  the trainer's co
                                           │
                                           └ rows: a bin each, or a whole micro-batch without bins
 
-A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch.
+A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch. With shared
+prefixes, all documents of a micro-batch are one row, and `segments.py` says who holds which token.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,10 +26,12 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.packing.tree_row import tree_of_row
 from trl_packing.tools.preview.preview import sampler_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import TracedDocuments, trace_documents
 from trl_packing.tools.preview.run_collator import collator_of
+from trl_packing.tools.rows.segments import Segment, segments_of
 from trl_packing.training.columns import documents_of
 
 # Properties of documents that a reader looks for.
@@ -43,6 +47,8 @@ PROPERTIES = (NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED)
 @dataclass(frozen=True)
 class RowDocument:
     """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
+
+    Where documents share prefixes, these are its tokens in the row of the documents apart.
 
     Attributes:
         start: its first token in the micro-batch, a boundary of `cu_seqlens`.
@@ -70,22 +76,47 @@ class PackedRow:
         index: which row of the micro-batch it is.
         batch: the micro-batch as the data loader yields it.
         documents: in the order of their tokens, padding included.
+        apart: the micro-batch of the documents without shared prefixes; may be `batch`.
+        segments: of a row whose documents share prefixes, without padding; else empty.
+        shared: tokens of each document that stand in the documents before it; empty without
+            `segments`.
     """
 
     micro_batch: int
     index: int
     batch: Any = field(repr=False)
     documents: tuple[RowDocument, ...]
+    apart: Any = field(repr=False)
+    segments: tuple[Segment, ...] = ()
+    shared: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
         """Return the first token in the micro-batch."""
-        return self.documents[0].start
+        return 0 if self.segments else self.documents[0].start
 
     @property
     def stop(self) -> int:
         """Return the position after the last token in the micro-batch."""
-        return self.documents[-1].stop
+        return self.batch["labels"].shape[1] if self.segments else self.documents[-1].stop
+
+    @property
+    def real_tokens(self) -> int:
+        """Return the tokens of all documents, those that they share in each of them."""
+        return sum(d.stop - d.start for d in self.documents if d.number is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row for JSON: its documents, and the tokens that they share."""
+        real = [d for d in self.documents if d.number is not None]
+        shared = self.shared or [0] * len(real)
+        return {
+            "micro_batch": self.micro_batch + 1,
+            "tokens": self.stop - self.start,
+            "documents": [
+                {"number": d.number, "row": d.row, "tokens": d.stop - d.start, "shared": above}
+                for d, above in zip(real, shared, strict=True)
+            ],
+        }
 
     def values(self, name: str) -> np.ndarray:
         """Return the row's part of a tensor of the batch, ``(tokens,)``."""
@@ -190,13 +221,37 @@ class PackedEpoch:
         }
 
     def _rows_of(self, number: int, chosen: np.ndarray, bins: np.ndarray) -> Iterator[PackedRow]:
-        batch = self.collator(self.documents.__getitems__(chosen.tolist()))
-        found = self._documents_of(chosen, batch)
+        documents = self.documents.__getitems__(chosen.tolist())
+        apart = self._apart(documents)
+        found = self._documents_of(chosen, apart)
+        if self.collator.shares_prefixes and (row := self._shared(number, documents, found, apart)):
+            yield row
+            return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
         changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
         parts = zip([0, *changes], [*changes, len(found)], strict=True)
         for index, (first, end) in enumerate(parts):
-            yield PackedRow(number, index, batch, tuple(found[first:end]))
+            yield PackedRow(number, index, apart, tuple(found[first:end]), apart)
+
+    def _apart(self, documents: Any) -> Any:
+        """Return the batch of `documents` without shared prefixes."""
+        collator = copy.copy(self.collator)
+        collator.shares_prefixes = False
+        return collator(documents)
+
+    def _shared(
+        self, number: int, documents: Any, found: list[RowDocument], apart: Any
+    ) -> PackedRow | None:
+        """Return the row in which `documents` share prefixes; None if they share nothing."""
+        batch = self.collator(documents)
+        if "key_index" not in batch:
+            return None
+        real = [d for d in found if d.number is not None]
+        tokens = {k: x[:, : real[-1].stop] for k, x in apart.items() if x.ndim == 2}
+        tree = tree_of_row(tokens, [d.stop - d.start for d in real])
+        segments, shared = tuple(segments_of(tree)), tuple(tree.depths.tolist())
+        in_order = [real[place] for place in tree.order]
+        return PackedRow(number, 0, batch, tuple(in_order), apart, segments, shared)
 
     def _documents_of(self, chosen: np.ndarray, batch: Any) -> list[RowDocument]:
         boundaries = batch["cu_seq_lens_q"].tolist()
