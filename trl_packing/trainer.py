@@ -553,7 +553,7 @@ class PackedSFTTrainer(SFTTrainer):
         set_current_row(None)
         row = host_row(inputs)
         if row is not None and self.args.include_num_input_tokens_seen == "non_padding":
-            inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
+            inputs = {**inputs, "attention_mask": torch.tensor(int(row.lengths.sum()))}
         super()._track_num_input_tokens(inputs)
 
     # --- logging ------------------------------------------------------------------------------

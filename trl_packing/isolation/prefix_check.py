@@ -128,7 +128,7 @@ def _measure(
 
     def shared(siblings: Sequence[np.ndarray]) -> Tensor:
         whole = [document, *(np.concatenate([family.prefix, x]) for x in siblings)]
-        rows = build_prefix_tree(whole).targets[0][at + 1] - 1
+        rows = build_prefix_tree(whole).targets[at + 1] - 1
         return outputs_in_row(model, inner, whole, rows, fused_head, collate)
 
     def contaminated(siblings: Sequence[np.ndarray]) -> Tensor:

@@ -18,13 +18,8 @@ from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import trace_documents
 from trl_packing.tools.preview.token_texts import token_texts
-from trl_packing.tools.rows.packed_rows import (
-    CUT,
-    NO_STOP_TOKEN,
-    NOTHING_TRAINED,
-    WEIGHTED,
-    PackedEpoch,
-)
+from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED
+from trl_packing.tools.rows.packed_rows import PackedEpoch
 from trl_packing.tools.rows.page import MAX_TOKENS, rows_page
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -209,6 +204,8 @@ def test_a_run_without_shared_prefixes_has_no_segments():
     assert all("segments" not in row for row in apart["rows"])
     tokens = [sum(len(row["ids"]) for row in data["rows"]) for data in (shared, apart)]
     assert tokens[0] < tokens[1]
+    assert f"<b>{tokens[0]:,}</b><span>computed, prefixes once" in page_of(shared_run())
+    assert "computed, prefixes once" not in page_of(shared_run("off"))
     trained = [
         sum(d["trained"] for row in data["rows"] for d in row["documents"])
         for data in (shared, apart)

@@ -10,7 +10,7 @@ prefixes, all documents of a micro-batch are one row, and `segments.py` says who
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -25,102 +25,24 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.tree_row import tree_of_row
 from trl_packing.tools.preview.preview import sampler_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import TracedDocuments, trace_documents
 from trl_packing.tools.preview.run_collator import collator_of
-from trl_packing.tools.rows.segments import Segment, segments_of
-from trl_packing.training.columns import documents_of
-
-# Properties of documents that a reader looks for.
-NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = (
-    "nothing trained",
-    "no stop token",
-    "cut",
-    "weighted",
+from trl_packing.tools.rows.packed_row import (
+    CUT,
+    NO_STOP_TOKEN,
+    NOTHING_TRAINED,
+    PROPERTIES,
+    WEIGHTED,
+    PackedRow,
+    RowDocument,
 )
-PROPERTIES = (NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED)
-
-
-@dataclass(frozen=True)
-class RowDocument:
-    """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
-
-    Where documents share prefixes, these are its tokens in the row of the documents apart.
-
-    Attributes:
-        start: its first token in the micro-batch, a boundary of `cu_seqlens`.
-        stop: the next boundary.
-        number: its number among the prepared documents; None for padding.
-        row: the row of the user's data set that it comes from; None for padding.
-        uncut: its tokens before it was cut to fit.
-        properties: those of `PROPERTIES` that it has.
-    """
-
-    start: int
-    stop: int
-    number: int | None = None
-    row: int | None = None
-    uncut: int = 0
-    properties: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRow:
-    """A bin as it is trained, or a whole micro-batch where nothing is packed.
-
-    Attributes:
-        micro_batch: its number in the epoch, over all ranks.
-        index: which row of the micro-batch it is.
-        batch: the micro-batch as the data loader yields it.
-        documents: in the order of their tokens, padding included.
-        apart: the micro-batch of the documents without shared prefixes; may be `batch`.
-        segments: of a row whose documents share prefixes, without padding; else empty.
-        shared: tokens of each document that stand in the documents before it; empty without
-            `segments`.
-    """
-
-    micro_batch: int
-    index: int
-    batch: Any = field(repr=False)
-    documents: tuple[RowDocument, ...]
-    apart: Any = field(repr=False)
-    segments: tuple[Segment, ...] = ()
-    shared: tuple[int, ...] = ()
-
-    @property
-    def start(self) -> int:
-        """Return the first token in the micro-batch."""
-        return 0 if self.segments else self.documents[0].start
-
-    @property
-    def stop(self) -> int:
-        """Return the position after the last token in the micro-batch."""
-        return self.batch["labels"].shape[1] if self.segments else self.documents[-1].stop
-
-    @property
-    def real_tokens(self) -> int:
-        """Return the tokens of all documents, those that they share in each of them."""
-        return sum(d.stop - d.start for d in self.documents if d.number is not None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row for JSON: its documents, and the tokens that they share."""
-        real = [d for d in self.documents if d.number is not None]
-        shared = self.shared or [0] * len(real)
-        return {
-            "micro_batch": self.micro_batch + 1,
-            "tokens": self.stop - self.start,
-            "documents": [
-                {"number": d.number, "row": d.row, "tokens": d.stop - d.start, "shared": above}
-                for d, above in zip(real, shared, strict=True)
-            ],
-        }
-
-    def values(self, name: str) -> np.ndarray:
-        """Return the row's part of a tensor of the batch, ``(tokens,)``."""
-        return self.batch[name][0, self.start : self.stop].numpy()
+from trl_packing.tools.rows.segments import segments_of
+from trl_packing.training.columns import documents_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +108,16 @@ class PackedEpoch:
         """Return the documents of each row of the epoch, in any order."""
         return self.sampler.plan() or self.sampler.micro_batches()
 
+    def computed_tokens(self) -> int | None:
+        """Return the tokens of all rows, prefixes once in each; None if none can be shared."""
+        if not self.collator.shares_prefixes or is_packed(self.documents):
+            return None
+        micro_batches = [*self.sampler.micro_batches()]
+        offsets = np.cumsum([0, *map(len, micro_batches)])
+        index, chosen = PrefixIndex.of(self.documents), np.concatenate(micro_batches)
+        computed = index.computed_tokens(self.documents.lengths(), chosen, offsets)
+        return int(computed.sum())
+
     def bins(self) -> np.ndarray:
         """Return a number for every document, equal for those that share a row of the epoch."""
         return self._group_of_documents(self.groups())
@@ -243,12 +175,12 @@ class PackedEpoch:
         self, number: int, documents: Any, found: list[RowDocument], apart: Any
     ) -> PackedRow | None:
         """Return the row in which `documents` share prefixes; None if they share nothing."""
-        batch = self.collator(documents)
-        if "key_index" not in batch:
-            return None
         real = [d for d in found if d.number is not None]
         tokens = {k: x[:, : real[-1].stop] for k, x in apart.items() if x.ndim == 2}
         tree = tree_of_row(tokens, [d.stop - d.start for d in real])
+        if tree is None:
+            return None
+        batch = self.collator(documents)
         segments, shared = tuple(segments_of(tree)), tuple(tree.depths.tolist())
         in_order = [real[place] for place in tree.order]
         return PackedRow(number, 0, batch, tuple(in_order), apart, segments, shared)

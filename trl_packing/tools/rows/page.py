@@ -14,13 +14,8 @@ import numpy as np
 from trl_packing.data.counts import quantity
 from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import HtmlPage, asset, cards, escape, page, section
-from trl_packing.tools.rows.packed_rows import (
-    CUT,
-    NO_STOP_TOKEN,
-    PROPERTIES,
-    PackedEpoch,
-    PackedRow,
-)
+from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, PROPERTIES, PackedRow
+from trl_packing.tools.rows.packed_rows import PackedEpoch
 from trl_packing.tools.rows.partners import Partners
 from trl_packing.tools.rows.row_data import row_data
 
@@ -165,6 +160,8 @@ def _cards(epoch: PackedEpoch) -> str:
         (f"{trained / tokens:.0%}" if tokens else "–", "of them trained"),
         (f"{len(epoch.groups()):,}", "bins" if epoch.capacity else "micro-batches"),
     ]
+    if (computed := epoch.computed_tokens()) is not None:
+        shown.insert(2, (f"{computed:,}", "computed, prefixes once"))
     for name in (CUT, NO_STOP_TOKEN):
         shown.append((f"{int(found[name].sum()):,}", name))
     return cards(shown)

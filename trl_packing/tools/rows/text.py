@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from trl_packing.data.counts import quantity
 from trl_packing.tools.preview.show import show_rows
-from trl_packing.tools.rows.packed_rows import PackedEpoch, PackedRow
+from trl_packing.tools.rows.packed_row import PackedRow
+from trl_packing.tools.rows.packed_rows import PackedEpoch
 
 _CELLS = 36  # of a line; the rest of 80 columns names its document
 
