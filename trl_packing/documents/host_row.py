@@ -142,6 +142,20 @@ def _most_keys(batch: Mapping[str, Any], row: HostRow | None) -> int:
     return known if isinstance(known, int) else longest_document(batch["cu_seq_lens_k"])
 
 
+def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the batch as transformers counts its tokens: those of all documents, and padding.
+
+    Its own count of padding is by token id, which drops EOS where EOS is also the pad token, and it
+    would count a shared prefix once.
+    """
+    row = host_row(batch)
+    if row is None:
+        return batch
+    real = int(row.lengths.sum())
+    tokens = torch.empty(real + row.padding, device="meta")
+    return {**batch, "input_ids": tokens, "attention_mask": torch.tensor(real)}
+
+
 # Keys of a packed batch that hold its document boundaries.
 BOUNDARIES = (
     "cu_seq_lens_q",
