@@ -51,8 +51,9 @@ def shared_row():
     batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in found])
     batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights", "target_counts")}
     assert batch["input_ids"].shape[1] < sum(map(len, found))
-    rows = [targets[1:] - 1 for targets in build_prefix_tree(found, min_shared=16).targets]
-    return batch, rows
+    targets = build_prefix_tree(found, min_shared=16).targets
+    ends = np.cumsum([len(ids) for ids in found])[:-1]
+    return batch, [rows[1:] - 1 for rows in np.split(targets, ends)]
 
 
 def assert_equals_documents_alone(model, reference, tolerance=10 * TOLERANCE):
