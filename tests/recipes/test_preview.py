@@ -39,6 +39,7 @@ ROWS = {
     "response_template": texts,
     "evaluation": chats,
     "streaming": chats,
+    "every_turn": chats,
 }
 CHAT_YAMLS = ("full_8b", "full_70b", "lora_8b", "dora_8b", "qlora_70b")
 HOLDS_OUT = ("--test_split_size", "0.2")
