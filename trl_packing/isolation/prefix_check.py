@@ -11,7 +11,6 @@ siblings cannot go on from the same state.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,7 +78,7 @@ def check_prefixes(
     Raises:
         Exception: any error that the model raises against a row with shared prefixes.
     """
-    inner, collate = unwrap_model(model), replace(collator, shares_prefixes=True)
+    inner, collate = unwrap_model(model), collator.with_sharing(True)
     with preserve_state(model, training):
         reports = [
             verdict_of(
@@ -134,7 +133,7 @@ def _measure(
     def contaminated(siblings: Sequence[np.ndarray]) -> Tensor:
         one = np.concatenate([family.prefix, *siblings, family.branch])
         rows = at + len(one) - len(document)
-        apart = replace(collate, shares_prefixes=False)
+        apart = collate.with_sharing(False)
         return outputs_in_row(model, inner, [one], rows, fused_head, apart)
 
     layouts = [alone()]

@@ -110,7 +110,12 @@ def _row(
         tensors["labels"][0].numpy() != IGNORE_INDEX,
         tail,
         longest,
-        TreeNumbers(np.asarray(lengths, np.int64), int(counts.sum()), most_keys),
+        TreeNumbers(
+            np.asarray(lengths, np.int64),
+            int(counts.sum()),
+            most_keys,
+            np.diff(tree.cu_seqlens_k).astype(np.int64),
+        ),
     )
     return TreeRow(batch, host)
 

@@ -3,13 +3,13 @@
 prefix_sharing="off"      no
 prefix_sharing="bin"      documents share within a bin, if
                             nothing needs each document's own tokens (a balance of experts, a user's
-                            loss, dropout in attention, virtual tokens)
+                            loss or collator, NEFTune, dropout in attention, virtual tokens)
                             the attention in use takes keys of their own
                             the check of this model shows that siblings stay apart
 Otherwise the run trains as with "off", and one line says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class PrefixSharing:
         guard: knows the attention in use.
         collators: their packed rows share.
         mode: "off" or "bin".
-        user_loss: whether a user's method computes the loss.
+        loss_is_ours: whether no method of a user computes the loss; asked before each run.
 
     Attributes:
         reason: why rows do not share; None if they do, or before the first decision.
@@ -50,15 +50,15 @@ class PrefixSharing:
         collators: RunCollators,
         mode: str,
         *,
-        user_loss: bool,
+        loss_is_ours: Callable[[], bool],
     ):
         self.trainer = trainer
         self.guard = guard
         self.collators = collators
         self.mode = mode
-        self.user_loss = user_loss
+        self.loss_is_ours = loss_is_ours
         self.reason: str | None = None
-        self._decided: dict[tuple[str, bool], str | None] = {}
+        self._failures: dict[tuple[str, bool], str | None] = {}
 
     def decide(self, model: Any, documents: Sequence[np.ndarray], *, training: bool) -> None:
         """Turn sharing on or off, before batches are made in this mode.
@@ -70,22 +70,27 @@ class PrefixSharing:
         """
         if self.mode == "off":
             return
-        key = (self.guard.attention.backend, training)
-        if key not in self._decided:
-            self._decided[key] = self._why_not() or self._failure(model, documents, training)
-            if (reason := self._decided[key]) and reason != self.reason:
-                logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
-            self.reason = self._decided[key]
-        # In place, because the data loader already holds the collator.
-        self.collators.packed.shares_prefixes = self._decided[key] is None
+        reason, key = self._why_not(), (self.guard.attention.backend, training)
+        if reason is None:
+            if key not in self._failures:
+                self._failures[key] = self._failure(model, documents, training)
+            reason = self._failures[key]
+        if reason and reason != self.reason:
+            logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
+        self.reason = reason
+        self.collators.share_prefixes(reason is None, training=training)
 
     def _why_not(self) -> str | None:
         """Return why no model could share in this run, or None."""
         trainer, backend = self.trainer, self.guard.attention
         if trainer.aux_loss_enabled:
             return "the balance of experts counts every token of every document"
-        if trainer.compute_loss_func is not None or self.user_loss:
+        if trainer.compute_loss_func is not None or not self.loss_is_ours():
             return "the loss is your own, and a shared token would count once in it"
+        if not self.collators.makes_rows_unchanged:
+            return "data_collator is your own, and may change a token for one document only"
+        if alpha := getattr(trainer, "neftune_noise_alpha", None):
+            return f"neftune_noise_alpha={alpha} draws noise for each document"
         peft_config = getattr(trainer.model, "active_peft_config", None)
         if getattr(peft_config, "is_prompt_learning", False):
             return "virtual tokens stand in front of each row"
