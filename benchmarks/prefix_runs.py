@@ -4,7 +4,8 @@
         --output benchmarks/results/prefix_runs.md
 
 Each run trains all documents of a case (prefix_data.py) for one epoch, in a process of its own, in
-float32, with TRL's defaults (gradient checkpointing is on).
+float32, with TRL's defaults (gradient checkpointing is on). Every turn of a conversation is a
+document: `train_on="every_turn"` makes them here, and TRL gets them ready-made.
 
     TRL, packed       SFTTrainer, packing=True
     off, bin, group   PackedSFTTrainer, with this `prefix_sharing`
@@ -37,6 +38,7 @@ TRL = "TRL, packed"
 RUNS = (TRL, "off", "bin", "group")
 TOLERANCE = 2e-5  # relative: float32 sums in another order
 LEAST = 0.8  # of the factor of tokens
+MAX_LENGTH = 4096
 
 Measured = dict[str, Any]
 
@@ -116,6 +118,7 @@ def train(arguments: argparse.Namespace) -> Measured:
 
 def build(arguments: argparse.Namespace, folder: str) -> Any:
     """Return the trainer of `arguments.run`."""
+    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
@@ -127,8 +130,9 @@ def build(arguments: argparse.Namespace, folder: str) -> Any:
     if arguments.layers:
         model.config.num_hidden_layers = arguments.layers
         model.model.layers = model.model.layers[: arguments.layers]
+    tokenizer.chat_template = case.template or tokenizer.chat_template
     settings: dict[str, Any] = {
-        "max_length": case.max_length,
+        "max_length": MAX_LENGTH,
         "packing": True,
         "per_device_train_batch_size": 1,
         "num_train_epochs": 1,
@@ -141,12 +145,20 @@ def build(arguments: argparse.Namespace, folder: str) -> Any:
         "bf16": False,
         "dataloader_pin_memory": False,
     }
-    documents = case.make(arguments.data, tokenizer)
-    if arguments.run == TRL:
+    if arguments.run == TRL:  # it does not train every turn, so it takes the documents
+        documents = case.documents(arguments.data, tokenizer)
         args = SFTConfig(folder, **settings)
         return SFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer)
-    args = PackedSFTConfig(folder, prefix_sharing=arguments.run, **settings)
-    return PackedSFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer)
+    rows = Dataset.from_list(case.rows(arguments.data, tokenizer))
+    train_on = "every_turn" if "messages" in rows.column_names else None
+    args = PackedSFTConfig(
+        folder,
+        prefix_sharing=arguments.run,
+        prefix_group_size=16,
+        train_on=train_on,
+        **settings,
+    )
+    return PackedSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
 
 
 def watch(trainer: Any) -> dict[str, list[Any]]:
