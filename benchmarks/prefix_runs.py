@@ -150,14 +150,11 @@ def build(arguments: argparse.Namespace, folder: str) -> Any:
         args = SFTConfig(folder, **settings)
         return SFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer)
     rows = Dataset.from_list(case.rows(arguments.data, tokenizer))
-    train_on = "every_turn" if "messages" in rows.column_names else None
-    args = PackedSFTConfig(
-        folder,
-        prefix_sharing=arguments.run,
-        prefix_group_size=16,
-        train_on=train_on,
-        **settings,
-    )
+    if "messages" in rows.column_names:
+        settings["train_on"] = "every_turn"
+    if arguments.run == "group":
+        settings["prefix_group_size"] = 16
+    args = PackedSFTConfig(folder, prefix_sharing=arguments.run, **settings)
     return PackedSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
 
 
