@@ -14,7 +14,7 @@ from trl_packing.packing.bins import STRATEGIES
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
 PREFIX_SHARING = ("off", "bin")
 ISOLATION_CHECKS = ("error", "warn", "off")
-TRAIN_ON = ("assistant", "last_assistant", "all")
+TRAIN_ON = ("assistant", "last_assistant", "every_turn", "all")
 
 
 def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
@@ -34,10 +34,11 @@ class PackingOptions:
     )
     train_on: str | None = _choice(
         None,
-        "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant' or "
-        "'all'. 'train' (true, false) and 'weight' of a message take precedence. Works with any "
-        "chat template. Default: TRL's behavior, by completion_only_loss and assistant_only_loss; "
-        "'assistant' if messages have 'train' or 'weight'.",
+        "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant', "
+        "'every_turn' (all of its turns, each a document of its own, as at inference: for models "
+        "that think) or 'all'. 'train' (true, false) and 'weight' of a message take precedence. "
+        "Works with any chat template. Default: TRL's behavior, by completion_only_loss and "
+        "assistant_only_loss; 'assistant' if messages have 'train' or 'weight'.",
         TRAIN_ON,
     )
     response_template: str | None = field(
@@ -285,7 +286,7 @@ def _check_static_shapes(args: Any, options: PackingOptions) -> None:
             f"static_shapes=True and documents_per_step={options.documents_per_step}: documents "
             "differ in length, so micro-batches would too; leave one of them out"
         )
-    if options.prefix_sharing != "off":
+    if options.prefix_sharing not in ("off", PackingOptions.prefix_sharing):
         raise ValueError(
             f"static_shapes=True and prefix_sharing={options.prefix_sharing!r}: rows with shared "
             "prefixes differ in length; leave one of them out"

@@ -40,7 +40,7 @@ from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import prepare
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.host_row import PackedBatch, host_row
+from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
 from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
@@ -264,13 +264,19 @@ class PackedSFTTrainer(SFTTrainer):
         add_trained_positions_head(guard.base_model)
         restore_implementation(guard.base_model)
         samples_bins = type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler
+        sharing = PrefixSharing(
+            self, guard, collators, options.prefix_sharing, loss_is_ours=self._loss_is_ours
+        )
         self._run_report = report = RunReport(
-            self, guard, collators, self._sampling, self._preparation, samples_bins=samples_bins
+            self,
+            guard,
+            collators,
+            self._sampling,
+            self._preparation,
+            sharing,
+            samples_bins=samples_bins,
         )
         report.plan()
-        sharing = PrefixSharing(
-            self, guard, collators, options.prefix_sharing, user_loss=not self._loss_is_ours()
-        )
         self._loaders = PackedLoaders(
             self, guard, collators, self._sampling, self._epochs, report, sharing, options
         )
@@ -286,7 +292,9 @@ class PackedSFTTrainer(SFTTrainer):
         )
         for name, dataset in self._named_eval_datasets().items():
             guard.limits.check(dataset, name)
-        self.add_callback(ReportCallback(report, self._epochs, self._before_first_step))
+        self.add_callback(
+            ReportCallback(report, self._epochs, self._before_first_step, self._meter.so_far)
+        )
         self.add_callback(ThroughputOnBar(self))
 
     @property
@@ -557,15 +565,9 @@ class PackedSFTTrainer(SFTTrainer):
 
     @packed_runs_only
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Forget the row, which is trained by now, and count its padding by position.
-
-        transformers counts padding by token id, which drops EOS where EOS is also the pad token.
-        """
+        """Forget the row, which is trained by now, and count the tokens of its documents."""
         set_current_row(None)
-        row = host_row(inputs)
-        if row is not None and self.args.include_num_input_tokens_seen == "non_padding":
-            inputs = {**inputs, "attention_mask": torch.tensor(row.num_tokens - row.padding)}
-        super()._track_num_input_tokens(inputs)
+        super()._track_num_input_tokens(for_counting(inputs))
 
     # --- logging ------------------------------------------------------------------------------
 

@@ -21,10 +21,12 @@ RECIPES = {
     "dora": "lora_0.1b",
     "chat_data": "chat_data",
     "tool_calling": "tool_calling",
+    "every_turn": "every_turn",
     "response_template": "response_template",
     "streaming": "streaming",
     "resuming": "resuming",
     "evaluation": "evaluation",
+    "shared_prefixes": "shared_prefixes",
 }
 YAMLS = sorted(path.name for path in FOLDER.glob("*.yaml"))
 

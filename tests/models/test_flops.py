@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packing.models.flops import NotCountable, model_flops
+from trl_packing.packing.tree_row import share_prefixes
 from trl_packing.tools.exactness.tiny_models import tiny_model
 
 T = 24
@@ -35,6 +36,8 @@ def eager(model):
     model.set_attn_implementation("eager")
     return model
 
+
+SIZES = [(30, 9), (30, 4), (25, 3), (18, 20), (30, 0), (0, 12)]
 
 # Heads: of two sizes and without keys of their own (gemma4), in two numbers (laguna).
 DENSE = ["llama", "gpt2", "qwen3", "gemma2", "mistral", "phi3", "bloom", "gemma4_text"]
@@ -69,6 +72,29 @@ def test_it_is_palm_s_formula_but_for_what_is_not_computed():
     assert counted.of(np.array([T // 2, T // 2]), T) < counted.of(np.array([T]), T)
     head = 6 * config.hidden_size * config.vocab_size
     assert counted.of(np.array([T]), T) - counted.of(np.array([T]), T - 5) == 5 * head
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_shared_prefix_is_counted_once(name):
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(6, 40, 30)
+    documents = [np.concatenate([prefix[:n], rng.integers(6, 40, m)]) for n, m in SIZES]
+    batch = {
+        "input_ids": torch.from_numpy(np.concatenate(documents))[None],
+        "labels": torch.from_numpy(np.concatenate(documents))[None],
+    }
+    row = share_prefixes(batch, [len(d) for d in documents], 8, 0)
+    host, counted = row.host, model_flops(tiny_model(name))
+    targets = int(host.is_trained.sum())
+    # By hand: each token of the row has a depth, and sees the tokens up to it.
+    depths = row.batch["position_ids"][0, : host.num_tokens - host.padding].numpy()
+    pairs = {w: np.minimum(depths + 1, w or 10**9).sum() for w in counted.per_pair}
+    expected = counted.per_token * len(depths) + counted.per_target * targets
+    expected += sum(flops * pairs[w] for w, flops in counted.per_pair.items())
+    assert counted.of(host.segments, targets, host.keys) == pytest.approx(expected, rel=1e-12)
+    lengths = host.lengths
+    assert lengths.tolist() == [len(d) for d in documents]
+    assert expected < 0.8 * counted.of(lengths, lengths.sum() - len(lengths))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "laguna"])

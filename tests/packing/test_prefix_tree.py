@@ -1,5 +1,8 @@
 """A prefix tree holds every document: its tokens on its path, its targets once, nothing else."""
 
+from itertools import accumulate, pairwise
+from operator import and_, eq
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,10 +31,11 @@ def keys_of_rows(tree):
 @given(DOCUMENTS, st.sampled_from([1, 3]))
 def test_each_target_is_predicted_behind_exactly_its_document(documents, min_shared):
     tree = build_prefix_tree(documents, min_shared=min_shared)
-    row_ids = tree.place(documents)
+    row_ids = tree.place(np.concatenate(documents))
     seen = keys_of_rows(tree)
     assert len(seen) == len(row_ids) == len(tree.position_ids)
-    for document, targets in zip(documents, tree.targets, strict=True):
+    targets_of = np.split(tree.targets, tree.offsets[1:-1])
+    for document, targets in zip(documents, targets_of, strict=True):
         for depth in range(1, len(document)):
             row = int(targets[depth])
             assert row_ids[row] == document[depth]
@@ -41,12 +45,47 @@ def test_each_target_is_predicted_behind_exactly_its_document(documents, min_sha
         assert tree.position_ids[keys].tolist() == list(range(len(keys))), row
 
 
+def plain_tree(documents, min_shared):
+    """Return key rows of each segment and targets of each document, path by path."""
+    order = sorted(range(len(documents)), key=lambda d: documents[d].tolist())
+    paths, path, targets, owned, depths, starts = [], [], [], {}, [], [0]
+    for number, d in enumerate(order):
+        document = documents[d].tolist()
+        before = documents[order[number - 1]].tolist() if number else []
+        common = sum(accumulate(map(eq, before, document), and_))
+        depth = common if common == len(before) else common - 1
+        depth = depth if depth >= min_shared else 0
+        own = list(range(starts[-1], starts[-1] + len(document) - depth))
+        repeats = int(bool(own) and 0 < depth < len(before))
+        path, targets = path[:depth] + own, targets[: depth + repeats] + own[repeats:]
+        owned[d] = targets
+        paths.append(path)
+        depths.append(depth)
+        starts.append(starts[-1] + len(own))
+    branches = {p[depth - 1] + 1 for p, depth in zip(paths, depths, strict=True) if depth}
+    keys = []
+    for first, last in pairwise(sorted(branches | set(starts))):
+        path = next(p for p in paths if p[-1] >= first and first in p)
+        keys.append(path[: path.index(last - 1) + 1])
+    return keys, [owned[d] for d in range(len(documents))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(DOCUMENTS, st.sampled_from([1, 2, 5]))
+def test_rows_equal_those_built_path_by_path(documents, min_shared):
+    tree = build_prefix_tree(documents, min_shared=min_shared)
+    keys, targets = plain_tree(documents, min_shared)
+    assert tree.key_index.tolist() == [row for rows in keys for row in rows]
+    assert np.diff(tree.cu_seqlens_k).tolist() == [len(rows) for rows in keys]
+    assert tree.targets.tolist() == [row for rows in targets for row in rows]
+
+
 @settings(max_examples=200, deadline=None)
 @given(DOCUMENTS)
 def test_weights_add_up(documents):
     tree = build_prefix_tree(documents)
     weights = [np.random.default_rng(i).random(len(d)) for i, d in enumerate(documents)]
-    total = tree.sum_targets(weights)
+    total = tree.sum_targets(np.concatenate(weights))
     assert np.isclose(total.sum(), sum(w[1:].sum() for w in weights))
 
 
@@ -62,7 +101,7 @@ def test_identical_documents_are_computed_once_and_counted_as_many():
     document = np.arange(5)
     tree = build_prefix_tree([document] * 3)
     assert len(tree.position_ids) == 5
-    assert tree.sum_targets([np.ones(5)] * 3).tolist() == [0, 3, 3, 3, 3]
+    assert tree.sum_targets(np.ones(15)).tolist() == [0, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (1, 4), (4, 1)])

@@ -21,6 +21,7 @@ from trl_packing.models.flops import model_flops
 from trl_packing.training import metrics as measured
 from trl_packing.training.loaders import PackedLoaders
 from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
+from trl_packing.training.run_record import RunRecord
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it
@@ -422,6 +423,49 @@ def test_a_model_that_cannot_be_counted_has_no_mfu(tmp_path, monkeypatch):
     metrics = trainer_of(documents_of_lengths(LENGTHS), tmp_path).train().metrics
     assert "train_tokens_per_second" in metrics
     assert "train_mfu" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("packing", "room"), [(True, 128), pytest.param(False, None, marks=pytest.mark.slow)]
+)
+def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(packing, room, tmp_path):
+    prompt = list(range(6, 36))
+    rows = [{"input_ids": [*prompt, *range(40, 40 + 2 * n)]} for n in range(1, 10)]
+    rows += documents_of_lengths(LENGTHS)
+    computed, real = [], []
+
+    class Sees(PackedSFTTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            computed.append(inputs["input_ids"].numel())
+            real.append(computed[-1] - inputs.host.padding)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    settings = {
+        "max_length": 128,
+        "packing": packing,
+        "per_device_train_batch_size": 1 if packing else 6,
+        "pad_to_multiple_of": 16,
+        "include_num_input_tokens_seen": "non_padding",
+    }
+    apart = trainer_of(rows, tmp_path / "a", **settings)
+    expected = apart.train().metrics
+    shared = trainer_of(rows, tmp_path / "b", cls=Sees, prefix_sharing="bin", **settings)
+    found = shared.train().metrics
+    for name in ("documents", "tokens", "trained_tokens", "documents_per_step"):
+        assert found[f"train_{name}"] == expected[f"train_{name}"]
+    assert shared.state.num_input_tokens_seen == apart.state.num_input_tokens_seen
+    assert "train_computed_tokens" not in expected
+    assert found["train_computed_tokens"] == sum(computed) < 0.8 * found["train_tokens"]
+    places = len(computed) * room if room else sum(computed)
+    assert found["train_utilization"] == sum(real) / places
+    seconds = found["train_seconds"]
+    assert found["train_computed_tokens_per_second"] == pytest.approx(sum(computed) / seconds)
+    last = [e for e in shared.state.log_history if "loss" in e][-1]
+    assert last["computed_tokens_per_second"] > 0
+    record = RunRecord.load(tmp_path / "b" / "run.json")
+    assert record.total.tokens == found["train_tokens"]
+    assert record.total.computed_tokens == sum(computed)
+    assert f"<b>{sum(computed):,}</b>" in (tmp_path / "b" / "run.html").read_text()
 
 
 # --- two ranks ------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.tiny import tiny_model, tiny_tokenizer
+from peft import LoraConfig, get_peft_model
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing import tree_row
+from trl_packing.packing.collator import DataCollatorWithFlattening
 from trl_packing.packing.prefix_tree import PrefixTree
 from trl_packing.tools.exactness import tiny_models as architectures
+from trl_packing.training.prefix_sharing import PrefixSharing
 
 FAST = ["llama", "deepseek_v3"]
 SLOW = ["qwen3", "gemma2", "gemma3_text", "mistral", "cohere2"]
@@ -30,7 +33,16 @@ def documents(number=40, *, shared=True):
     return Dataset.from_list(rows)
 
 
-def train(folder, model="llama", data=None, **options):
+def train(
+    folder,
+    model="llama",
+    data=None,
+    *,
+    trainer=PackedSFTTrainer,
+    data_collator=None,
+    evaluates=True,
+    **options,
+):
     options = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1} | options
     args = PackedSFTConfig(
         str(folder),
@@ -44,15 +56,17 @@ def train(folder, model="llama", data=None, **options):
         **options,
     )
     data = documents() if data is None else data
-    trainer = PackedSFTTrainer(
+    trainer = trainer(
         tiny_model(model) if isinstance(model, str) else model,
         args,
+        data_collator,
         train_dataset=data,
         eval_dataset=data.select(range(15)),
         processing_class=tiny_tokenizer(),
     )
     trainer.train()
-    trainer.evaluate()
+    if evaluates:
+        trainer.evaluate()
     return trainer
 
 
@@ -174,6 +188,119 @@ def test_a_loss_of_the_user_counts_each_document(tmp_path, caplog):
     data = documents()
     Own(tiny_model("llama"), args, train_dataset=data, processing_class=tiny_tokenizer()).train()
     assert "the loss is your own" in caplog.text
+
+
+def test_noise_for_each_document_is_not_shared(tmp_path):
+    """A shared token would get one noise for all documents, as large as that of its segment."""
+    noisy = train(tmp_path / "a", prefix_sharing="bin", neftune_noise_alpha=5.0)
+    assert "neftune_noise_alpha=5.0 draws noise" in noisy._loaders.sharing.reason
+    assert_same(noisy, train(tmp_path / "b", neftune_noise_alpha=5.0), tolerance=0)
+
+
+@pytest.mark.parametrize("place", ["attention_dropout", "lora_dropout", "jitter"])
+def test_dropout_for_each_document_is_not_shared(place, tmp_path):
+    """Dropout of a shared token would be the same for all of its documents."""
+    model = tiny_model("llama")
+    if place == "attention_dropout":
+        for module in model.modules():
+            if hasattr(module, place):
+                setattr(module, place, 0.25)
+    elif place == "lora_dropout":
+        model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"]))
+    else:
+        model.model.layers[0].mlp.input_jitter_noise = 0.25
+    trainer = train(tmp_path, model, prefix_sharing="bin")
+    assert "=0.25 draws for each document" in trainer._loaders.sharing.reason
+    assert not trainer.data_collator.shares_prefixes
+    with trainer._loaders.evaluating(padded=False):  # evaluation drops nothing
+        assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
+
+
+@pytest.mark.parametrize("kind", ["all", "non_padding"])
+def test_tokens_seen_are_those_of_the_documents(kind, tmp_path, saved):
+    options = {"include_num_input_tokens_seen": kind, "prefix_sharing": "bin"}
+    trainer = train(tmp_path, pad_to_multiple_of=32, **options)
+    assert saved[1] < 0.8 * saved[0]
+    tokens = sum(map(len, trainer.train_dataset["input_ids"]))
+    seen = trainer.state.num_input_tokens_seen
+    assert seen == tokens if kind == "non_padding" else tokens < seen < 1.3 * tokens
+
+
+@pytest.mark.parametrize("fails_in", ["training", "evaluation"])
+def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_path, monkeypatch):
+    """Rows of training must not share after an evaluation for which the check has passed."""
+    failure = PrefixSharing._failure
+
+    def failing(self, model, documents, training):
+        return (
+            "it fails"
+            if training == (fails_in == "training")
+            else failure(self, model, [], training)
+        )
+
+    monkeypatch.setattr(PrefixSharing, "_failure", failing)
+    rows = {True: [], False: []}
+
+    class Seen(PackedSFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            rows[model.training].append("key_index" in inputs)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def _loss_is_ours(self):
+            return True
+
+    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 1}
+    train(tmp_path, trainer=Seen, prefix_sharing="bin", **options)
+    assert len(rows[True]) > 4
+    assert len(rows[False]) > 4
+    assert {any(rows[True]), any(rows[False])} == {True, False}
+    assert any(rows[fails_in == "evaluation"])
+
+
+class OwnRows(PackedCollator):
+    """A class of a user, with its own constructor, that masks a token of the last document."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.masked = masked
+
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        batch["labels"][:, -self.masked :] = -100
+        return batch
+
+
+@pytest.mark.parametrize("mode", ["off", "bin"])
+def test_rows_that_a_class_of_the_user_changes_are_not_shared(mode, tmp_path, saved):
+    options = {"data_collator": OwnRows(masked=1), "isolation_check": "off"}
+    trainer = train(tmp_path / "a", prefix_sharing=mode, **options)
+    assert saved == [0, 0]
+    apart = train(tmp_path / "b", **options)
+    assert_same(trainer, apart, tolerance=0)
+    if mode == "bin":
+        assert "data_collator is your own" in trainer._loaders.sharing.reason
+
+
+def test_a_class_of_ours_with_another_constructor_shares(tmp_path, saved):
+    train(tmp_path, prefix_sharing="bin", data_collator=DataCollatorWithFlattening())
+    assert saved[1] < 0.8 * saved[0]
+
+
+def test_rows_of_a_collator_are_shared_only_where_the_config_asks_for_it(tmp_path):
+    with pytest.raises(ValueError, match=r"data_collator has shares_prefixes=True.*'bin'"):
+        train(tmp_path, data_collator=PackedCollator(shares_prefixes=True))
+
+
+def test_a_loss_that_is_set_later_counts_each_document(tmp_path, saved):
+    trainer = train(tmp_path, prefix_sharing="bin", evaluates=False)
+    shared = list(saved)
+    assert shared[1] < shared[0]
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: (
+        outputs.logits.square().mean()
+    )
+    trainer.train()
+    assert saved == shared
+    assert "the loss is your own" in trainer._loaders.sharing.reason
 
 
 def test_a_collator_of_the_user_makes_its_own_rows(tmp_path):

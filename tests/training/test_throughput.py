@@ -1,6 +1,7 @@
 """The arithmetic of throughput: a clock that stands, rates of an interval and of a run."""
 
 import itertools
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
@@ -111,13 +112,42 @@ def test_what_is_not_known_is_left_out():
     assert metrics(Counts(), 1.0, 1, Machine(1.0, 1.0)) == {}
 
 
+def test_tokens_of_documents_and_computed_ones_are_told_apart():
+    counts = Counts(documents=4, tokens=100, trained_tokens=20, room=64, computed=56, shared=50)
+    found = metrics(counts, 2.0, 1, UNKNOWN, shares=True)
+    assert found["tokens_per_second"] == 50
+    assert found["computed_tokens_per_second"] == 28  # with 6 of padding
+    assert found["utilization"] == 50 / 64
+    apart = metrics(Counts(4, 56, 20, 64, computed=64), 2.0, 1, UNKNOWN)
+    assert "computed_tokens_per_second" not in apart
+
+
+def test_a_run_that_has_shared_logs_computed_tokens_from_then_on():
+    measured = Throughput(clock=Clock())
+    measured.watch.start()
+    logged = []
+    for step, shared in enumerate((0, 4, 0), start=1):
+        measured.watch._clock.now += 1.0
+        measured.add_shared(Counts(2, 10, 5, 20, computed=10 - shared, shared=shared))
+        logged.append(measured.interval_metrics(step, UNKNOWN).get("computed_tokens_per_second"))
+    assert logged == [None, 6, 10]
+    assert measured.run_metrics(3, UNKNOWN)["train_computed_tokens"] == 26
+
+
 def test_one_unknown_device_leaves_the_peak_unknown():
     assert machine_of([2.0, 3.0], [5.0, 4.0]) == Machine(5.0, 5.0)
     assert machine_of([2.0, 0.0], [0.0, 0.0]) == Machine(None, None)
 
 
 def test_ranks_that_hold_the_same_batch_count_it_once():
-    assert Counts(4, 20, 10, 64, 1e20).shared_by(2) == Counts(2, 10, 5, 32, 5e19)
+    assert Counts(4, 20, 10, 64, 1e20, 24, 6).shared_by(2) == Counts(2, 10, 5, 32, 5e19, 12, 3)
+
+
+def test_counts_of_ranks_are_added_by_name():
+    one, other = Counts(4, 20, 10, 64, 1e20, 24, 6), Counts(1, 2, 3, 4, 5.0, 6, 7)
+    total = Counts.summed([astuple(one), astuple(other)])
+    assert total == one + other == Counts(5, 22, 13, 68, 1e20 + 5, 30, 13)
+    assert isinstance(total.tokens, int)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +197,25 @@ def test_nothing_is_guessed_of_others(name, dtype):
 )
 def test_the_bar_shows_rates_in_short(rate, words):
     assert in_short({"tokens_per_second": rate}) == f"{words} tokens/s"
+
+
+def test_a_meter_counts_a_shared_prefix_once():
+    """Two documents of 22 tokens: 20 in common, of which the last stands in both branches."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(world_size=1, device=torch.device("cpu")),
+        get_tp_size=lambda: 1,
+        state=SimpleNamespace(global_step=0, max_steps=4),
+    )
+    collate = PackedCollator(tensors_only=True, shares_prefixes=True, pad_to_multiple_of=8)
+    prompt = list(range(20))
+    batch = collate([{"input_ids": [*prompt, 30, 31]}, {"input_ids": [*prompt, 40, 41]}])
+    for room, capacity in ((None, 32), (64, 64)):
+        meter = ThroughputMeter(trainer, TokenSums())
+        meter.start_run(tokens_before=0)
+        meter.count([batch], room=room)
+        counts = meter.throughput.take_local()
+        # Each document trains all of its tokens but the first.
+        assert counts == Counts(2, 44, 42, capacity, 0.0, 32, 44 - 25)
 
 
 def test_the_bar_shows_nothing_of_an_evaluation():

@@ -47,11 +47,19 @@ class HostRow:
     @property
     def lengths(self) -> np.ndarray:
         """Return the tokens of every document ``(N,)``, without the padding."""
-        if self.tree is not None:
-            return self.tree.lengths
+        return self.segments if self.tree is None else self.tree.lengths
+
+    @property
+    def segments(self) -> np.ndarray:
+        """Return the queries of every segment ``(S,)``: a document each, unless they share."""
         real = self.boundaries[self.boundaries <= self.num_tokens - self.padding]
         lengths = np.diff(real)
         return lengths[lengths > 0]
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Return the keys of every segment ``(S,)``; its queries are the last of them."""
+        return self.segments if self.tree is None else self.tree.keys
 
     @property
     def num_trained(self) -> int:
@@ -67,11 +75,13 @@ class TreeNumbers:
         lengths: tokens of each document, ``(N,)``.
         num_trained: trained tokens of all documents.
         max_keys: most keys of a segment.
+        keys: keys of each segment, ``(S,)`` int64, without the padding.
     """
 
     lengths: np.ndarray
     num_trained: int
     max_keys: int
+    keys: np.ndarray
 
 
 class PackedBatch(dict[str, Any]):
@@ -99,6 +109,8 @@ class PackedBatch(dict[str, Any]):
             else value
             for name, value in self.items()
         }
+        for name in _READ_BY_HOST & self.keys():
+            cache_values(moved[name], host_values(self[name]))
         return PackedBatch(moved, self.host)
 
     def pin_memory(self) -> "PackedBatch":
@@ -132,6 +144,20 @@ def _most_keys(batch: Mapping[str, Any], row: HostRow | None) -> int:
     return known if isinstance(known, int) else longest_document(batch["cu_seq_lens_k"])
 
 
+def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the batch as transformers counts its tokens: those of all documents, and padding.
+
+    Its own count of padding is by token id, which drops EOS where EOS is also the pad token, and it
+    would count a shared prefix once.
+    """
+    row = host_row(batch)
+    if row is None:
+        return batch
+    real = int(row.lengths.sum())
+    tokens = torch.empty(real + row.padding, device="meta")
+    return {**batch, "input_ids": tokens, "attention_mask": torch.tensor(real)}
+
+
 # Keys of a packed batch that hold its document boundaries.
 BOUNDARIES = (
     "cu_seq_lens_q",
@@ -142,6 +168,10 @@ BOUNDARIES = (
     "seq_idx",
     "position_ids",
 )
+
+
+# Those whose values the host reads, beside `cu_seq_lens_q`, which `cache_row` keeps.
+_READ_BY_HOST = {"cu_seq_lens_k", "key_index"}
 
 
 def remember_row(batch: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ siblings cannot go on from the same state.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,7 +78,7 @@ def check_prefixes(
     Raises:
         Exception: any error that the model raises against a row with shared prefixes.
     """
-    inner, collate = unwrap_model(model), replace(collator, shares_prefixes=True)
+    inner, collate = unwrap_model(model), collator.with_sharing(True)
     with preserve_state(model, training):
         reports = [
             verdict_of(
@@ -128,13 +127,13 @@ def _measure(
 
     def shared(siblings: Sequence[np.ndarray]) -> Tensor:
         whole = [document, *(np.concatenate([family.prefix, x]) for x in siblings)]
-        rows = build_prefix_tree(whole).targets[0][at + 1] - 1
+        rows = build_prefix_tree(whole).targets[at + 1] - 1
         return outputs_in_row(model, inner, whole, rows, fused_head, collate)
 
     def contaminated(siblings: Sequence[np.ndarray]) -> Tensor:
         one = np.concatenate([family.prefix, *siblings, family.branch])
         rows = at + len(one) - len(document)
-        apart = replace(collate, shares_prefixes=False)
+        apart = collate.with_sharing(False)
         return outputs_in_row(model, inner, [one], rows, fused_head, apart)
 
     layouts = [alone()]

@@ -1,9 +1,10 @@
-"""Counts the floating-point operations of a step's documents on a model.
+"""Counts the floating-point operations of a row on a model.
 
     matrices      2 × weights per token forward, and as many for the gradients of the input and of
                   the weights: 6 N in total, for N weights in all matrices that multiply a token
     attention     2 × 2 × heads × head_dim × pairs forward, twice that backward; a pair is a query
-                  and a key that it sees: len · (len + 1) / 2 per document, fewer with a window
+                  and a key that it sees: len · (len + 1) / 2 per document, fewer with a window;
+                  a token that documents share, and its pairs, count once
 
 This is the formula of PaLM (https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12 · layers · heads
 · head_dim · T per token) with three differences, each of which makes the number smaller:
@@ -57,18 +58,22 @@ class ModelFlops:
     per_target: float
     per_pair: dict[int | None, float]
 
-    def of(self, lengths: np.ndarray, num_trained: int) -> float:
-        """Return the operations of documents.
+    def of(self, lengths: np.ndarray, num_targets: int, keys: np.ndarray | None = None) -> float:
+        """Return the operations of a row.
 
         Args:
-            lengths: tokens of each document, ``(N,)``.
-            num_trained: trained tokens of all documents.
+            lengths: tokens of each document, or of each segment of a row with shared prefixes,
+                ``(S,)``.
+            num_targets: trained positions of the row.
+            keys: tokens that each segment sees, ``(S,)``, its own last; None where these are all.
         """
         lengths = lengths.astype(np.float64)
+        keys = lengths if keys is None else keys.astype(np.float64)
         attention = sum(
-            flops * float(_pairs(lengths, window).sum()) for window, flops in self.per_pair.items()
+            flops * float((_pairs(keys, window) - _pairs(keys - lengths, window)).sum())
+            for window, flops in self.per_pair.items()
         )
-        return self.per_token * float(lengths.sum()) + self.per_target * num_trained + attention
+        return self.per_token * float(lengths.sum()) + self.per_target * num_targets + attention
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:

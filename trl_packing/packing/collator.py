@@ -21,6 +21,7 @@ packed documents, and every token silently sees the documents before it
 (tests/attention/test_packed_models.py::test_attention_mask_or_cache_breaks_isolation).
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,12 @@ class PackedCollator:
             raise ValueError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1, or None"
             )
+
+    def with_sharing(self, shares_prefixes: bool) -> "PackedCollator":
+        """Return a copy with another `shares_prefixes`; a subclass may have its own constructor."""
+        made = copy.copy(self)
+        made.shares_prefixes = shares_prefixes
+        return made
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> PackedBatch:
         """Return the batch described in this module's docstring.

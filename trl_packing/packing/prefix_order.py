@@ -9,9 +9,14 @@ sort from the first token). A block that all documents of a group share, as in a
 prompt, is compared and not sorted. Work is linear in the tokens compared, memory in the documents.
 """
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
+from trl_packing.documents.list_columns import FlatLists
+
 BLOCK = 16
+_AT_ONCE = 65_536  # documents whose tokens are read at once
 
 
 def prefix_order(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -30,7 +35,21 @@ def prefix_order(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, n
         >>> order.tolist(), common.tolist()
         ([1, 0, 2], [0, 2, 0])
     """
-    starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
+    return prefix_order_of_rows([(values, offsets)], np.arange(len(offsets) - 1))
+
+
+def prefix_order_of_rows(
+    chunks: Sequence[FlatLists], stored: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same for a column in several chunks, without a copy of it.
+
+    Args:
+        chunks: values and offsets of each chunk.
+        stored: the row of the column that holds each document, ``(N,)`` integers.
+    """
+    first_row = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
+    all_lengths = [np.diff(offsets) for _, offsets in chunks]
+    lengths = np.concatenate([*all_lengths, np.zeros(0, int)]).astype(np.int64)[stored]
     order = np.arange(len(lengths))
     common = np.zeros(len(lengths), np.int64)
     is_open = np.ones(len(lengths), bool)  # equal so far to the one before
@@ -39,7 +58,7 @@ def prefix_order(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, n
     while is_open.any():
         # Documents of groups: those that are equal so far to a neighbor.
         at = np.flatnonzero(is_open | np.append(is_open[1:], False))
-        rows = _blocks(values, starts, lengths, order[at], depth)
+        rows = _blocks(chunks, first_row, stored[order[at]], depth)
         group = np.cumsum(~is_open[at])
         _sort_groups(at, rows, group, order)
         pairs = np.flatnonzero(group[1:] == group[:-1]) + 1
@@ -54,17 +73,31 @@ def prefix_order(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _blocks(
-    values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, documents: np.ndarray, depth: int
+    chunks: Sequence[FlatLists], first_row: np.ndarray, stored: np.ndarray, depth: int
 ) -> np.ndarray:
-    """Return tokens ``[depth, depth + BLOCK)`` of documents plus one, 0 behind their end."""
-    rows = np.zeros((len(documents), BLOCK), np.uint32)
-    if not len(values):
-        return rows
-    first, left = starts[documents] + depth, lengths[documents] - depth
-    for column in range(BLOCK):  # by columns: a quarter of the memory of one index array
-        token = values[np.minimum(first + column, len(values) - 1)].astype(np.uint32)
-        rows[:, column] = np.where(left > column, token + np.uint32(1), 0)
-    return rows
+    """Return tokens ``[depth, depth + BLOCK)`` of stored rows plus one, 0 behind their end."""
+    blocks = np.zeros((len(stored), BLOCK), np.uint32)
+    columns = np.arange(BLOCK)
+    for chunk, at in _by_chunk(first_row, stored):
+        values, offsets = chunks[chunk]
+        if not len(values):
+            continue
+        rows = stored[at] - first_row[chunk]
+        first = offsets[rows].astype(np.int64) + depth
+        left = offsets[rows + 1] - first
+        tokens = values[np.minimum(first[:, None] + columns, len(values) - 1)].astype(np.uint32)
+        blocks[at] = np.where(left[:, None] > columns, tokens + np.uint32(1), 0)
+    return blocks
+
+
+def _by_chunk(first_row: np.ndarray, stored: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield chunks, and positions in `stored` of rows that they hold, not too many at once."""
+    chunk_of = np.searchsorted(first_row, stored, side="right") - 1
+    order = np.argsort(chunk_of, kind="stable")
+    starts = np.flatnonzero(np.diff(chunk_of[order], prepend=-1))
+    starts = np.union1d(starts, np.arange(0, len(order), _AT_ONCE)).tolist()
+    for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+        yield int(chunk_of[order[start]]), order[start:stop]
 
 
 def _sort_groups(at: np.ndarray, rows: np.ndarray, group: np.ndarray, order: np.ndarray) -> None:

@@ -23,39 +23,44 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """The row of documents with shared prefixes, T tokens.
+    """The row of N documents with shared prefixes: T tokens of documents, T' in the row.
+
+    Tokens of documents are counted through all of them, as given.
 
     Attributes:
         order: document of each run of the row, ``(N,)``: the documents in sorted order.
         starts: rows at which the runs start, ``(N + 1,)``; a document may have an empty run.
         depths: tokens that each run shares with those before it, ``(N,)``.
-        targets: for each document (as given) the row of each of its tokens as a target, ``(len,)``.
+        offsets: tokens before each document, ``(N + 1,)``.
+        tokens: the token of the documents that stands in each row, ``(T',)`` int64.
+        targets: the row of each token of the documents as a target, ``(T,)`` int64.
         cu_seqlens: boundaries of the segments, ``(S + 1,)`` int32.
         cu_seqlens_k: boundaries of the keys of each segment, ``(S + 1,)`` int32.
         key_index: rows of all keys, segment by segment, ``(K,)`` int64.
-        position_ids: ``(T,)`` int64.
+        position_ids: ``(T',)`` int64.
     """
 
     order: np.ndarray
     starts: np.ndarray
     depths: np.ndarray
-    targets: list[np.ndarray]
+    offsets: np.ndarray
+    tokens: np.ndarray
+    targets: np.ndarray
     cu_seqlens: np.ndarray
     cu_seqlens_k: np.ndarray
     key_index: np.ndarray
     position_ids: np.ndarray
 
-    def place(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Return values of the documents' tokens as a row ``(T,)``, such as their `input_ids`."""
-        parts = [values[d][depth:] for d, depth in zip(self.order, self.depths, strict=True)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    def place(self, values: np.ndarray) -> np.ndarray:
+        """Return values ``(T,)`` of the documents' tokens as a row ``(T',)``."""
+        return values[self.tokens]
 
-    def sum_targets(self, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the sum ``(T,)`` float64 of the weights that each row has as a target."""
-        total = np.zeros(self.starts[-1])
-        for rows, values in zip(self.targets, weights, strict=True):
-            total[rows[1:]] += values[1:]  # the first token of a document is no target
-        return total
+    def sum_targets(self, weights: np.ndarray) -> np.ndarray:
+        """Return the sum ``(T',)`` float64 of the weights ``(T,)`` of each row as a target."""
+        weights = weights.astype(np.float64)
+        # The first token of a document is no target.
+        weights[self.offsets[:-1][np.diff(self.offsets) > 0]] = 0
+        return np.bincount(self.targets, weights, minlength=len(self.tokens))
 
 
 def build_prefix_tree(
@@ -70,78 +75,117 @@ def build_prefix_tree(
 
     Examples:
         >>> tree = build_prefix_tree([np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2])])
-        >>> tree.place([np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2])]).tolist()
+        >>> tree.place(np.array([7, 8, 9, 1, 7, 8, 9, 2])).tolist()
         [7, 8, 9, 1, 9, 2]
         >>> tree.position_ids.tolist()
         [0, 1, 2, 3, 2, 3]
     """
-    groups = [0] * len(documents) if groups is None else groups
-    order = sorted(
-        range(len(documents)), key=lambda d: (groups[d], documents[d].astype(">i8").tobytes())
-    )
-    depths = _shared_depths([documents[d] for d in order], [groups[d] for d in order], min_shared)
-    lengths = np.array([len(documents[d]) for d in order], np.int64)
+    order, depths = _sort(documents, [0] * len(documents) if groups is None else groups, min_shared)
+    sizes = np.fromiter(map(len, documents), np.int64, len(documents))
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    lengths = sizes[order]
     starts = np.concatenate([[0], np.cumsum(lengths - depths)])
-    targets: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)
-    path = as_targets = np.zeros(0, np.int64)  # rows of the tokens of the document before
-    paths = []
-    for run, (document, depth) in enumerate(zip(order, depths.tolist(), strict=True)):
-        own = np.arange(starts[run], starts[run + 1])
-        # A branch repeats its first token, which is a target where it stood first.
-        repeats = int(len(own) > 0 and 0 < depth < len(path))
-        path = np.concatenate([path[:depth], own])
-        as_targets = np.concatenate([as_targets[: depth + repeats], own[repeats:]])
-        paths.append(path)
-        targets[document] = as_targets
-    cuts = _cuts(starts, depths, paths)
-    keys = [_keys(paths, starts, first, last) for first, last in pairwise(cuts)]
+    # A branch repeats its first token, which is a target where it stood first.
+    before = np.concatenate([[0], lengths[:-1]])
+    repeats = (lengths > depths) & (depths > 0) & (depths < before)
+    cu_seqlens, cu_seqlens_k, key_index = _segments(starts, depths)
+    run_of = np.argsort(order)  # of each document
     return PrefixTree(
-        order=np.array(order, np.int64),
+        order=order,
         starts=starts,
         depths=depths,
-        targets=targets,
-        cu_seqlens=cuts.astype(np.int32),
-        cu_seqlens_k=np.cumsum([0, *map(len, keys)]).astype(np.int32),
-        key_index=np.concatenate(keys) if keys else np.zeros(0, np.int64),
-        position_ids=np.concatenate(
-            [np.arange(d, n) for d, n in zip(depths, lengths, strict=True)] or [np.zeros(0, int)]
-        ),
+        offsets=offsets,
+        tokens=_ranges(offsets[order] + depths, lengths - depths),
+        targets=_Paths(starts, depths, depths + repeats).rows(run_of, sizes),
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        cu_seqlens_k=cu_seqlens_k.astype(np.int32),
+        key_index=key_index,
+        position_ids=_ranges(depths, lengths - depths),
     )
 
 
-def _shared_depths(
+def _sort(
     documents: Sequence[np.ndarray], groups: Sequence[int], min_shared: int
-) -> np.ndarray:
-    """Return how many tokens of its path each of the sorted documents takes from the one before."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order of documents, and how many tokens each takes from the path before it."""
+    keys = [document.astype(">i8").tobytes() for document in documents]
+    order = sorted(range(len(documents)), key=lambda d: (groups[d], keys[d]))
     depths = np.zeros(len(documents), np.int64)
-    for i in range(1, len(documents)):
-        if groups[i] != groups[i - 1]:
-            continue
-        before, document = documents[i - 1], documents[i]
-        common = common_length(before, document)
-        # A document that ends has no next token to disagree about.
-        depth = common if common == len(before) else common - 1
-        depths[i] = depth if depth >= min_shared else 0
-    return depths
+    first = 8 * min_shared  # bytes
+    for i, (before, document) in enumerate(pairwise(order), 1):
+        if groups[document] == groups[before] and keys[document][:first] == keys[before][:first]:
+            common = common_length(documents[before], documents[document])
+            # A document that ends has no next token to disagree about.
+            depth = common if common == len(documents[before]) else common - 1
+            depths[i] = depth if depth >= min_shared else 0
+    return np.array(order, np.int64), depths
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """Return the number of tokens with which both begin."""
     length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
+    differ = a[:length] != b[:length]
+    first = int(differ.argmax()) if length else 0
+    return first if length and differ[first] else length
 
 
-def _cuts(starts: np.ndarray, depths: np.ndarray, paths: Sequence[np.ndarray]) -> np.ndarray:
-    """Return rows at which segments start, and T: at runs, and behind rows where a run branches."""
-    branches = [
-        path[depth - 1] + 1 for path, depth in zip(paths, depths.tolist(), strict=True) if depth
-    ]
-    return np.unique(np.concatenate([starts, np.array(branches, np.int64)]))
+class _Paths:
+    """The rows of each run's document, in pieces of consecutive rows.
+
+    A run stands at the end of its path, behind the first tokens of the path before it.
+
+    Args:
+        starts: rows at which the runs start, ``(N + 1,)``.
+        depths: the depth of each run's first row, ``(N,)``.
+        begins: the depth from which a run replaces the path before it, ``(N,)``.
+    """
+
+    def __init__(self, starts: np.ndarray, depths: np.ndarray, begins: np.ndarray):
+        stack: list[tuple[int, int]] = []  # depth at which a piece begins, row minus depth
+        pieces: list[tuple[int, int]] = []
+        numbers = [0]
+        for begin, shift in zip(begins.tolist(), (starts[:-1] - depths).tolist(), strict=True):
+            while stack and stack[-1][0] >= begin:
+                stack.pop()
+            if not stack or stack[-1][1] != shift:
+                stack.append((begin, shift))
+            pieces += stack
+            numbers.append(len(pieces))
+        self.begins, self.shifts = np.array(pieces, np.int64).reshape(-1, 2).T
+        self.first = np.array(numbers)  # piece of each run
+
+    def rows(self, runs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the rows of the first `lengths` tokens of the paths of `runs`, one by one."""
+        numbers = self.first[runs + 1] - self.first[runs]
+        at = _ranges(self.first[runs], numbers)
+        ends = np.append(self.begins[1:], 0)
+        ends[self.first[1:] - 1] = np.iinfo(np.int64).max
+        begins = self.begins[at]
+        sizes = np.maximum(np.minimum(ends[at], np.repeat(lengths, numbers)) - begins, 0)
+        return _ranges(self.shifts[at] + begins, sizes)
+
+    def row(self, runs: np.ndarray, depths: np.ndarray) -> np.ndarray:
+        """Return the row at a depth of the path of each of `runs`."""
+        run_of = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+        scale = 1 + max(self.begins.max(initial=0), depths.max(initial=0))
+        at = np.searchsorted(run_of * scale + self.begins, runs * scale + depths, side="right") - 1
+        return self.shifts[at] + depths
 
 
-def _keys(paths: Sequence[np.ndarray], starts: np.ndarray, first: int, last: int) -> np.ndarray:
-    """Return the rows that the segment ``[first, last)`` sees, its own last."""
-    run = int(np.searchsorted(starts, first, side="right")) - 1
-    path = paths[run]
-    return path[: int(np.searchsorted(path, last - 1)) + 1]
+def _segments(starts: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return boundaries of segments and of their keys, and the rows of the keys.
+
+    Segments start at runs, and behind rows where a run branches.
+    """
+    paths = _Paths(starts, depths, depths)
+    inner = np.flatnonzero(depths)
+    cuts = np.unique(np.concatenate([starts, paths.row(inner, depths[inner] - 1) + 1]))
+    runs = np.searchsorted(starts, cuts[:-1], side="right") - 1
+    sizes = depths[runs] + cuts[1:] - starts[runs]
+    return cuts, np.concatenate([[0], np.cumsum(sizes)]), paths.rows(runs, sizes)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return ``start, start + 1, ...``, `length` numbers for each start."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)

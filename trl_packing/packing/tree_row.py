@@ -10,6 +10,7 @@ Loss and gradients of both rows are the same.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,51 +44,59 @@ def share_prefixes(
         padding: T' is a multiple of it.
         pad_token_id: token id of the padding.
     """
-    flat = {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
-    ends = np.cumsum(lengths)[:-1]
-    ids, labels = (np.split(flat[name], ends) for name in ("input_ids", "labels"))
-    tree = build_prefix_tree(ids, groups=_groups(flat, ends, ids, labels), min_shared=MIN_SHARED)
-    if tree.starts[-1] == len(flat["input_ids"]):
+    tree = tree_of_row(batch, lengths)
+    if tree is None:
         return None
-    return _row(tree, flat, lengths, -int(tree.starts[-1]) % padding, pad_token_id)
+    return _row(tree, _flat(batch), lengths, -int(tree.starts[-1]) % padding, pad_token_id)
 
 
-def _groups(
-    flat: dict[str, np.ndarray],
-    ends: np.ndarray,
-    ids: Sequence[np.ndarray],
-    labels: Sequence[np.ndarray],
-) -> list[int]:
+def tree_of_row(batch: dict[str, Any], lengths: Sequence[int]) -> PrefixTree | None:
+    """Return the tree of the documents of `batch`; arguments and None as of `share_prefixes`."""
+    flat, bounds = _flat(batch), np.cumsum([0, *lengths])
+    ids = [flat["input_ids"][a:b] for a, b in pairwise(bounds.tolist())]
+    groups = _groups(flat, bounds[:-1])
+    # A quick look: rows without common prefixes end here.
+    begins = {(group, x[:MIN_SHARED].tobytes()) for group, x in zip(groups, ids, strict=True)}
+    if len(begins) == len(ids):
+        return None
+    tree = build_prefix_tree(ids, groups=groups, min_shared=MIN_SHARED)
+    return None if tree.starts[-1] == bounds[-1] else tree
+
+
+def _flat(batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the tensors of a row that have a value for each token, ``(T,)``."""
+    return {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
+
+
+def _groups(flat: dict[str, np.ndarray], starts: np.ndarray) -> list[int]:
     """Return a number for each document; documents with the same number may share."""
-    starts = np.concatenate([[0], ends]).astype(np.int64)
-    sources = flat[SOURCE_IDS][starts].tolist() if SOURCE_IDS in flat else [0] * len(ids)
-    return [
-        source if ((y == x) | (y == IGNORE_INDEX)).all() else -1 - number
-        for number, (source, x, y) in enumerate(zip(sources, ids, labels, strict=True))
-    ]
+    labels = flat["labels"]
+    is_plain = (labels == flat["input_ids"]) | (labels == IGNORE_INDEX)
+    sources = flat[SOURCE_IDS][starts] if SOURCE_IDS in flat else 0
+    may_share = np.logical_and.reduceat(is_plain, starts)
+    return np.where(may_share, sources, -1 - np.arange(len(starts))).tolist()
 
 
 def _row(
     tree: PrefixTree, flat: dict[str, np.ndarray], lengths: Sequence[int], tail: int, pad: int
 ) -> TreeRow:
-    ends = np.cumsum(lengths)[:-1]
-    by_document = {name: np.split(values, ends) for name, values in flat.items()}
-    is_trained = [y != IGNORE_INDEX for y in by_document["labels"]]
-    weights = by_document.get(TOKEN_WEIGHTS, is_trained)
+    is_trained = flat["labels"] != IGNORE_INDEX
     counts = tree.sum_targets(is_trained)
-    ids = tree.place(by_document["input_ids"])
+    ids = tree.place(flat["input_ids"])
     # Where a document has labels of its own, it shares nothing: its labels are on its path.
-    labels = np.where(counts > 0, tree.place(by_document["labels"]), IGNORE_INDEX)
+    labels = np.where(counts > 0, tree.place(flat["labels"]), IGNORE_INDEX)
     labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
+    weights = flat.get(TOKEN_WEIGHTS)
+    sums = counts if weights is None else tree.sum_targets(weights)
     row = {
         "input_ids": (ids, pad),
         "labels": (labels, IGNORE_INDEX),
-        TOKEN_WEIGHTS: (tree.sum_targets(weights).astype(np.float32), 0),
+        TOKEN_WEIGHTS: (sums.astype(np.float32), 0),
         TARGET_COUNTS: (counts.astype(np.int64), 0),
         "position_ids": (tree.position_ids, None),
     }
     if SOURCE_IDS in flat:
-        row[SOURCE_IDS] = (tree.place(by_document[SOURCE_IDS]), -1)
+        row[SOURCE_IDS] = (tree.place(flat[SOURCE_IDS]), -1)
     tensors = {name: _padded(values, tail, fill) for name, (values, fill) in row.items()}
     total = len(ids) + tail
     cu_seqlens, cu_seqlens_k, key_index = tree.cu_seqlens, tree.cu_seqlens_k, tree.key_index
@@ -111,7 +120,12 @@ def _row(
         tensors["labels"][0].numpy() != IGNORE_INDEX,
         tail,
         longest,
-        TreeNumbers(np.asarray(lengths, np.int64), int(counts.sum()), most_keys),
+        TreeNumbers(
+            np.asarray(lengths, np.int64),
+            int(counts.sum()),
+            most_keys,
+            np.diff(tree.cu_seqlens_k).astype(np.int64),
+        ),
     )
     return TreeRow(batch, host)
 

@@ -59,15 +59,22 @@ class RunCollators:
         self.pad_to_multiple_of = pad_to_multiple_of
         self.padded = trainer.data_collator
         self.packed: PackedCollator
+        self._shares_in_evaluation = False
         self.use(collator)
 
     def use(self, collator: PackedCollator) -> None:
         """Train on rows of a copy of `collator` that weights documents as the config says.
 
         Raises:
-            ValueError: the collator has another `loss_weighting` than the config.
+            ValueError: the collator has another `loss_weighting` than the config, or shares
+                prefixes although the config does not.
         """
         weighting = self.options.loss_weighting
+        if collator.shares_prefixes and self.options.prefix_sharing == "off":
+            raise ValueError(
+                "the data_collator has shares_prefixes=True, which is exact on some models only; "
+                "set prefix_sharing='bin' in the config, which checks yours"
+            )
         if collator.loss_weighting not in ("token", weighting):
             raise ValueError(
                 f"the data_collator has loss_weighting={collator.loss_weighting!r}, but the config "
@@ -78,6 +85,7 @@ class RunCollators:
         collator.tensors_only = True
         if collator.images is None and hasattr(self, "packed"):
             collator.images = self.packed.images
+        collator.shares_prefixes = False  # until `PrefixSharing` has decided
         self.packed = self.trainer.data_collator = collator
         self.hold_shapes()
 
@@ -96,15 +104,35 @@ class RunCollators:
             collator = WeightedPaddedCollator(self.padded, self.options.loss_weighting)
             return collator if self.packed.images is None else self.packed.images.padded(collator)
         if self.packed.static_shapes is None:
-            return self.for_data_loader()
+            return self._for_evaluation_as_decided(self.for_data_loader())
         if self.sampling.eval_packing:
             return self.with_shapes(self.trainer.args.eval_batch_size)
         return replace(self.packed, static_shapes=None)
 
+    # --- shared prefixes ----------------------------------------------------------------------
+
+    @property
+    def makes_rows_unchanged(self) -> bool:
+        """Whether rows are ours, as no class or collator of a user has changed them."""
+        is_ours = type(self.packed).__call__ is PackedCollator.__call__
+        return is_ours and self.trainer.data_collator is self.packed
+
+    def share_prefixes(self, shares: bool, *, training: bool) -> None:
+        """Share prefixes in rows of training, else of evaluation: a check is for one of them."""
+        if not training:
+            self._shares_in_evaluation = shares
+        if training or not self.makes_rows_unchanged:
+            # In place, because the data loader already holds the collator.
+            self.packed.shares_prefixes = shares
+
+    def _for_evaluation_as_decided(self, collator: Any) -> Any:
+        ours = collator is self.packed
+        return collator.with_sharing(self._shares_in_evaluation) if ours else collator
+
     def for_probes(self) -> PackedCollator:
         """Return the collator of the isolation check: probes fill one bin or two."""
         shaped = self.packed if self.packed.static_shapes is None else self.with_shapes(bins=1)
-        return replace(shaped, shares_prefixes=False)  # `PrefixSharing` has a check of its own
+        return shaped.with_sharing(False)  # `PrefixSharing` has a check of its own
 
     # --- static shapes ------------------------------------------------------------------------
 

@@ -108,14 +108,16 @@ class ThroughputMeter:
                 self.throughput.add(self._counts(row, room))
 
     def _counts(self, row: HostRow, room: int | None) -> Counts:
-        lengths, num_trained = row.lengths, row.num_trained
+        lengths, flops = row.lengths, self._model_flops
+        tokens, targets = int(lengths.sum()), int(row.is_trained.sum())
         return Counts(
             documents=len(lengths),
-            tokens=int(lengths.sum()),
-            trained_tokens=num_trained,
+            tokens=tokens,
+            trained_tokens=row.num_trained,
             room=room or row.num_tokens,
-            flops=self._model_flops.of(lengths, num_trained) if self._model_flops else 0.0,
+            flops=flops.of(row.segments, targets, row.keys) if flops else 0.0,
             computed=row.num_tokens,
+            shared=tokens - (row.num_tokens - row.padding),
         )
 
     def _count_flops(self) -> ModelFlops | None:

@@ -3,13 +3,14 @@
 prefix_sharing="off"      no
 prefix_sharing="bin"      documents share within a bin, if
                             nothing needs each document's own tokens (a balance of experts, a user's
-                            loss, dropout in attention, virtual tokens)
+                            loss or collator, NEFTune, dropout, virtual tokens)
                             the attention in use takes keys of their own
                             the check of this model shows that siblings stay apart
-Otherwise the run trains as with "off", and one line says why.
+                            documents of a row begin alike (prefix_savings.py)
+Otherwise the run trains as with "off", and a line of the report says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,15 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from trl_packing.attention.install import check_backward, take_prefix_keys
+from trl_packing.config import PackingOptions
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.isolation.prefix_check import check_prefixes
-from trl_packing.models.introspection import text_config
+from trl_packing.models.state import find_randomness
 from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)
-
-# Backends whose kernels take boundaries of queries and keys apart.
-_BACKENDS = ("documents", "varlen")
 
 
 class PrefixSharing:
@@ -37,10 +37,7 @@ class PrefixSharing:
         guard: knows the attention in use.
         collators: their packed rows share.
         mode: "off" or "bin".
-        user_loss: whether a user's method computes the loss.
-
-    Attributes:
-        reason: why rows do not share; None if they do, or before the first decision.
+        loss_is_ours: whether no method of a user computes the loss; asked before each run.
     """
 
     def __init__(
@@ -50,64 +47,85 @@ class PrefixSharing:
         collators: RunCollators,
         mode: str,
         *,
-        user_loss: bool,
+        loss_is_ours: Callable[[], bool],
     ):
         self.trainer = trainer
         self.guard = guard
         self.collators = collators
         self.mode = mode
-        self.user_loss = user_loss
-        self.reason: str | None = None
-        self._decided: dict[tuple[str, bool], str | None] = {}
+        self.loss_is_ours = loss_is_ours
+        self._failures: dict[tuple[str, bool], str | None] = {}
+        self._warned_of: set[str] = set()
 
-    def decide(self, model: Any, documents: Sequence[np.ndarray], *, training: bool) -> None:
+    @property
+    def reason(self) -> str | None:
+        """Return why rows of the training set do not share; None if they do, or may."""
+        checked = (self.guard.attention.backend, True)
+        return self._why_not(training=True) or self._failures.get(checked)
+
+    def decide(
+        self, model: Any, documents: Sequence[np.ndarray], *, training: bool, pays: bool
+    ) -> None:
         """Turn sharing on or off, before batches are made in this mode.
 
         Args:
             model: wrapped as it will run.
             documents: token ids ``(T,)`` of documents of the run.
             training: the mode of the model.
+            pays: whether the documents have prefixes to share, as far as is known.
         """
-        if self.mode == "off":
-            return
-        key = (self.guard.attention.backend, training)
-        if key not in self._decided:
-            self._decided[key] = self._why_not() or self._failure(model, documents, training)
-            if (reason := self._decided[key]) and reason != self.reason:
-                logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
-            self.reason = self._decided[key]
-        # In place, because the data loader already holds the collator.
-        self.collators.packed.shares_prefixes = self._decided[key] is None
+        shares = self.mode != "off" and pays and self._is_exact(model, documents, training)
+        self.collators.share_prefixes(shares, training=training)
 
-    def _why_not(self) -> str | None:
-        """Return why no model could share in this run, or None."""
+    def _is_exact(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> bool:
+        """Return whether rows of this model can share; check it once in a mode."""
+        reason, key = self._why_not(training), (self.guard.attention.backend, training)
+        if reason is None:
+            if key not in self._failures:
+                self._failures[key] = self._failure(model, documents, training)
+            reason = self._failures[key]
+        was_asked_for = self.mode != PackingOptions.prefix_sharing  # the default only tries
+        if reason and was_asked_for and reason not in self._warned_of:
+            logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
+            self._warned_of.add(reason)
+        return reason is None
+
+    def _why_not(self, training: bool) -> str | None:
+        """Return why no model could share in this mode of the run, or None."""
         trainer, backend = self.trainer, self.guard.attention
         if self.collators.packed.images is not None:
             return "an image belongs to one document"
+        if self.collators.packed.static_shapes is not None:
+            return "static_shapes=True holds rows at one length"
         if trainer.aux_loss_enabled:
             return "the balance of experts counts every token of every document"
-        if trainer.compute_loss_func is not None or self.user_loss:
+        if trainer.compute_loss_func is not None or not self.loss_is_ours():
             return "the loss is your own, and a shared token would count once in it"
+        if not self.collators.makes_rows_unchanged:
+            return "data_collator is your own, and may change a token for one document only"
+        if alpha := getattr(trainer, "neftune_noise_alpha", None):
+            return f"neftune_noise_alpha={alpha} draws noise for each document"
+        if training and (strength := find_randomness(trainer.model)):
+            return f"{strength} draws for each document; set it to 0 to share prefixes"
         peft_config = getattr(trainer.model, "active_peft_config", None)
         if getattr(peft_config, "is_prompt_learning", False):
             return "virtual tokens stand in front of each row"
-        if dropout := getattr(text_config(self.guard.base_model), "attention_dropout", 0.0):
-            return f"attention_dropout={dropout} would drop the same for all documents of a prefix"
-        if backend.backend not in _BACKENDS:
-            return f"attention={backend.backend!r} has one set of boundaries for queries and keys"
-        return None
+        return take_prefix_keys(self.guard.base_model, backend.backend)
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
         try:
-            result: CheckResult = check_prefixes(
-                model,
-                documents,
-                collator=self.collators.for_probes(),
-                training=training,
-                attention=str(self.guard.attention),
-                fused_head=True,
-            )
+            with check_backward(self.guard.model, training=training) as faults:
+                result: CheckResult = check_prefixes(
+                    model,
+                    documents,
+                    collator=self.collators.for_probes(),
+                    training=training,
+                    attention=str(self.guard.attention),
+                    fused_head=True,
+                )
+            if result and faults:
+                result = Refusal(faults[0].splitlines()[0])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # models raise all kinds of errors

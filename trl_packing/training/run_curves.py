@@ -15,11 +15,14 @@ _TITLES = {
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
+    "computed_tokens_per_second": "computed tokens per second",
 }
 _NOTES = {
     "loss": "mean over trained tokens since the last log",
     "grad_norm": "before clipping",
-    "utilization": "tokens of documents / room for tokens",
+    "tokens_per_second": "tokens of documents",
+    "computed_tokens_per_second": "a token that documents share counts once",
+    "utilization": "computed tokens of documents / room for tokens",
 }
 _SHARES = ("utilization", "mfu", "mean_token_accuracy")
 
@@ -27,7 +30,7 @@ _EVAL_LOSS = re.compile(r"eval_(.+_)?loss(_.+)?")
 # Counts and times of day are axes, or figures of the whole run.
 _NO_CURVE = re.compile(
     r"epoch|step|num_tokens|num_input_tokens_seen|total_flos|train_(loss|runtime|.*seconds?|tokens|"
-    r"trained_tokens|documents|utilization|documents_per_step|peak_memory_gib|mfu)|"
+    r"trained_tokens|computed_tokens|documents|utilization|documents_per_step|peak_memory_gib|mfu)|"
     r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|num_tokens|num_documents.*)"
 )
 _MOST_CURVES = 24

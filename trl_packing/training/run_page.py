@@ -53,6 +53,8 @@ def _figures(record: RunRecord) -> list[tuple[str, str]]:
     found = [(record.status, f"written {record.written}"), (f"{record.step:,}", of_all)]
     counts = {"documents": total.documents, "tokens": total.tokens}
     found += [(f"{count:,}", name) for name, count in counts.items() if count is not None]
+    if total.tokens and total.computed_tokens and total.tokens > total.computed_tokens:
+        found.append((f"{total.computed_tokens:,}", "tokens computed: documents share the others"))
     if total.seconds is not None:
         found.append((in_words(total.seconds), "of training"))
     if loss is not None:

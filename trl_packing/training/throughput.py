@@ -12,7 +12,7 @@ docs/metrics.md defines each of the names.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 GIB = 2**30
 
@@ -27,8 +27,9 @@ class Counts:
         trained_tokens: targets of the loss.
         room: tokens that fit (bins × capacity). Where nothing is packed into bins: tokens that
             were computed, padding included.
-        flops: operations that the documents need on this model (`models.flops`); 0 if unknown.
+        flops: operations that the rows need on this model (`models.flops`); 0 if unknown.
         computed: tokens of the rows, padding included.
+        shared: tokens that were not computed, because a document before in the row has them.
     """
 
     documents: int = 0
@@ -37,6 +38,7 @@ class Counts:
     room: int = 0
     flops: float = 0.0
     computed: int = 0
+    shared: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -50,15 +52,17 @@ class Counts:
             self.room // ranks,
             self.flops / ranks,
             self.computed // ranks,
+            self.shared // ranks,
         )
 
     @staticmethod
     def summed(rows: Sequence[Sequence[float]]) -> "Counts":
         """Return the sum of counts, each given as a row of numbers."""
-        documents, tokens, trained, room, flops, computed = (
-            sum(numbers) for numbers in zip(*rows, strict=True)
+        sums = [sum(numbers) for numbers in zip(*rows, strict=True)]
+        names = (count.name for count in fields(Counts))
+        return Counts(
+            **{n: x if n == "flops" else int(x) for n, x in zip(names, sums, strict=True)}
         )
-        return Counts(int(documents), int(tokens), int(trained), int(room), flops, int(computed))
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,8 @@ class Throughput:
     def interval_metrics(self, step: int, machine: Machine) -> dict[str, float]:
         """Return the metrics since the last call; `step` optimizer steps are done."""
         seconds = self.watch.seconds()
-        found = metrics(
-            self._interval, seconds - self._last_seconds, step - self._last_step, machine
-        )
+        past, steps = seconds - self._last_seconds, step - self._last_step
+        found = metrics(self._interval, past, steps, machine, shares=bool(self.run.shared))
         self._interval, self._last_seconds, self._last_step = Counts(), seconds, step
         return found
 
@@ -157,14 +160,26 @@ class Throughput:
             "documents": self.run.documents,
             "tokens": self.run.tokens,
             "trained_tokens": self.run.trained_tokens,
+            **({"computed_tokens": self.run.computed} if self.run.shared else {}),
             "seconds": seconds,
         }
-        found = totals | metrics(self.run, seconds, step - self._first_step, machine)
+        steps, shares = step - self._first_step, bool(self.run.shared)
+        found = totals | metrics(self.run, seconds, steps, machine, shares=shares)
         return {f"train_{name}": value for name, value in found.items()}
 
 
-def metrics(counts: Counts, seconds: float, steps: int, machine: Machine) -> dict[str, float]:
-    """Return the metrics of `counts` in `seconds` and `steps`; unknown ones are left out."""
+def metrics(
+    counts: Counts, seconds: float, steps: int, machine: Machine, *, shares: bool = False
+) -> dict[str, float]:
+    """Return the metrics of `counts` in `seconds` and `steps`; unknown ones are left out.
+
+    Args:
+        counts: of all ranks.
+        seconds: of training.
+        steps: optimizer steps.
+        machine: the devices of all ranks.
+        shares: whether documents of the run have shared tokens.
+    """
     found: dict[str, float] = {}
     if not counts.room:  # the batches of a user's collator have no CPU copy
         return found
@@ -172,8 +187,9 @@ def metrics(counts: Counts, seconds: float, steps: int, machine: Machine) -> dic
         found["tokens_per_second"] = counts.tokens / seconds
         found["trained_tokens_per_second"] = counts.trained_tokens / seconds
         found["documents_per_second"] = counts.documents / seconds
-    if counts.room:
-        found["utilization"] = counts.tokens / counts.room
+        if shares:
+            found["computed_tokens_per_second"] = counts.computed / seconds
+    found["utilization"] = (counts.tokens - counts.shared) / counts.room
     if steps:
         found["documents_per_step"] = counts.documents / steps
     if machine.peak_memory_bytes:
@@ -196,10 +212,14 @@ def in_short(logs: dict[str, float]) -> str:
 
     >>> in_short({"tokens_per_second": 12345.6, "utilization": 0.9987, "mfu": 0.41})
     '12.3k tokens/s, 99.9% full, 41% MFU'
+    >>> in_short({"tokens_per_second": 24000.0, "computed_tokens_per_second": 10000.0})
+    '24k tokens/s (10k computed)'
     """
     if "tokens_per_second" not in logs:
         return ""
-    words = [f"{_scaled(logs['tokens_per_second'])} tokens/s"]
+    computed = logs.get("computed_tokens_per_second")
+    beside = "" if computed is None else f" ({_scaled(computed)} computed)"
+    words = [f"{_scaled(logs['tokens_per_second'])} tokens/s{beside}"]
     if "utilization" in logs:
         words.append(f"{logs['utilization']:.1%} full")
     if "mfu" in logs:

@@ -80,7 +80,8 @@ def preview_rows(
             raise ValueError(f"row {row} is not among the {number:,} rows of the data set")
     for row in rows:
         documents, reason = run.documents_of_row(row)
-        pieces = [f", piece {i + 1} of {len(documents)}" for i in range(len(documents))]
+        unit = "document" if run.preparation.row_format.makes_turns else "piece"
+        pieces = [f", {unit} {i + 1} of {len(documents)}" for i in range(len(documents))]
         texts = [
             show_document(
                 document,
@@ -97,7 +98,9 @@ def preview_losses(run: PreviewedRun) -> str:
     """Return a sentence for each thing that preparing the whole data set loses."""
     _, counts = run.documents()
     lost = str(counts) if counts is not None else ""
-    return f"{len(run.dataset):,} rows\n{lost or 'Nothing is lost.'}"
+    turns = str(counts.conversations) if counts is not None else ""
+    rows = f"{len(run.dataset):,} rows" + f"\n{turns}" * bool(turns)
+    return f"{rows}\n{lost or 'Nothing is lost.'}"
 
 
 def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
@@ -147,13 +150,14 @@ def report_on(
     counts: PreparationCounts | None,
 ) -> PackingReport:
     """Return the report on what `plan_of` returns."""
-    weighting = PackingOptions.of(run.args).loss_weighting
+    options = PackingOptions.of(run.args)
     return plan_report(
         documents,
         sampler,
         attention=None,
-        loss=in_words(weighting, documents.dataset.column_names),
+        loss=in_words(options.loss_weighting, documents.dataset.column_names),
         preparation=counts or PreparationCounts(),
+        prefix_sharing=options.prefix_sharing,
         tokens_per_micro_batch=_static_tokens(run.args),
         given_in_steps=settings_in_steps(run.args),
     )

@@ -1,0 +1,167 @@
+"""Documents with common prefixes, and one optimizer step on them, for comparison with `by_hand`.
+
+    S ─┬─ Q ─┬─ answers of all lengths, one of them twice, one that begins another
+       │     └─ the question alone
+       ├─ R ─── answers, some trained with their question, some with weights of their own
+       └─ other documents, which share S or nothing
+
+Prompts are untrained in some documents and trained in others, so the weights of a position differ
+from document to document.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+
+from helpers.one_step import ONE_STEP, Keep
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.documents.host_row import host_row
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.tools.exactness.tiny_models import DOCUMENT_IDS
+from trl_packing.tools.exactness.tiny_models import tiny_model as tiny_architecture
+from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
+
+#: Families of the proof. `qwen3_moe` trains without the balance of its experts.
+FAMILIES = (
+    "llama",
+    "deepseek_v3",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "granite",
+    "cohere2",
+    "qwen3_moe",
+)
+
+
+def forked_documents(seed: int = 0, *, weighted: bool = False) -> list[dict[str, list[Any]]]:
+    """Return 19 documents of 2 to 90 tokens; their windows of 8 are shorter than the prefixes."""
+    rng = np.random.default_rng(seed)
+
+    def draw(length: int) -> list[int]:
+        return rng.integers(DOCUMENT_IDS.start + 7, DOCUMENT_IDS.stop, length).tolist()
+
+    system, first, second = draw(21), draw(18), draw(27)
+    answers = [draw(n) for n in (1, 2, 9, 17, 30)]
+    documents = [
+        *(_document(system + first, answer) for answer in answers),
+        _document(system + first, answers[3]),
+        _document(system + first, answers[3] + draw(6)),
+        _document(system, first),
+        _document(system, first + draw(24)),
+        *(_document(system + second, draw(n)) for n in (4, 11, 23)),
+        *(_document([], system + second + draw(n)) for n in (5, 13)),
+        _document(system, draw(14)),
+        _document(system[:17], draw(19)),
+        _document([], draw(33)),
+        _document(draw(12), draw(8)),
+        _document([], draw(2)),
+    ]
+    if not weighted:
+        return documents
+    numbers = iter(rng.integers(1, 9, 2000) / 4)
+    return [
+        document
+        | {
+            "loss_weights": [float(next(numbers)) for _ in document["input_ids"]],
+            "loss_weight": float(next(numbers)),
+        }
+        for document in documents
+    ]
+
+
+def _document(prompt: list[int], completion: list[int]) -> dict[str, list[int]]:
+    return {
+        "input_ids": prompt + completion,
+        "labels": [IGNORE_INDEX] * len(prompt) + completion,
+    }
+
+
+def build_model(name: str, *, lora: bool = False) -> Any:
+    """Return a tiny model of a family; every parameter of its adapters has an effect."""
+    model = tiny_architecture(name)
+    if not lora:
+        return model
+    torch.manual_seed(3)
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+
+
+@dataclass
+class Step:
+    """The only optimizer step of a run: its loss, gradients, and tokens of all micro-batches."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    trainer: Any
+    documents: int = 0
+    tokens: int = 0
+    computed: int = 0
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+class _Counting(PackedSFTTrainer):
+    rows: list[Any]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self.rows = [host_row(batch) for batch in batches]
+        return batches, num_items
+
+
+def one_shared_step(
+    model: Any,
+    documents: Any,
+    folder: Any,
+    *,
+    arguments: dict[str, Any] | None = None,
+    **options: Any,
+) -> Step:
+    """Train `documents` in one step of rows that share prefixes; options as of the config."""
+    kept = Keep()
+    trainer = _Counting(
+        copy.deepcopy(model),
+        PackedSFTConfig(
+            **{
+                **ONE_STEP,
+                "output_dir": str(folder),
+                "max_length": 128,
+                "per_device_train_batch_size": 8,
+                "router_aux_loss_coef": None,
+                "prefix_sharing": "bin",
+                **options,
+            }
+        ),
+        train_dataset=Dataset.from_list(documents) if isinstance(documents, list) else documents,
+        processing_class=tiny_tokenizer(),
+        callbacks=[kept],
+        **(arguments or {}),
+    )
+    trainer.train()
+    log = trainer.state.log_history[0]
+    return Step(
+        log["loss"],
+        kept.gradients,
+        trainer,
+        sum(len(row.lengths) for row in trainer.rows),
+        sum(int(row.lengths.sum()) for row in trainer.rows),
+        sum(row.num_tokens - row.padding for row in trainer.rows),
+        log,
+    )
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return ‖found − expected‖ / ‖expected‖ over all gradients."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    apart = sum(float((found[n].double() - g.double()).square().sum()) for n, g in expected.items())
+    return (apart / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5

@@ -1,0 +1,128 @@
+"""The index of prefixes knows the length of every row that shares them."""
+
+import numpy as np
+import pytest
+from datasets import Dataset, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.prefix_index import PrefixIndex
+
+
+def random_rows(rng, number=40, *, own_labels=False):
+    prompts = [rng.integers(5, 9, rng.integers(10, 60)).tolist() for _ in range(4)]
+    rows = []
+    for _ in range(number):
+        ids = prompts[rng.integers(4)][: rng.integers(10, 60)]
+        ids = ids + rng.integers(5, 9, rng.integers(0, 6)).tolist()
+        labels = [-100 if i < len(ids) // 2 else token for i, token in enumerate(ids)]
+        if own_labels and rng.random() < 0.3:
+            labels[rng.integers(len(labels))] = 3
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+def lengths_of_rows(documents, rows):
+    """Return the tokens of each row as the collator makes it."""
+    collate = PackedCollator(shares_prefixes=True)
+    return [collate(documents.__getitems__(row))["input_ids"].shape[1] for row in rows]
+
+
+def flat(rows):
+    return np.concatenate([[], *rows]).astype(int), np.cumsum([0, *map(len, rows)])
+
+
+def assert_knows(documents, rng, number=30):
+    index, lengths = PrefixIndex.of(documents), documents.lengths()
+    sizes = rng.integers(1, min(12, len(documents)), number)
+    rows = [rng.permutation(len(documents))[:size].tolist() for size in sizes]
+    computed = index.computed_tokens(lengths, *flat(rows))
+    assert computed.tolist() == lengths_of_rows(documents, rows)
+    return computed.sum(), sum(lengths[row].sum() for row in rows)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_computed_tokens_are_those_of_the_rows(seed):
+    rng = np.random.default_rng(seed)
+    columns = ["input_ids", "labels"]
+    assert_knows(ArrowDocuments(Dataset.from_list(random_rows(rng)), columns), rng)
+
+
+def test_something_is_shared_and_more_in_larger_rows():
+    rng = np.random.default_rng(0)
+    documents = ArrowDocuments(Dataset.from_list(random_rows(rng)), ["input_ids", "labels"])
+    computed, apart = assert_knows(documents, rng)
+    assert computed < 0.8 * apart
+
+
+def test_labels_of_their_own_are_not_shared():
+    rng = np.random.default_rng(1)
+    rows = random_rows(rng, own_labels=True)
+    documents = ArrowDocuments(Dataset.from_list(rows), ["input_ids", "labels"])
+    assert_knows(documents, rng)
+    with_labels = PrefixIndex.of(documents).common
+    without = PrefixIndex.of(ArrowDocuments(Dataset.from_list(rows), ["input_ids"])).common
+    assert with_labels.sum() < without.sum()
+
+
+def test_a_label_of_the_first_token_does_not_count():
+    rows = [{"input_ids": [7] * 20 + [i], "labels": [3] + [7] * 19 + [i]} for i in range(2)]
+    documents = ArrowDocuments(Dataset.from_list(rows), ["input_ids", "labels"])
+    assert PrefixIndex.of(documents).common.tolist() == [0, 20]
+
+
+def test_documents_of_other_sources_are_not_shared():
+    rng = np.random.default_rng(2)
+    sources = rng.integers(0, 3, 40)
+    documents = ArrowDocuments(
+        Dataset.from_list(random_rows(rng, own_labels=True)),
+        ["input_ids", "labels"],
+        {"source_ids": sources},
+    )
+    assert_knows(documents, rng)
+    # Control: an index that knows no sources expects shorter rows.
+    blind = PrefixIndex.of(ArrowDocuments(documents.dataset, ["input_ids", "labels"]))
+    rows = [list(range(40))]
+    computed = blind.computed_tokens(documents.lengths(), *flat(rows))
+    assert computed[0] < lengths_of_rows(documents, rows)[0]
+
+
+def test_chunks_and_indices_of_the_table_are_followed():
+    rng = np.random.default_rng(3)
+    parts = [Dataset.from_list(random_rows(rng, number)) for number in (7, 1, 12, 30)]
+    dataset = concatenate_datasets(parts)
+    assert dataset.data.column("input_ids").num_chunks == 4
+    for chosen in (dataset, dataset.shuffle(seed=1), dataset.select(range(5, 45, 2))):
+        assert_knows(ArrowDocuments(chosen, ["input_ids", "labels"]), rng)
+
+
+def test_a_subset_is_the_index_of_its_documents():
+    rng = np.random.default_rng(4)
+    dataset = Dataset.from_list(random_rows(rng, own_labels=True))
+    chosen = rng.permutation(40)[:25]
+    columns = ["input_ids", "labels"]
+    subset = PrefixIndex.of(ArrowDocuments(dataset, columns)).subset(chosen)
+    alone = ArrowDocuments(dataset.select(chosen), columns)
+    rows = [rng.permutation(25)[:8].tolist() for _ in range(20)]
+    computed = subset.computed_tokens(alone.lengths(), *flat(rows))
+    assert computed.tolist() == lengths_of_rows(alone, rows)
+
+
+def test_one_document_none_and_empty_ones():
+    for rows in ([], [[1, 2]], [[], [], [1]]):
+        dataset = Dataset.from_dict({"input_ids": rows or [[0]]}).select(range(len(rows)))
+        documents = ArrowDocuments(dataset, ["input_ids"])
+        index = PrefixIndex.of(documents)
+        every = [[i] for i in range(len(rows))]
+        computed = index.computed_tokens(documents.lengths(), *flat(every))
+        assert computed.tolist() == [len(row) for row in rows]
+
+
+def test_packed_rows_are_refused():
+    rows = Dataset.from_list([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}])
+    documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])
+    with pytest.raises(ValueError, match="packed before"):
+        PrefixIndex.of(documents)

@@ -1,0 +1,173 @@
+"""The common prefixes of a data set, and the tokens that shared rows of its documents compute.
+
+    documents    0: S S Q a    1: S S R     2: S S Q b b      S S Q: the tokens of a prefix
+    order        0   2   1                                    sorted by tokens
+    common       0   3   2                                    tokens shared with the one before
+    ranks        0   2   1                                    place of each document in the order
+
+Two documents share the least `common` between their places. So lengths and these numbers tell the
+length of any row with shared prefixes (tree_row.py) without a look at tokens. Documents that may
+not share lie in other groups: of another source, or with labels that are not their tokens.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, SOURCE_IDS
+from trl_packing.documents.list_columns import ListColumn
+from trl_packing.packing.prefix_order import prefix_order_of_rows
+from trl_packing.packing.range_minima import RangeMinima
+from trl_packing.packing.tree_row import MIN_SHARED
+
+_AT_ONCE = 65_536  # documents whose labels are compared at once
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixIndex:
+    """The documents of a data set in sorted order.
+
+    Attributes:
+        order: documents by group and tokens, ``(N,)`` int64.
+        common: tokens that each shares with the one before it in `order`, ``(N,)`` int32; 0 for the
+            first one of a group.
+    """
+
+    order: np.ndarray
+    common: np.ndarray
+
+    @classmethod
+    def of(cls, documents: ArrowDocuments) -> "PrefixIndex":
+        """Return the index of `documents`; O(tokens of common prefixes), 16 bytes a document.
+
+        Raises:
+            ValueError: the rows hold several documents each.
+        """
+        if is_packed(documents):
+            raise ValueError(
+                f"rows that were packed before (they have {SEQ_LENGTHS}) have no prefixes of "
+                "their own; pass the documents"
+            )
+        stored = documents.stored_rows(np.arange(len(documents)))
+        order, common = prefix_order_of_rows(documents.readers["input_ids"].chunks, stored)
+        index = cls(order, common.astype(np.int32))
+        groups = _groups(documents, stored)
+        return index if groups is None else index.grouped(groups)
+
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        """Place of each document in `order`, ``(N,)`` int64."""
+        ranks = np.empty(len(self.order), np.int64)
+        ranks[self.order] = np.arange(len(self.order))
+        return ranks
+
+    @cached_property
+    def _minima(self) -> RangeMinima:
+        return RangeMinima(self.common)
+
+    def grouped(self, groups: np.ndarray) -> "PrefixIndex":
+        """Return the index in which only documents with the same number in `groups` share."""
+        places = np.argsort(groups[self.order], kind="stable")
+        order = self.order[places]
+        common = self._common_of(places)
+        common[1:][np.diff(groups[order]) != 0] = 0
+        return PrefixIndex(order, common)
+
+    def subset(self, documents: np.ndarray) -> "PrefixIndex":
+        """Return the index of some documents, which it counts from 0 as they are given."""
+        number = np.full(len(self.order), -1)
+        number[documents] = np.arange(len(documents))
+        places = np.flatnonzero(number[self.order] >= 0)
+        return PrefixIndex(number[self.order[places]], self._common_of(places))
+
+    def _common_of(self, places: np.ndarray) -> np.ndarray:
+        """Return the common tokens of each of `places`, ascending by group, with the one before."""
+        common = np.zeros(len(places), np.int32)
+        low, high = np.minimum(places[:-1], places[1:]), np.maximum(places[:-1], places[1:])
+        common[1:] = self._minima.of(low + 1, high + 1)
+        return common
+
+    def common_between(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Return the tokens that pairs of documents share, ``(pairs,)`` int32.
+
+        Args:
+            before: documents, ``(pairs,)``.
+            after: another document for each of them.
+        """
+        one, other = self.ranks[before], self.ranks[after]
+        return self._minima.of(np.minimum(one, other) + 1, np.maximum(one, other) + 1)
+
+    def computed_tokens(
+        self, lengths: np.ndarray, documents: np.ndarray, offsets: np.ndarray
+    ) -> np.ndarray:
+        """Return the tokens that rows compute, padding left out, ``(M,)`` int64.
+
+        They are the lengths of the rows that `tree_row.share_prefixes` makes.
+
+        Args:
+            lengths: tokens of every document of the data set, ``(N,)`` integers.
+            documents: those of all rows, row by row, ``(D,)`` integers.
+            offsets: row m holds ``documents[offsets[m]:offsets[m + 1]]``, ``(M + 1,)``.
+        """
+        places = self.ranks[documents]
+        row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        order = np.argsort(row * len(self.order) + places)
+        places = places[order]
+        own = lengths[self.order[places]].astype(np.int64)
+        is_neighbor = row[1:] == row[:-1]
+        before, after = places[:-1][is_neighbor], places[1:][is_neighbor]
+        common = self._minima.of(before + 1, after + 1)
+        own[1:][is_neighbor] -= shared_depths(common, lengths[self.order[before]])
+        return np.diff(np.concatenate([[0], np.cumsum(own)])[offsets])
+
+
+def shared_depths(common: np.ndarray, lengths_before: np.ndarray) -> np.ndarray:
+    """Return the tokens that documents take from those before them in a row, as `prefix_tree` does.
+
+    Args:
+        common: tokens with which both begin, ``(N,)``.
+        lengths_before: tokens of the document before each, ``(N,)``.
+    """
+    # A branch repeats the last common token, unless the document before ends with it.
+    depths = np.where(common == lengths_before, common, common - 1)
+    return np.where(depths >= MIN_SHARED, depths, 0)
+
+
+def _groups(documents: ArrowDocuments, stored: np.ndarray) -> np.ndarray | None:
+    """Return a number for each document, as `tree_row._groups` does; None if all may share."""
+    sources = documents.scalars.get(SOURCE_IDS)
+    is_own = np.zeros(len(stored), bool)
+    if "labels" in documents.columns:
+        readers = documents.readers
+        is_own = _has_own_labels(readers["input_ids"], readers["labels"])[stored]
+    if sources is None and not is_own.any():
+        return None
+    groups = np.zeros(len(stored), np.int64) if sources is None else np.asarray(sources).copy()
+    groups[is_own] = groups.min(initial=0) - 1 - np.arange(is_own.sum())
+    return groups
+
+
+def _has_own_labels(ids: ListColumn, labels: ListColumn) -> np.ndarray:
+    """Return for each stored row whether a label is another id than that of its token."""
+    found = np.zeros(len(ids.lengths), bool)
+    cuts = np.unique([*ids.first_row, *labels.first_row, *range(0, len(found), _AT_ONCE)])
+    for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        (tokens, offsets), (targets, others) = (_slice(x, start, stop) for x in (ids, labels))
+        if len(tokens) != len(targets) or (offsets != others).any():
+            found[start:stop] = True  # the collator refuses them by name
+            continue
+        own = np.flatnonzero((targets != IGNORE_INDEX) & (targets != tokens))
+        row = np.searchsorted(offsets, own, side="right") - 1
+        found[start + row[own > offsets[row]]] = True  # the first token is never a target
+    return found
+
+
+def _slice(column: ListColumn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return values ``(T,)`` and offsets of stored rows that lie in one chunk."""
+    chunk = int(np.searchsorted(column.first_row, start, side="right")) - 1
+    first = int(column.first_row[chunk])
+    values, offsets = column.chunks[chunk]
+    offsets = offsets[start - first : stop - first + 1].astype(np.int64)
+    return values[offsets[0] : offsets[-1]], offsets - offsets[0]
