@@ -230,6 +230,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _check_settings_and_data(self) -> None:
         """Raise ValueError for settings and data that cannot be trained as they are."""
+        self._images.check_engine(self)
         shards_sequences = self._shards_sequences()
         check_parallelism(
             self.args,

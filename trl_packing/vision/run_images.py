@@ -80,6 +80,22 @@ class RunImages:
         self.packs = True
         return None
 
+    def check_engine(self, trainer: Any) -> None:
+        """Raise ValueError for an engine whose ranks would wait for each other for ever.
+
+        A rank without an image in its micro-batch does not call the tower, whose parameters the
+        other ranks gather.
+        """
+        plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+        gathers = trainer.is_fsdp_enabled or getattr(plugin, "zero_stage", 0) == 3
+        if self.packs and gathers and trainer.args.world_size > 1:
+            engine = "FSDP" if trainer.is_fsdp_enabled else "ZeRO-3"
+            raise ValueError(
+                f"{engine} cannot train documents with images yet: a rank whose micro-batch has no "
+                "image would keep the others waiting; use DDP or ZeRO-2, with LoRA if memory is "
+                "short"
+            )
+
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images; without images, as it is.
 
