@@ -10,9 +10,9 @@ other labels. A few rows of each data set are run through that collator with the
 difference is an error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -21,7 +21,7 @@ from trl.data_utils import common_prefix_length, prepare_multimodal_messages
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, TOKEN_WEIGHTS
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.row_format import RowFormat
-from trl_packing.formatting.tokenize import Rendered, tokenize
+from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
 from trl_packing.vision.placeholders import Placeholder, Size
 
 _MESSAGES = ("messages", "prompt", "completion")
@@ -66,10 +66,12 @@ class ImageRows:
         """Return the rules of TRL: no EOS is added, and prompts are tokenized alone."""
         return cls(replace(row_format, eos_token=""), token, feature_id)
 
-    def document(
+    def rendered(
         self, row: Mapping[str, Any], placeholders: Sequence[Placeholder]
-    ) -> ImageDocument:
-        """Return the document of a row whose images have these placeholders.
+    ) -> list["ImageText"]:
+        """Return the texts of a row whose images have these placeholders: one, or two.
+
+        TRL tokenizes a prompt and its completion apart.
 
         Raises:
             ValueError: the row cannot be rendered, or has another number of placeholders.
@@ -89,38 +91,53 @@ class ImageRows:
             parts = _split(rendered)
             if not self.row_format.completion_only:
                 parts = [replace(part, spans=None) for part in parts]
-        documents, rest = [], list(placeholders)
+        texts, first = [], 0
         for part in parts:
-            number = part.text.count(self.token)
-            documents.append(self._tokenized(part, rest[:number], len(placeholders) - len(rest)))
-            rest = rest[number:]
-        return ImageDocument(*(np.concatenate([getattr(d, f) for d in documents]) for f in _FIELDS))
+            last = first + part.text.count(self.token)
+            numbered = list(enumerate(placeholders, start=1))[first:last]
+            runs = [(number, run) for number, image in numbered for run in image.runs]
+            texts.append(ImageText(_expanded(part, self.token, placeholders[first:last]), runs))
+            first = last
+        return texts
+
+    def document(self, texts: Sequence["ImageText"], tokens: Sequence[Tokenized]) -> ImageDocument:
+        """Return the document of a row, from its texts and their tokens.
+
+        Raises:
+            ValueError: a text has feature tokens that belong to no image.
+        """
+        parts = [self._part(*pair) for pair in zip(texts, tokens, strict=True)]
+        return ImageDocument(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def _part(self, text: "ImageText", tokens: Tokenized) -> tuple[np.ndarray, ...]:
+        """Return ids, weights and images of a text, every run of feature tokens in full."""
+        ids, weights = np.asarray(tokens.input_ids, np.int64), tokens.weights
+        weights = np.ones(len(ids), np.float32) if weights is None else weights
+        at = np.flatnonzero(ids == self.feature_id)
+        if len(at) != len(text.runs):
+            raise ValueError(
+                f"its text holds the token of images ({self.token}) outside of images; remove it"
+            )
+        times, image_ids = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
+        times[at] = [length for _, length in text.runs]
+        image_ids[at] = [number for number, _ in text.runs]
+        return tuple(np.repeat(values, times) for values in (ids, weights, image_ids))
 
     def _splits_prompt(self, row: Mapping[str, Any]) -> bool:
         """Return whether TRL tokenizes prompt and completion of this row apart."""
         return self.row_format.train_on is None and row.get("completion") is not None
 
-    def _tokenized(
-        self, part: Rendered, placeholders: Sequence[Placeholder], first: int
-    ) -> ImageDocument:
-        text = _expanded(part, self.token, placeholders)
-        tokens = tokenize(self.row_format.chat.tokenizer, [text])[0] if text.text else None
-        ids = np.asarray([] if tokens is None else tokens.input_ids, np.int64)
-        weights = None if tokens is None else tokens.weights
-        weights = np.ones(len(ids), np.float32) if weights is None else weights
-        runs = [(first + n, run) for n, p in enumerate(placeholders, start=1) for run in p.runs]
-        at = np.flatnonzero(ids == self.feature_id)
-        if len(at) != len(runs):
-            raise ValueError(
-                f"its text holds the token of images ({self.token}) outside of images; remove it"
-            )
-        times, image_ids = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
-        times[at] = [length for _, length in runs]
-        image_ids[at] = [number for number, _ in runs]
-        return ImageDocument(*(np.repeat(values, times) for values in (ids, weights, image_ids)))
 
+class ImageText(NamedTuple):
+    """A text with the placeholders of the model, every run of feature tokens as one token.
 
-_FIELDS = ("input_ids", "weights", "image_ids")
+    Attributes:
+        rendered: the text, and what is trained of it.
+        runs: image and number of tokens of each run; images count from 1.
+    """
+
+    rendered: Rendered
+    runs: list[tuple[int, int]]
 
 
 def with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]:
@@ -245,14 +262,26 @@ def _tokenize_batch(
     name: str,
     weighted: bool,
 ) -> dict[str, list[Any]]:
-    documents = []
-    for index, *values in zip(indices, *batch.values(), strict=True):
-        row = dict(zip(batch, values, strict=True))
-        found = [placeholders[size] for size in keys_of(sizes[index])]
+    def named(index: int, make: Callable[..., Any], *values: Any) -> Any:
         try:
-            documents.append(rows.document(row, found))
+            return make(*values)
         except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
             raise ValueError(f"row {index} of the {name} dataset: {error}") from error
+
+    texts: list[list[ImageText]] = []
+    for index, *values in zip(indices, *batch.values(), strict=True):
+        found = [placeholders[size] for size in keys_of(sizes[index])]
+        texts.append(named(index, rows.rendered, dict(zip(batch, values, strict=True)), found))
+    tokens = iter(
+        tokenize(
+            rows.row_format.chat.tokenizer,
+            [text.rendered for of_row in texts for text in of_row],
+        )
+    )
+    documents = [
+        named(index, rows.document, of_row, [next(tokens) for _ in of_row])
+        for index, of_row in zip(indices, texts, strict=True)
+    ]
     made: dict[str, list[Any]] = {
         "input_ids": [document.input_ids for document in documents],
         "labels": [document.labels for document in documents],

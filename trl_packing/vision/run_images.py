@@ -226,6 +226,7 @@ def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
         "response_template": options.response_template,
         "static_shapes": options.static_shapes,
         "append_eos": options.append_eos,
+        "train_on": options.train_on if options.train_on == "every_turn" else None,
     }
     for setting, value in refused.items():
         if value:
