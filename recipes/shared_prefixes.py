@@ -49,7 +49,10 @@ from trl_packing.recipes.make_demo_data import order
 from trl_packing.recipes.sft_packed import load_model
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
-DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 5, "num_train_epochs": 1}
+DEMO = {
+    **{"max_length": 1024, "per_device_train_batch_size": 1, "num_train_epochs": 1},
+    **{"learning_rate": 2e-3, "logging_steps": 5},
+}
 
 
 @dataclass
@@ -91,7 +94,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train, print the tokens that were computed, save the model, and return the trainer."""
     usage = "shared_prefixes.py [--config FILE] [--OPTION VALUE]"
     parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
-    parser.set_defaults(output_dir="outputs/shared_prefixes", prefix_sharing="bin")
+    parser.set_defaults(output_dir="outputs/shared_prefixes", prefix_sharing="group")
     if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     words = sys.argv[1:] if argv is None else argv
