@@ -213,7 +213,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
         return iter(self._document_steps())
 
-    def tokens_of(self, batches: Sequence[Sequence[int]]) -> np.ndarray:
+    def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
         documents = np.concatenate([np.asarray(batch, np.int64) for batch in batches])
         offsets = np.cumsum([0, *map(len, batches)])
