@@ -5,6 +5,7 @@ groups                  S Q a   S Q b | S R c | S T d   S T e        prefix_piec
 bins                    S Q a b T d e | S R c ...                    of whole groups
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,7 +60,7 @@ class PrefixGroups:
         """Pairs of query and key that each document computes in its group, twice, ``(N,)``."""
         return self.lengths.astype(np.int64) ** 2 - self.depths**2
 
-    def pack(self, capacity: int, strategy: str, seed: tuple[int, int] | None) -> PackingPlan:
+    def pack(self, capacity: int, strategy: str, seed: Sequence[int] | None) -> PackingPlan:
         """Return a plan with each group in one bin; `tokens` are those that a bin computes.
 
         Args:

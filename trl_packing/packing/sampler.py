@@ -12,6 +12,7 @@ The micro-batches of a slot run at the same moment and cost about the same (bala
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -218,6 +219,34 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             return self._document_steps().documents_in_first(number)
         return self._packed_steps().documents_in_first(number * self._slots)
+
+    def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """Return the tokens of micro-batches, ``(M,)`` int64; those computed, with groups."""
+        offsets = np.cumsum([0, *map(len, batches)])
+        documents = np.concatenate([np.zeros(0, np.int64), *batches]).astype(np.int64)
+        if self.groups is not None:
+            return self.groups.index.computed_tokens(self.lengths, documents, offsets)
+        running = np.cumsum(self.lengths[documents], dtype=np.int64)
+        return np.diff(np.concatenate([[0], running])[offsets])
+
+    def groups_per_step(self, most_steps: int = 200) -> float | None:
+        """Return the mean number of groups in the first steps of this epoch; None without groups.
+
+        A group has a prefix of its own, so they are the different prefixes of a step.
+        """
+        if self.groups is None:
+            return None
+        numbers = self.groups.numbers
+        steps = [np.concatenate(step) for step in islice(self._batches_by_step(), most_steps)]
+        return float(np.mean([len(np.unique(numbers[step.astype(int)])) for step in steps]))
+
+    def _batches_by_step(self) -> Iterator[list[np.ndarray] | list[list[int]]]:
+        if self.documents_per_step is not None:
+            yield from self.steps()
+            return
+        packed, size = self._packed_steps(), self._slots
+        for start in range(0, len(packed), size):
+            yield [packed[at] for at in range(start, min(start + size, len(packed)))]
 
     def most_documents(self) -> int:
         """Return the largest number of documents in a micro-batch of this epoch."""

@@ -34,6 +34,8 @@ class PackingReport:
         micro_batch: the size of a micro-batch in words.
         attention: what keeps documents apart, in words.
         capacity: most tokens of a bin.
+        tokens_in_bins: of groups of documents, which compute a common prefix once; None for bins of
+            single documents, which hold `tokens`.
         documents_per_step: mean over the optimizer steps of the epoch.
         padded_documents_per_step: of a padded run with the same settings.
         largest_micro_batch: tokens of the largest micro-batch of the first steps.
@@ -57,6 +59,7 @@ class PackingReport:
     tokens: int | None = None
     trained_tokens: int | None = None
     bins: int | None = None
+    tokens_in_bins: int | None = None
     micro_batches_per_epoch: int | None = None
     steps_per_epoch: int | None = None
     documents_per_step: float | None = None
@@ -77,7 +80,7 @@ class PackingReport:
         """Real tokens / (bins × capacity); None without bins or without capacity."""
         if self.tokens is None or not self.bins or not self.capacity:
             return None
-        return self.tokens / (self.bins * self.capacity)
+        return (self.tokens_in_bins or self.tokens) / (self.bins * self.capacity)
 
     @property
     def padding(self) -> float | None:

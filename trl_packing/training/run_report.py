@@ -72,6 +72,7 @@ def plan_report(
         documents=documents.num_documents,
         tokens=int(documents.lengths().sum()),
         trained_tokens=int(documents.num_trained().sum()),
+        tokens_in_bins=_tokens_in_bins(sampler),
         bins=sampler.num_bins,
         micro_batches_per_epoch=len(sampler) * ranks,
         steps_per_epoch=steps,
@@ -121,7 +122,13 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
     if sampler.documents_per_step is None:
         return None
     steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
-    return max(int(sampler.lengths[group].sum()) for step in steps for group in step if group)
+    return int(sampler.tokens_of([batch for step in steps for batch in step]).max())
+
+
+def _tokens_in_bins(sampler: PackedBatchSampler) -> int | None:
+    """Return the tokens that bins of groups compute; None for bins of single documents."""
+    plan = None if sampler.groups is None else sampler.plan()
+    return None if plan is None else plan.num_tokens
 
 
 def report_of_any_sampler(

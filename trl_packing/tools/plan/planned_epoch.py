@@ -21,7 +21,8 @@ class PlannedEpoch:
     Attributes:
         members: documents of each micro-batch.
         documents: their number, ``(micro-batches,)`` int64.
-        tokens: of each micro-batch, ``(micro-batches,)`` int64.
+        tokens: of each micro-batch, ``(micro-batches,)`` int64; those computed, where groups of
+            documents share prefixes.
         costs: of each micro-batch in tokens, ``(micro-batches,)`` float64.
         ranks: data-parallel ranks.
         slots: micro-batches of a full step.
@@ -40,14 +41,11 @@ class PlannedEpoch:
         members = [np.asarray(batch, np.int64) for batch in sampler.micro_batches()]
         documents = np.array([len(batch) for batch in members], np.int64)
         ends = np.cumsum(documents)
-        lengths = sampler.lengths[np.concatenate(members)].astype(np.int64)
-
-        def sums(values: np.ndarray) -> np.ndarray:
-            running = np.concatenate([[0], np.cumsum(values)])
-            return running[ends] - running[ends - documents]
-
-        tokens = sums(lengths)
-        costs = tokens + sampler.attention_cost * sums(lengths**2)
+        groups, lengths = sampler.groups, sampler.lengths.astype(np.int64)
+        squares = (lengths**2 if groups is None else groups.squares)[np.concatenate(members)]
+        running = np.concatenate([[0], np.cumsum(squares)])
+        tokens = sampler.tokens_of(members)
+        costs = tokens + sampler.attention_cost * (running[ends] - running[ends - documents])
         slots = sampler.num_ranks * sampler.accumulation
         return cls(members, documents, tokens, costs, sampler.num_ranks, slots)
 
