@@ -10,7 +10,6 @@ from trl import SFTConfig
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
 from trl_packing.packing.bins import STRATEGIES, find_strategy
-from trl_packing.packing.prefix_groups import GROUP_SIZE
 
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
 PREFIX_SHARING = ("off", "bin", "group")
@@ -118,7 +117,7 @@ class PackingOptions:
         PREFIX_SHARING,
     )
     prefix_group_size: int = field(
-        default=GROUP_SIZE,
+        default=8,
         metadata={
             "help": "With prefix_sharing='group': most documents of a group. Larger groups compute "
             "less, smaller ones bring more different prefixes into a step."
@@ -313,7 +312,7 @@ def _check_static_shapes(args: Any, options: PackingOptions) -> None:
 def _check_groups(args: Any, options: PackingOptions) -> None:
     size, mode = options.prefix_group_size, options.prefix_sharing
     if mode != "group":
-        if size != GROUP_SIZE:
+        if size != PackingOptions.prefix_group_size:
             raise ValueError(
                 f"prefix_group_size={size} has no effect with prefix_sharing={mode!r}; set "
                 "prefix_sharing='group', or leave prefix_group_size out"

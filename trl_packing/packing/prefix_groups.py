@@ -16,9 +16,6 @@ from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
 from trl_packing.packing.prefix_pieces import prefix_pieces
 from trl_packing.packing.tree_row import MIN_SHARED
 
-#: Documents with a common prefix that share a bin at most (docs/shared-prefixes.md).
-GROUP_SIZE = 8
-
 
 @dataclass(frozen=True, eq=False)
 class PrefixGroups:
@@ -85,7 +82,7 @@ class PrefixGroups:
 
 
 def group_documents(
-    index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int = GROUP_SIZE
+    index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int
 ) -> PrefixGroups:
     """Return the groups of a data set; the same for every seed and epoch.
 
