@@ -12,7 +12,6 @@ The micro-batches of a slot run at the same moment and cost about the same (bala
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -214,45 +213,44 @@ class PackedBatchSampler(BatchRebalanceSampler):
         """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
         return iter(self._document_steps())
 
+    def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
+        documents = np.concatenate([np.asarray(batch, np.int64) for batch in batches])
+        offsets = np.cumsum([0, *map(len, batches)])
+        if self.groups is not None:
+            return self.groups.index.computed_tokens(self.lengths, documents, offsets)
+        running = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
+        return np.diff(running[offsets])
+
     def documents_in_first_steps(self, number: int) -> np.ndarray:
         """Return the documents of this epoch's first `number` optimizer steps, in any order."""
         if self.documents_per_step is not None:
             return self._document_steps().documents_in_first(number)
         return self._packed_steps().documents_in_first(number * self._slots)
 
-    def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """Return the tokens of micro-batches, ``(M,)`` int64; those computed, with groups."""
-        offsets = np.cumsum([0, *map(len, batches)])
-        documents = np.concatenate([np.zeros(0, np.int64), *batches]).astype(np.int64)
-        if self.groups is not None:
-            return self.groups.index.computed_tokens(self.lengths, documents, offsets)
-        running = np.cumsum(self.lengths[documents], dtype=np.int64)
-        return np.diff(np.concatenate([[0], running])[offsets])
-
-    def groups_per_step(self, most_steps: int = 200) -> float | None:
-        """Return the mean number of groups in the first steps of this epoch; None without groups.
-
-        A group has a prefix of its own, so they are the different prefixes of a step.
-        """
-        if self.groups is None:
-            return None
-        numbers = self.groups.numbers
-        steps = [np.concatenate(step) for step in islice(self._batches_by_step(), most_steps)]
-        return float(np.mean([len(np.unique(numbers[step.astype(int)])) for step in steps]))
-
-    def _batches_by_step(self) -> Iterator[list[np.ndarray] | list[list[int]]]:
-        if self.documents_per_step is not None:
-            yield from self.steps()
-            return
-        packed, size = self._packed_steps(), self._slots
-        for start in range(0, len(packed), size):
-            yield [packed[at] for at in range(start, min(start + size, len(packed)))]
-
     def most_documents(self) -> int:
         """Return the largest number of documents in a micro-batch of this epoch."""
         if self.documents_per_step is not None:
             return max(map(len, self.micro_batches()))
         return self._packed_steps().most_documents()
+
+    def tokens_of_bins(self) -> int | None:
+        """Return the tokens in all bins of epoch 0; None if nothing is packed into bins.
+
+        With `groups` they are those that rows with shared prefixes compute.
+        """
+        return None if self.documents_per_step is not None else int(self._plan_for(0).tokens.sum())
+
+    def groups_per_step(self) -> float | None:
+        """Return the mean number of `groups` with a document in a step; None without groups."""
+        if self.groups is None:
+            return None
+        if self.documents_per_step is None:  # a group lies in one bin
+            return len(self.groups.tokens) / -(-len(self) // self.accumulation)
+        steps = self._document_steps()
+        step = np.arange(len(steps.order)) // self.documents_per_step
+        numbers = step * len(self.groups.tokens) + self.groups.numbers[steps.order]
+        return len(np.unique(numbers)) / len(steps)
 
     def documents_by_bin(self) -> np.ndarray | None:
         """Return the number of documents in each bin of epoch 0, None if nothing is packed here."""

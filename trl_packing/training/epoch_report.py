@@ -34,8 +34,6 @@ class PackingReport:
         micro_batch: the size of a micro-batch in words.
         attention: what keeps documents apart, in words.
         capacity: most tokens of a bin.
-        tokens_in_bins: of groups of documents, which compute a common prefix once; None for bins of
-            single documents, which hold `tokens`.
         documents_per_step: mean over the optimizer steps of the epoch.
         padded_documents_per_step: of a padded run with the same settings.
         largest_micro_batch: tokens of the largest micro-batch of the first steps.
@@ -48,6 +46,7 @@ class PackingReport:
         lengths: tokens of documents; None for streams and for rows that were packed before.
         documents_by_bin: number of documents in bins.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
+        tokens_computed: in all bins, where these hold groups of documents; else None.
     """
 
     ranks: int
@@ -59,7 +58,6 @@ class PackingReport:
     tokens: int | None = None
     trained_tokens: int | None = None
     bins: int | None = None
-    tokens_in_bins: int | None = None
     micro_batches_per_epoch: int | None = None
     steps_per_epoch: int | None = None
     documents_per_step: float | None = None
@@ -74,13 +72,14 @@ class PackingReport:
     lengths: Histogram | None = None
     documents_by_bin: Histogram | None = None
     prefixes: PrefixSavings | None = None
+    tokens_computed: int | None = None
 
     @property
     def utilization(self) -> float | None:
         """Real tokens / (bins × capacity); None without bins or without capacity."""
         if self.tokens is None or not self.bins or not self.capacity:
             return None
-        return (self.tokens_in_bins or self.tokens) / (self.bins * self.capacity)
+        return (self.tokens_computed or self.tokens) / (self.bins * self.capacity)
 
     @property
     def padding(self) -> float | None:

@@ -72,7 +72,6 @@ def plan_report(
         documents=documents.num_documents,
         tokens=int(documents.lengths().sum()),
         trained_tokens=int(documents.num_trained().sum()),
-        tokens_in_bins=_tokens_in_bins(sampler),
         bins=sampler.num_bins,
         micro_batches_per_epoch=len(sampler) * ranks,
         steps_per_epoch=steps,
@@ -86,6 +85,7 @@ def plan_report(
         room=sampler.tokens_per_batch,
         lengths=None if sampler.rows else Histogram.of(documents.lengths()),
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
+        tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
         prefixes=None
         if tokens_per_micro_batch
         else prefix_savings(documents, sampler, prefix_sharing),
@@ -123,12 +123,6 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
         return None
     steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
     return int(sampler.tokens_of([batch for step in steps for batch in step]).max())
-
-
-def _tokens_in_bins(sampler: PackedBatchSampler) -> int | None:
-    """Return the tokens that bins of groups compute; None for bins of single documents."""
-    plan = None if sampler.groups is None else sampler.plan()
-    return None if plan is None else plan.num_tokens
 
 
 def report_of_any_sampler(
