@@ -49,10 +49,7 @@ from trl_packing.recipes.make_demo_data import order
 from trl_packing.recipes.sft_packed import load_model
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
-DEMO = {
-    **{"max_length": 1024, "per_device_train_batch_size": 1, "num_train_epochs": 1},
-    **{"learning_rate": 2e-3, "logging_steps": 5},
-}
+DEMO = {"max_length": 1024, "per_device_train_batch_size": 1, "learning_rate": 2e-3}
 
 
 @dataclass
