@@ -285,7 +285,7 @@ def _check_static_shapes(args: Any, options: PackingOptions) -> None:
             f"static_shapes=True and documents_per_step={options.documents_per_step}: documents "
             "differ in length, so micro-batches would too; leave one of them out"
         )
-    if options.prefix_sharing != "off":
+    if options.prefix_sharing not in ("off", PackingOptions.prefix_sharing):
         raise ValueError(
             f"static_shapes=True and prefix_sharing={options.prefix_sharing!r}: rows with shared "
             "prefixes differ in length; leave one of them out"

@@ -256,13 +256,19 @@ class PackedSFTTrainer(SFTTrainer):
         add_trained_positions_head(guard.base_model)
         restore_implementation(guard.base_model)
         samples_bins = type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler
-        self._run_report = report = RunReport(
-            self, guard, collators, self._sampling, self._preparation, samples_bins=samples_bins
-        )
-        report.plan()
         sharing = PrefixSharing(
             self, guard, collators, options.prefix_sharing, loss_is_ours=self._loss_is_ours
         )
+        self._run_report = report = RunReport(
+            self,
+            guard,
+            collators,
+            self._sampling,
+            self._preparation,
+            sharing,
+            samples_bins=samples_bins,
+        )
+        report.plan()
         self._loaders = PackedLoaders(
             self, guard, collators, self._sampling, self._epochs, report, sharing, options
         )
@@ -278,7 +284,9 @@ class PackedSFTTrainer(SFTTrainer):
         )
         for name, dataset in self._named_eval_datasets().items():
             guard.limits.check(dataset, name)
-        self.add_callback(ReportCallback(report, self._epochs, self._before_first_step))
+        self.add_callback(
+            ReportCallback(report, self._epochs, self._before_first_step, self._meter.so_far)
+        )
         self.add_callback(ThroughputOnBar(self))
 
     @property

@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trl_packing.cli.comparison import run_comparison
 from trl_packing.cli.output import print_json, uses_color
@@ -24,6 +24,7 @@ examples:
   trl-packing inspect --config recipes/lora_8b.yaml --rows 0 17 --all
   trl-packing inspect --model M --data chat.jsonl --train_on assistant --json
   trl-packing inspect --config recipes/chat_data.yaml --html rows.html
+  trl-packing inspect --config recipes/chat_data.yaml --micro_batches 1 2
   trl-packing inspect --config recipes/chat_data.yaml --against trl
 
 exit status:
@@ -40,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", type=int, nargs="+", metavar="ROW", help="row numbers (default: 0 1 2)"
     )
     parser.add_argument("--all", action="store_true", help="count what all rows would lose")
+    parser.add_argument(
+        "--micro_batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="draw micro-batches of the first epoch, from 1, as packed rows; prefixes that\n"
+        "documents share (prefix_sharing) stand above their branches",
+    )
     parser.add_argument("--html", metavar="FILE", help="write the packed rows of the run as a page")
     parser.add_argument(
         "--against",
@@ -60,7 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         check_can_write("--html", arguments.html)
     if arguments.against:
         return run_comparison(arguments)
-    if not (arguments.all or arguments.html):  # a stream is read no further than needed
+    drawn = arguments.micro_batches or []
+    if drawn and arguments.rows is None:
+        arguments.rows = []
+    if not (arguments.all or arguments.html or drawn):  # a stream is read no further than needed
         arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = previewed_run(arguments)
     color = not arguments.json and uses_color(arguments.color)
@@ -69,14 +81,28 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(preview)
         for text in () if arguments.json else preview.texts:
             print(text, end="\n\n")
+    packed = _packed_rows(run, arguments, color=color) if drawn else []
     losses = preview_losses(run) if arguments.all else None
     if arguments.json:
-        print_json({"rows": [row.to_dict() for row in rows], "losses": losses})
+        shown = {"rows": [row.to_dict() for row in rows], "losses": losses}
+        print_json(shown | ({"packed_rows": packed} if drawn else {}))
     elif losses is not None:
         print(losses, end="\n\n")
     if arguments.html:
         _write_page(run, arguments)
     return 0 if all(row.documents for row in rows) else 1
+
+
+def _packed_rows(run: "PreviewedRun", arguments: argparse.Namespace, *, color: bool) -> list[Any]:
+    """Print micro-batches of the run, or return them for JSON."""
+    from trl_packing.tools.rows.packed_rows import PackedEpoch
+    from trl_packing.tools.rows.text import micro_batches, show_row
+
+    epoch = PackedEpoch.of(run)
+    rows = list(micro_batches(epoch, arguments.micro_batches))
+    for row in () if arguments.json else rows:
+        print(show_row(row, epoch, color=color), end="\n\n")
+    return [row.to_dict() for row in rows]
 
 
 def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:

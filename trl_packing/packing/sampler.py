@@ -187,6 +187,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return [np.asarray(documents) for step in self.steps() for documents in step]
         return list(self._packed_steps())
 
+    def some_micro_batches(self, number: int) -> list[np.ndarray]:
+        """Return about `number` of them, evenly spread over the epoch; all if there are fewer."""
+        if self.documents_per_step is None:
+            packed = self._packed_steps()
+            return [packed[at] for at in _evenly_spread(len(packed), number)]
+        steps = self._document_steps()
+        some = _evenly_spread(len(steps), -(-number // self._slots))
+        return [np.asarray(documents, np.int64) for at in some for documents in steps[at]]
+
     def plan(self) -> PackingPlan | None:
         """Return the bins of this epoch; None with documents_per_step."""
         return None if self.documents_per_step is not None else self._plan_for(self.epoch)
@@ -268,6 +277,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
             )
             self._steps_epoch = self.epoch
         return self._steps
+
+
+def _evenly_spread(total: int, number: int) -> list[int]:
+    """Return up to `number` of `total` places, first and last among them."""
+    return np.linspace(0, total - 1, min(number, total)).astype(int).tolist()
 
 
 @dataclass(frozen=True, eq=False)

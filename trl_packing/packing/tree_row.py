@@ -44,8 +44,15 @@ def share_prefixes(
         padding: T' is a multiple of it.
         pad_token_id: token id of the padding.
     """
-    flat = {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
-    bounds = np.cumsum([0, *lengths])
+    tree = tree_of_row(batch, lengths)
+    if tree is None:
+        return None
+    return _row(tree, _flat(batch), lengths, -int(tree.starts[-1]) % padding, pad_token_id)
+
+
+def tree_of_row(batch: dict[str, Any], lengths: Sequence[int]) -> PrefixTree | None:
+    """Return the tree of the documents of `batch`; arguments and None as of `share_prefixes`."""
+    flat, bounds = _flat(batch), np.cumsum([0, *lengths])
     ids = [flat["input_ids"][a:b] for a, b in pairwise(bounds.tolist())]
     groups = _groups(flat, bounds[:-1])
     # A quick look: rows without common prefixes end here.
@@ -53,9 +60,12 @@ def share_prefixes(
     if len(begins) == len(ids):
         return None
     tree = build_prefix_tree(ids, groups=groups, min_shared=MIN_SHARED)
-    if tree.starts[-1] == bounds[-1]:
-        return None
-    return _row(tree, flat, lengths, -int(tree.starts[-1]) % padding, pad_token_id)
+    return None if tree.starts[-1] == bounds[-1] else tree
+
+
+def _flat(batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the tensors of a row that have a value for each token, ``(T,)``."""
+    return {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
 
 
 def _groups(flat: dict[str, np.ndarray], starts: np.ndarray) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.isolation.evidence import Checked
 from trl_packing.training.histogram import Histogram
+from trl_packing.training.prefix_savings import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PackingReport:
         checked: what was checked on the model, with the evidence.
         lengths: tokens of documents; None for streams and for rows that were packed before.
         documents_by_bin: number of documents in bins.
+        prefixes: tokens that documents share, and what the run makes of it; None if unknown.
     """
 
     ranks: int
@@ -68,6 +70,7 @@ class PackingReport:
     checked: Checked = field(default_factory=Checked)
     lengths: Histogram | None = None
     documents_by_bin: Histogram | None = None
+    prefixes: PrefixSavings | None = None
 
     @property
     def utilization(self) -> float | None:
@@ -126,6 +129,7 @@ class PackingReport:
         lines = [
             ("documents", self._data()),
             *self._plan(),
+            ("prefixes", str(self.prefixes or "")),
             *self._epoch(),
             *self._padded(),
             ("loss", self.loss or ""),

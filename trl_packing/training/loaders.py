@@ -29,6 +29,7 @@ from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
+from trl_packing.training.prefix_savings import prefix_savings
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_report import RunReport
@@ -82,6 +83,7 @@ class PackedLoaders:
         self.room: int | None = None
         self._evaluated_streams: list[StreamBatches] = []
         self._has_warned = False
+        self._looked_at: dict[int, tuple[Dataset, bool]] = {}  # evaluation sets
 
     def documents(self, dataset: Dataset, description: str | None) -> ArrowDocuments:
         """Return the documents of a data loader.
@@ -229,7 +231,20 @@ class PackedLoaders:
             collator=self.collators.for_probes(),
         )
         self.collators.drop_shapes_of_padded_rows()
-        self.sharing.decide(model, documents, training=training)
+        pays = self.report.sharing_pays if training else self._evaluation_shares(dataset)
+        self.sharing.decide(model, documents, training=training, pays=pays)
+
+    def _evaluation_shares(self, dataset: Any) -> bool:
+        """Return whether documents of an evaluation set share prefixes; look at each set once."""
+        if self.sharing.mode == "off" or not isinstance(dataset, Dataset):
+            return True
+        known = self._looked_at.get(id(dataset))
+        if known is None:
+            documents = documents_of(dataset, self.trainer.compute_loss_func)
+            sampler = self.sampling.for_evaluation(documents)
+            pays = prefix_savings(documents, sampler, self.sharing.mode).pays
+            known = self._looked_at[id(dataset)] = (dataset, pays)
+        return known[1]
 
     # --- streams ------------------------------------------------------------------------------
 

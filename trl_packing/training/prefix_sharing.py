@@ -6,7 +6,8 @@ prefix_sharing="bin"      documents share within a bin, if
                             loss or collator, NEFTune, dropout in attention, virtual tokens)
                             the attention in use takes keys of their own
                             the check of this model shows that siblings stay apart
-Otherwise the run trains as with "off", and one line says why.
+                            documents of a row begin alike (prefix_savings.py)
+Otherwise the run trains as with "off", and a line of the report says why.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from trl_packing.config import PackingOptions
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.isolation.prefix_check import check_prefixes
@@ -38,9 +40,6 @@ class PrefixSharing:
         collators: their packed rows share.
         mode: "off" or "bin".
         loss_is_ours: whether no method of a user computes the loss; asked before each run.
-
-    Attributes:
-        reason: why rows do not share; None if they do, or before the first decision.
     """
 
     def __init__(
@@ -57,32 +56,46 @@ class PrefixSharing:
         self.collators = collators
         self.mode = mode
         self.loss_is_ours = loss_is_ours
-        self.reason: str | None = None
         self._failures: dict[tuple[str, bool], str | None] = {}
+        self._warned_of: set[str] = set()
 
-    def decide(self, model: Any, documents: Sequence[np.ndarray], *, training: bool) -> None:
+    @property
+    def reason(self) -> str | None:
+        """Return why rows of the training set do not share; None if they do, or may."""
+        return self._why_not() or self._failures.get((self.guard.attention.backend, True))
+
+    def decide(
+        self, model: Any, documents: Sequence[np.ndarray], *, training: bool, pays: bool
+    ) -> None:
         """Turn sharing on or off, before batches are made in this mode.
 
         Args:
             model: wrapped as it will run.
             documents: token ids ``(T,)`` of documents of the run.
             training: the mode of the model.
+            pays: whether the documents have prefixes to share, as far as is known.
         """
-        if self.mode == "off":
-            return
+        shares = self.mode != "off" and pays and self._is_exact(model, documents, training)
+        self.collators.share_prefixes(shares, training=training)
+
+    def _is_exact(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> bool:
+        """Return whether rows of this model can share; check it once in a mode."""
         reason, key = self._why_not(), (self.guard.attention.backend, training)
         if reason is None:
             if key not in self._failures:
                 self._failures[key] = self._failure(model, documents, training)
             reason = self._failures[key]
-        if reason and reason != self.reason:
+        was_asked_for = self.mode != PackingOptions.prefix_sharing  # the default only tries
+        if reason and was_asked_for and reason not in self._warned_of:
             logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
-        self.reason = reason
-        self.collators.share_prefixes(reason is None, training=training)
+            self._warned_of.add(reason)
+        return reason is None
 
     def _why_not(self) -> str | None:
         """Return why no model could share in this run, or None."""
         trainer, backend = self.trainer, self.guard.attention
+        if self.collators.packed.static_shapes is not None:
+            return "static_shapes=True holds rows at one length"
         if trainer.aux_loss_enabled:
             return "the balance of experts counts every token of every document"
         if trainer.compute_loss_func is not None or not self.loss_is_ours():

@@ -24,8 +24,11 @@ from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.histogram import Histogram
+from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
+from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.sampling import Sampling
+from trl_packing.training.throughput import Counts
 
 logger = get_logger(__name__)
 
@@ -42,6 +45,7 @@ def plan_report(
     attention: str | None,
     loss: str | None,
     preparation: PreparationCounts,
+    prefix_sharing: str,
     tokens_per_micro_batch: int | None = None,
     given_in_steps: dict[str, int] | None = None,
 ) -> PackingReport:
@@ -53,6 +57,7 @@ def plan_report(
         attention: what keeps documents apart, in words.
         loss: the weighting of the loss, in words.
         preparation: what was kept and lost when documents were prepared.
+        prefix_sharing: of the run.
         tokens_per_micro_batch: padding included; None if micro-batches differ.
         given_in_steps: as `settings_in_steps` returns it.
     """
@@ -80,6 +85,9 @@ def plan_report(
         room=sampler.tokens_per_batch,
         lengths=None if sampler.rows else Histogram.of(documents.lengths()),
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
+        prefixes=None
+        if tokens_per_micro_batch
+        else prefix_savings(documents, sampler, prefix_sharing),
     )
 
 
@@ -203,6 +211,7 @@ class RunReport:
         collators: know the shape of micro-batches.
         sampling: plans the first epoch.
         preparation: counts of each prepared data set, by its name.
+        sharing: knows why rows do not share prefixes.
         samples_bins: whether training draws bins, and not the documents of a user's sampler.
     """
 
@@ -213,6 +222,7 @@ class RunReport:
         collators: RunCollators,
         sampling: Sampling,
         preparation: dict[str, PreparationCounts],
+        sharing: PrefixSharing,
         *,
         samples_bins: bool,
     ):
@@ -221,6 +231,7 @@ class RunReport:
         self.collators = collators
         self.sampling = sampling
         self.preparation = preparation
+        self.sharing = sharing
         self.samples_bins = samples_bins
         self._planned: PackingReport | None = None
 
@@ -232,7 +243,21 @@ class RunReport:
             attention=str(self.guard.attention),
             checked=self.guard.checked,
             tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
+            prefixes=self._prefixes(self._planned.prefixes),
         )
+
+    def _prefixes(self, planned: PrefixSavings | None) -> PrefixSavings | None:
+        """Return the planned savings, and the reason if the run does not share."""
+        reason, mode = self.sharing.reason, self.sharing.mode
+        if mode == "off":
+            return None if reason else planned
+        return replace(planned or PrefixSavings(mode), reason=reason)
+
+    @property
+    def sharing_pays(self) -> bool:
+        """Return whether the training set has common prefixes, as far as is known."""
+        planned = None if self._planned is None else self._planned.prefixes
+        return planned is None or planned.pays
 
     def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
         """Plan the first epoch anew.
@@ -244,9 +269,15 @@ class RunReport:
         """
         self._planned = self._plan(sampler, micro_batches)
 
-    def count_stream(self, counts: PreparationCounts) -> None:
-        """Add the counts of a stream that was read."""
-        self._planned = self._planned and replace(self._planned, preparation=counts)
+    def count_stream(self, counts: PreparationCounts, trained: Counts | None) -> None:
+        """Add the counts of a stream that was read, and of what was trained of it."""
+        if self._planned is None:
+            return
+        prefixes = self._planned.prefixes
+        if trained is not None and trained.tokens:
+            computed = trained.tokens - trained.shared
+            prefixes = PrefixSavings(self.sharing.mode, trained.tokens, computed, is_whole=True)
+        self._planned = replace(self._planned, preparation=counts, prefixes=prefixes)
 
     def forget(self) -> None:
         """Leave out the report: the run takes TRL's path."""
@@ -288,6 +319,7 @@ class RunReport:
             attention=attention,
             loss=loss,
             preparation=preparation,
+            prefix_sharing=self.sharing.mode,
             tokens_per_micro_batch=tokens,
             given_in_steps=settings_in_steps(args),
         )
@@ -306,14 +338,20 @@ class ReportCallback(TrainerCallback):
         report: of the run.
         epochs: know the stream that is trained.
         before_first_step: called when the model is wrapped and nothing is trained yet.
+        so_far: returns the counts of the run, of all ranks, and its seconds.
     """
 
     def __init__(
-        self, report: RunReport, epochs: ResumedEpochs, before_first_step: Callable[[], None]
+        self,
+        report: RunReport,
+        epochs: ResumedEpochs,
+        before_first_step: Callable[[], None],
+        so_far: Callable[[], tuple[Counts, float] | None],
     ):
         self.report = report
         self.epochs = epochs
         self.before_first_step = before_first_step
+        self.so_far = so_far
         self._has_warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -333,7 +371,8 @@ class ReportCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete the report on a stream, which is counted as it is read."""
         if self.epochs.stream is not None:
-            self.report.count_stream(self.epochs.stream.counts_of_all_ranks())
+            counts, measured = self.epochs.stream.counts_of_all_ranks(), self.so_far()
+            self.report.count_stream(counts, measured and measured[0])
             self._print(state)
 
     def _print(self, state: Any) -> None:

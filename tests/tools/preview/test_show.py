@@ -5,6 +5,7 @@ import io
 import re
 import textwrap
 
+import numpy as np
 import pytest
 from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import tiny_tokenizer
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from trl_packing import pack, show_document, show_rows
 from trl_packing.formatting.printable import escape_hidden, escape_text
+from trl_packing.packing.prefix_tree import build_prefix_tree
 from trl_packing.recipes import multipack_picture
 
 
@@ -210,7 +212,29 @@ def test_colors_and_html_show_the_same_letters():
     assert html.count("<span") == 3
 
 
+def test_a_tree_is_drawn_a_line_a_document_below_its_prefix():
+    tree = show_rows([[8, 7, 6], [3]], shared=[[0, 4, 2], [0]])
+    assert tree == "════AAAA\n    BBB\n  CCCC\nDDD"
+    assert show_rows([[4, 4]], shared=[[0, 4]]) == "════\n"  # equal documents stand once
+    assert show_rows([[16, 16]], shared=[[0, 8]], tokens_per_cell=4) == "══AA\n  BB"
+    colored = show_rows([[3, 3]], shared=[[0, 2]], color=True)
+    assert colored == "\x1b[30;47m══\x1b[0m\x1b[30;44mA\x1b[0m\n  \x1b[30;43mB\x1b[0m"
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array), min_size=1))
+def test_a_tree_draws_each_token_of_the_row_once(documents):
+    tree = build_prefix_tree(documents)
+    lengths = [len(documents[d]) for d in tree.order]
+    drawn = show_rows([lengths], shared=[tree.depths.tolist()])
+    assert len(drawn.replace("\n", "").replace(" ", "")) == len(tree.position_ids)
+
+
 def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="shared=4 must be from 0 to the document's 3 tokens"):
+        show_rows([[5, 3]], shared=[[0, 4]])
+    with pytest.raises(ValueError, match="a tree has a line for each document"):
+        show_rows([[5, 3]], shared=[[0, 2]], capacity=9)
     with pytest.raises(ValueError, match="7 tokens is beyond capacity=6"):
         show_rows([[3, 4]], capacity=6)
     with pytest.raises(ValueError, match="tokens_per_cell=0"):

@@ -18,13 +18,8 @@ from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import trace_documents
 from trl_packing.tools.preview.token_texts import token_texts
-from trl_packing.tools.rows.packed_rows import (
-    CUT,
-    NO_STOP_TOKEN,
-    NOTHING_TRAINED,
-    WEIGHTED,
-    PackedEpoch,
-)
+from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED
+from trl_packing.tools.rows.packed_rows import PackedEpoch
 from trl_packing.tools.rows.page import MAX_TOKENS, rows_page
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -42,6 +37,15 @@ def chats(number: int = 24) -> Dataset:
             ]
         rows.append({"messages": turns})
     return Dataset.from_list(rows)
+
+
+def answers(number: int = 24) -> Dataset:
+    """Four answers to each question, which is longer than the shortest prefix that is shared."""
+    questions = [" ".join((WORDS * 3)[i : i + 18]) for i in range(number // 4)]
+    ends = [" ".join(WORDS[-1 - i * 5 % 9 :]) for i in range(number)]
+    return Dataset.from_list(
+        [{"prompt": questions[i // 4], "completion": f" {i} {end}"} for i, end in enumerate(ends)]
+    )
 
 
 def tokenized(number: int = 20, **columns) -> Dataset:
@@ -116,6 +120,16 @@ SETTINGS = {
         ["--max_length", "64", "--static_shapes", "true"],
         {"per_device_train_batch_size": 2},
     ),
+    "shared prefixes": (
+        answers,
+        ["--max_length", "128", "--prefix_sharing", "bin", "--pad_to_multiple_of", "8"],
+        {"per_device_train_batch_size": 2},
+    ),
+    "shared prefixes with weights": (
+        lambda: answers().add_column("loss_weight", [0.5 + i for i in range(24)]),
+        ["--prefix_sharing", "bin", "--packing", "false", "--max_length", "64"],
+        {"per_device_train_batch_size": 8},
+    ),
     "packed before": (packed_before, ["--max_length", "8"]),
 }
 
@@ -136,6 +150,7 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
     trainer = PackedSFTTrainer(
         str(path), args, train_dataset=make(), processing_class=tiny_tokenizer(chat=True)
     )
+    trainer._collators.packed.shares_prefixes = "shared" in name  # after the check of a model
     loader = trainer.get_train_dataloader()
     epoch = PackedEpoch.of(run)
     for number in (0, 1):
@@ -147,18 +162,60 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
         for shown, of_batch in names.items():
             expected = [batch[of_batch][0].tolist() for batch in batches]
             assert joined(data["rows"], shown) == expected
-        if "loss_weights" in batches[0]:
-            found = joined(data["rows"], "weights")
-            expected = [batch["loss_weights"][0].numpy() for batch in batches]
-            assert all(
-                np.array_equal(np.float32(a), b) for a, b in zip(found, expected, strict=True)
-            )
-        else:
-            assert all(row["weights"] is None for row in data["rows"])
-        starts = [{d["start"] for d in row["documents"]} for row in data["rows"]]
+        for place, batch in enumerate(batches):
+            parts = [row["weights"] for row in data["rows"] if row["microBatch"] == place]
+            if "loss_weights" in batch:
+                found = np.float32([weight for part in parts for weight in part])
+                assert np.array_equal(found, batch["loss_weights"][0].numpy())
+            else:
+                assert parts == [None] * len(parts)
+        parts = [row.get("segments", row["documents"]) for row in data["rows"]]
+        starts = [{part["start"] for part in of_row} for of_row in parts]
         expected = [set(batch["cu_seq_lens_q"][:-1].tolist()) for batch in batches]
         assert set().union(*starts) <= set().union(*expected)
-    assert ("loss_weights" in batches[0]) == ("weights" in name)
+    assert any("segments" in row for row in data["rows"]) == ("shared" in name)
+    assert ("loss_weights" in batches[0]) == ("weights" in name or "key_index" in batches[0])
+
+
+def test_a_page_of_shared_prefixes_says_who_holds_and_who_trains_a_token():
+    run = shared_run()
+    data, tokenizer = data_of(page_of(run, max_rows=99)), run.preparation.eos.tokenizer
+    for row in data["rows"]:
+        documents = [answers()[d["row"]] for d in row["documents"]]
+        held = [0] * len(documents)
+        for segment in row["segments"]:
+            ids = row["ids"][segment["start"] : segment["stop"]]
+            for k in segment["documents"]:
+                text = documents[k]["prompt"] + documents[k]["completion"] + tokenizer.eos_token
+                whole = tokenizer(text)["input_ids"]
+                assert whole[held[k] : held[k] + len(ids)] == ids
+                assert segment["position"] == held[k]
+                held[k] += len(ids)
+        assert held == [d["stop"] - d["start"] for d in row["documents"]]
+        assert sum(held) == row["realTokens"] > 1.5 * len(row["ids"])
+        assert sum(row["counts"]) == sum(d["trained"] for d in row["documents"])
+        words = "".join(data["texts"][i] for i in row["texts"][: row["segments"][0]["stop"]])
+        assert (documents[0]["prompt"] + documents[0]["completion"]).startswith(words)
+
+
+def test_a_run_without_shared_prefixes_has_no_segments():
+    """The negative control: the data are the same, and so are the documents."""
+    shared, apart = (data_of(page_of(shared_run(mode), max_rows=99)) for mode in ("bin", "off"))
+    assert all("segments" not in row for row in apart["rows"])
+    tokens = [sum(len(row["ids"]) for row in data["rows"]) for data in (shared, apart)]
+    assert tokens[0] < tokens[1]
+    assert f"<b>{tokens[0]:,}</b><span>computed, prefixes once" in page_of(shared_run())
+    assert "computed, prefixes once" not in page_of(shared_run("off"))
+    trained = [
+        sum(d["trained"] for row in data["rows"] for d in row["documents"])
+        for data in (shared, apart)
+    ]
+    assert trained[0] == trained[1]
+
+
+def shared_run(mode: str = "bin") -> PreviewedRun:
+    options = ["--max_length", "512", "--prefix_sharing", mode]
+    return PreviewedRun.from_settings(answers(), tiny_tokenizer(), options)
 
 
 def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
@@ -401,6 +458,26 @@ def test_the_page_fits_and_tells_about_a_token(width, dark, tmp_path):
         assert str(row["labels"][5]) in tip
         for name in ("text", "id", "position", "label", "weight", "document", "boundary"):
             assert name in tip
+        assert page.problems() == []
+
+
+def test_a_shared_token_says_which_documents_share_it(tmp_path):
+    path = tmp_path / "rows.html"
+    path.write_text(page_of(shared_run()), encoding="utf-8")
+    with open_page(path, width=390) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert not page.evaluate("document.getElementById('tree').hidden")
+        row = data_of(path.read_text())["rows"][0]
+        assert page.evaluate("document.querySelectorAll('#tree g').length") == len(row["segments"])
+        shared = next(s for s in row["segments"] if len(s["documents"]) > 1)
+        own = next(s for s in row["segments"] if s["repeats"])
+        page.hover(f".token[data-token='{shared['start']}']")
+        assert f"{len(shared['documents'])} documents: " in page.text("#tip")
+        page.hover(f".token[data-token='{own['start']}']")
+        document = row["documents"][own["documents"][0]]
+        assert f"row {document['row']} of the data" in page.text("#tip")
+        assert "a copy for this branch" in page.text("#tip")
+        assert "instead of" in page.text("#row-summary")
         assert page.problems() == []
 
 

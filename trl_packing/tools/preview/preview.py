@@ -147,13 +147,14 @@ def report_on(
     counts: PreparationCounts | None,
 ) -> PackingReport:
     """Return the report on what `plan_of` returns."""
-    weighting = PackingOptions.of(run.args).loss_weighting
+    options = PackingOptions.of(run.args)
     return plan_report(
         documents,
         sampler,
         attention=None,
-        loss=in_words(weighting, documents.dataset.column_names),
+        loss=in_words(options.loss_weighting, documents.dataset.column_names),
         preparation=counts or PreparationCounts(),
+        prefix_sharing=options.prefix_sharing,
         tokens_per_micro_batch=_static_tokens(run.args),
         given_in_steps=settings_in_steps(run.args),
     )

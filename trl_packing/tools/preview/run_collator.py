@@ -31,6 +31,7 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
         collator = copy.copy(run.collator)
     collator.loss_weighting = options.loss_weighting
     collator.tensors_only = True
+    collator.shares_prefixes = options.prefix_sharing != "off"
     if options.static_shapes:
         if run.model is None:
             raise ValueError("static_shapes=True depends on the model's config; name the model")

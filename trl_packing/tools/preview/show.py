@@ -21,9 +21,11 @@ from trl_packing.formatting.printable import MARKS, escape_hidden, escape_text, 
 
 _COLORS = ("\x1b[1;32m", "\x1b[0m")  # bold green
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
-_NOTHING = "·"
+_PADDING, _ABOVE, _SHARED = -1, -2, -3  # cells that belong to no document alone
+_SIGNS = {_PADDING: "·", _ABOVE: " ", _SHARED: "═"}
 _FAKED_WEIGHT = re.compile(r"^([\d.e+-]+)×")  # text that looks like a weight
 # Neighbors differ in hue: background colors of a terminal, and the same as RGB.
+_GRAY = (47, "#c9ced4")
 _HUES = ((44, "#9ecae9"), (43, "#f2cf5b"), (42, "#88d27a"), (45, "#d6a5c9"), (46, "#83bcb6"))
 
 
@@ -111,6 +113,7 @@ def show_rows(
     rows: Sequence[Sequence[int]],
     *,
     documents: Sequence[Sequence[int]] | None = None,
+    shared: Sequence[Sequence[int]] | None = None,
     capacity: int | None = None,
     tokens_per_cell: int = 1,
     cells_per_line: int | None = None,
@@ -125,6 +128,9 @@ def show_rows(
         rows: the lengths of the documents of each row, in tokens.
         documents: the numbers of these documents, such as the bins of a plan. A number selects the
             letter: A to Z, a to z, then A again. None numbers the documents in order.
+        shared: tokens that each document of a row shares with the document before it, as `depths`
+            of `build_prefix_tree`. A row is then drawn as a tree, a line for each document: "═" is
+            shared with the lines below, and stands once.
         capacity: pad each row to this many tokens; None: rows end with their documents.
         tokens_per_cell: tokens for each character, which shows the document of its middle token.
         cells_per_line: break lines after this many characters; None: a row is one line.
@@ -133,12 +139,17 @@ def show_rows(
             ``IPython.display.HTML(show_rows(..., html=True))``.
 
     Raises:
-        ValueError: a row is longer than `capacity`, or a cell or line would have no token.
+        ValueError: a row is longer than `capacity`, a cell or line would have no token, or a
+            document would share more tokens than it has.
 
     Examples:
         >>> print(show_rows([[3, 2], [4]], capacity=6))
         AAABB·
         CCCC··
+        >>> print(show_rows([[8, 7, 6]], shared=[[0, 4, 2]]))
+        ════AAAA
+            BBB
+          CCCC
     """
     for name, size in (("tokens_per_cell", tokens_per_cell), ("cells_per_line", cells_per_line)):
         if size is not None and size < 1:
@@ -147,6 +158,12 @@ def show_rows(
     if documents is None:
         ends = np.cumsum([0, *map(len, rows)])
         documents = [range(start, end) for start, end in pairwise(ends.tolist())]
+    if shared is not None:
+        if capacity is not None or cells_per_line is not None:
+            raise ValueError("a tree has a line for each document; leave out the size of lines")
+        trees = zip(rows, documents, shared, strict=True)
+        lines = [line for tree in trees for line in _tree(*tree, tokens_per_cell, color, html)]
+        rows = documents = ()
     for lengths, numbers in zip(rows, documents, strict=True):
         cells = _cells(lengths, numbers, capacity, tokens_per_cell)
         step = cells_per_line or max(len(cells), 1)
@@ -158,25 +175,46 @@ def show_rows(
 def _cells(
     lengths: Sequence[int], numbers: Sequence[int], capacity: int | None, tokens_per_cell: int
 ) -> list[int]:
-    """Return the document of each cell of a row, -1 on padding."""
+    """Return the document of each cell of a row, or padding."""
     ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
     used = int(ends[-1]) if len(ends) else 0
     if capacity is not None and used > capacity:
         raise ValueError(f"a row of {used} tokens is beyond capacity={capacity}; raise it")
     shown = used if capacity is None else capacity
     middles = np.arange(tokens_per_cell // 2, shown, tokens_per_cell)
-    # -1 comes last, for positions after the documents.
-    return np.array([*numbers, -1])[np.searchsorted(ends, middles, side="right")].tolist()
+    # Padding comes last, for positions after the documents.
+    return np.array([*numbers, _PADDING])[np.searchsorted(ends, middles, side="right")].tolist()
+
+
+def _tree(
+    lengths: Sequence[int],
+    numbers: Sequence[int],
+    shared: Sequence[int],
+    tokens_per_cell: int,
+    color: bool,
+    html: bool,
+) -> Iterator[str]:
+    """Yield a line for each document, which begins below the tokens that it shares."""
+    next_shared = [*shared[1:], 0]
+    for length, number, above, below in zip(lengths, numbers, shared, next_shared, strict=True):
+        if not 0 <= above <= length:
+            raise ValueError(f"shared={above} must be from 0 to the document's {length} tokens")
+        middles = np.arange(tokens_per_cell // 2, length, tokens_per_cell)
+        kinds = [middles < above, middles < below]
+        cells = np.select(kinds, [_ABOVE, _SHARED], number).tolist()
+        yield _line(cells, color, html).rstrip()
 
 
 def _line(cells: Sequence[int], color: bool, html: bool) -> str:
     parts = []
     for document, group in groupby(cells):
-        text = (_LETTERS[document % len(_LETTERS)] if document >= 0 else _NOTHING) * len([*group])
-        code, rgb = _HUES[document % len(_HUES)]
-        if document >= 0 and html:
+        sign = _LETTERS[document % len(_LETTERS)] if document >= 0 else _SIGNS[document]
+        text = sign * len([*group])
+        code, rgb = _GRAY if document == _SHARED else _HUES[document % len(_HUES)]
+        is_filled = document not in (_PADDING, _ABOVE)
+        if is_filled and html:
             text = f'<span style="background:{rgb};color:#000">{text}</span>'
-        elif document >= 0 and color:
+        elif is_filled and color:
             text = f"\x1b[30;{code}m{text}\x1b[0m"
         parts.append(text)
     return "".join(parts)

@@ -9,7 +9,7 @@ from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # A decoder looks at few tokens before the current one: for a space, or the bytes of a character.
-_CONTEXT = 4
+CONTEXT = 4
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
@@ -22,11 +22,11 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     texts: list[str] = []
     done = 0  # tokens whose text is known
     for end in range(1, len(ids) + 1):
-        first = max(done - _CONTEXT, 0)
+        first = max(done - CONTEXT, 0)
         before = _decode(ids[first:done], tokenizer)
         text = _decode(ids[first:end], tokenizer)
         is_last = end == len(ids)
-        if text.endswith(_UNFINISHED) and not is_last and end - done < 2 * _CONTEXT:
+        if text.endswith(_UNFINISHED) and not is_last and end - done < 2 * CONTEXT:
             texts.append("")
             continue
         texts.append(text[len(before) :])

@@ -4,11 +4,13 @@ documents  →  the trainer's sampler  →  micro-batches  →  the trainer's co
                                           │
                                           └ rows: a bin each, or a whole micro-batch without bins
 
-A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch.
+A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch. With shared
+prefixes, all documents of a micro-batch are one row, and `segments.py` says who holds which token.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,73 +25,24 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.packing.tree_row import tree_of_row
 from trl_packing.tools.preview.preview import sampler_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import TracedDocuments, trace_documents
 from trl_packing.tools.preview.run_collator import collator_of
-from trl_packing.training.columns import documents_of
-
-# Properties of documents that a reader looks for.
-NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = (
-    "nothing trained",
-    "no stop token",
-    "cut",
-    "weighted",
+from trl_packing.tools.rows.packed_row import (
+    CUT,
+    NO_STOP_TOKEN,
+    NOTHING_TRAINED,
+    PROPERTIES,
+    WEIGHTED,
+    PackedRow,
+    RowDocument,
 )
-PROPERTIES = (NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED)
-
-
-@dataclass(frozen=True)
-class RowDocument:
-    """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
-
-    Attributes:
-        start: its first token in the micro-batch, a boundary of `cu_seqlens`.
-        stop: the next boundary.
-        number: its number among the prepared documents; None for padding.
-        row: the row of the user's data set that it comes from; None for padding.
-        uncut: its tokens before it was cut to fit.
-        properties: those of `PROPERTIES` that it has.
-    """
-
-    start: int
-    stop: int
-    number: int | None = None
-    row: int | None = None
-    uncut: int = 0
-    properties: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRow:
-    """A bin as it is trained, or a whole micro-batch where nothing is packed.
-
-    Attributes:
-        micro_batch: its number in the epoch, over all ranks.
-        index: which row of the micro-batch it is.
-        batch: the micro-batch as the data loader yields it.
-        documents: in the order of their tokens, padding included.
-    """
-
-    micro_batch: int
-    index: int
-    batch: Any = field(repr=False)
-    documents: tuple[RowDocument, ...]
-
-    @property
-    def start(self) -> int:
-        """Return the first token in the micro-batch."""
-        return self.documents[0].start
-
-    @property
-    def stop(self) -> int:
-        """Return the position after the last token in the micro-batch."""
-        return self.documents[-1].stop
-
-    def values(self, name: str) -> np.ndarray:
-        """Return the row's part of a tensor of the batch, ``(tokens,)``."""
-        return self.batch[name][0, self.start : self.stop].numpy()
+from trl_packing.tools.rows.segments import segments_of
+from trl_packing.training.columns import documents_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +108,16 @@ class PackedEpoch:
         """Return the documents of each row of the epoch, in any order."""
         return self.sampler.plan() or self.sampler.micro_batches()
 
+    def computed_tokens(self) -> int | None:
+        """Return the tokens of all rows, prefixes once in each; None if none can be shared."""
+        if not self.collator.shares_prefixes or is_packed(self.documents):
+            return None
+        micro_batches = [*self.sampler.micro_batches()]
+        offsets = np.cumsum([0, *map(len, micro_batches)])
+        index, chosen = PrefixIndex.of(self.documents), np.concatenate(micro_batches)
+        computed = index.computed_tokens(self.documents.lengths(), chosen, offsets)
+        return int(computed.sum())
+
     def bins(self) -> np.ndarray:
         """Return a number for every document, equal for those that share a row of the epoch."""
         return self._group_of_documents(self.groups())
@@ -190,13 +153,37 @@ class PackedEpoch:
         }
 
     def _rows_of(self, number: int, chosen: np.ndarray, bins: np.ndarray) -> Iterator[PackedRow]:
-        batch = self.collator(self.documents.__getitems__(chosen.tolist()))
-        found = self._documents_of(chosen, batch)
+        documents = self.documents.__getitems__(chosen.tolist())
+        apart = self._apart(documents)
+        found = self._documents_of(chosen, apart)
+        if self.collator.shares_prefixes and (row := self._shared(number, documents, found, apart)):
+            yield row
+            return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
         changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
         parts = zip([0, *changes], [*changes, len(found)], strict=True)
         for index, (first, end) in enumerate(parts):
-            yield PackedRow(number, index, batch, tuple(found[first:end]))
+            yield PackedRow(number, index, apart, tuple(found[first:end]), apart)
+
+    def _apart(self, documents: Any) -> Any:
+        """Return the batch of `documents` without shared prefixes."""
+        collator = copy.copy(self.collator)
+        collator.shares_prefixes = False
+        return collator(documents)
+
+    def _shared(
+        self, number: int, documents: Any, found: list[RowDocument], apart: Any
+    ) -> PackedRow | None:
+        """Return the row in which `documents` share prefixes; None if they share nothing."""
+        real = [d for d in found if d.number is not None]
+        tokens = {k: x[:, : real[-1].stop] for k, x in apart.items() if x.ndim == 2}
+        tree = tree_of_row(tokens, [d.stop - d.start for d in real])
+        if tree is None:
+            return None
+        batch = self.collator(documents)
+        segments, shared = tuple(segments_of(tree)), tuple(tree.depths.tolist())
+        in_order = [real[place] for place in tree.order]
+        return PackedRow(number, 0, batch, tuple(in_order), apart, segments, shared)
 
     def _documents_of(self, chosen: np.ndarray, batch: Any) -> list[RowDocument]:
         boundaries = batch["cu_seq_lens_q"].tolist()

@@ -12,19 +12,12 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.counts import quantity
-from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
-from trl_packing.formatting.printable import escape_text, quote
+from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import HtmlPage, asset, cards, escape, page, section
-from trl_packing.tools.preview.token_texts import token_texts
-from trl_packing.tools.rows.packed_rows import (
-    CUT,
-    NO_STOP_TOKEN,
-    PROPERTIES,
-    PackedEpoch,
-    PackedRow,
-    RowDocument,
-)
+from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, PROPERTIES, PackedRow
+from trl_packing.tools.rows.packed_rows import PackedEpoch
 from trl_packing.tools.rows.partners import Partners
+from trl_packing.tools.rows.row_data import row_data
 
 MAX_ROWS = 16
 MAX_TOKENS = 32_768  # about 1 MB of JSON
@@ -33,9 +26,11 @@ _EXAMPLES = 2  # further rows for each property that none of the first rows has
 _LEGEND = (
     '<div class="legend"><span class="target">trained</span><span class="prompt">not trained</span>'
     '<span class="free">free, costs nothing</span>'
-    '<span class="padding">padding, computed and masked</span></div>'
+    '<span class="padding">padding, computed and masked</span>{shared}</div>'
 )
+_SHARED = '<span class="many">shared by several documents, computed once</span>'
 _ROW = """
+<div class="tree" id="tree" hidden></div>
 <div class="row"><div class="documents" id="documents"></div>
 <div class="mask" id="mask"></div></div>
 <div id="tip" role="status" hidden></div>
@@ -70,7 +65,10 @@ def rows_page(
     chosen = _choose(epoch, max_rows, max_tokens)
     later = Partners(epoch)
     data = page_data(epoch, chosen, later, max_tokens)
-    shown = f"{quantity(len(chosen), 'row')} of {len(epoch.groups()):,}"
+    is_shared = any(row.segments for row, _ in chosen)
+    shown = f"{quantity(len(chosen), 'row')} of {len(epoch.groups()):,}, each strip a {epoch.unit}"
+    if is_shared:
+        shown = f"{quantity(len(chosen), 'row')}; with shared prefixes, a strip is a micro-batch"
     below = [section("How it was made", f"<pre>{escape(command)}</pre>")] if command else []
     return page(
         title,
@@ -78,8 +76,9 @@ def rows_page(
             _cards(epoch),
             section(
                 "Rows of epoch 1",
-                _LEGEND + '<div class="filters" id="filters"></div><div id="strips"></div>',
-                note=f"{shown}, each strip a {epoch.unit}; click one for its tokens",
+                _LEGEND.format(shared=_SHARED if is_shared else ""),
+                '<div class="filters" id="filters"></div><div id="strips"></div>',
+                note=f"{shown}; click one for its tokens",
             ),
             '<section>\n<h2><span id="row-name"></span> <span class="note" id="row-summary"></span>'
             f"</h2>{_ROW}</section>",
@@ -105,7 +104,7 @@ def page_data(
     drawn = []
     left = max_tokens
     for row, reason in rows:
-        drawn.append(_row_data(epoch, row, reason, texts, left) | {"later": later.of(row)})
+        drawn.append(row_data(epoch, row, reason, texts, left) | {"later": later.of(row)})
         left -= len(drawn[-1]["ids"])
     return {
         "capacity": epoch.capacity,
@@ -148,64 +147,6 @@ def _candidates(epoch: PackedEpoch, max_rows: int) -> Iterator[tuple[PackedRow, 
             break
 
 
-# --- one row --------------------------------------------------------------------------------------
-
-
-def _row_data(
-    epoch: PackedEpoch, row: PackedRow, reason: str, texts: dict[str, int], most: int
-) -> dict[str, Any]:
-    tokenizer = epoch.run.preparation.eos.tokenizer
-    ids = row.values("input_ids")[:most]
-    weights = row.values(TOKEN_WEIGHTS)[:most] if TOKEN_WEIGHTS in row.batch else None
-    words: list[str] = []
-    for document in row.documents:
-        of_document = ids[document.start - row.start : document.stop - row.start]
-        words += token_texts(of_document.tolist(), tokenizer)
-    return {
-        **_names(row, epoch),
-        "reason": reason,
-        "microBatch": row.micro_batch,
-        "start": row.start,
-        "stop": row.stop,
-        "ids": ids.tolist(),
-        "labels": row.values("labels")[:most].tolist(),
-        "positions": row.values("position_ids")[:most].tolist(),
-        # The shortest digits that give the same float32.
-        "weights": None if weights is None else [float(str(weight)) for weight in weights],
-        "texts": [texts.setdefault(word, len(texts)) for word in words],
-        "documents": [_document_data(document, row, tokenizer) for document in row.documents],
-    }
-
-
-def _document_data(document: RowDocument, row: PackedRow, tokenizer: Any) -> dict[str, Any]:
-    inside = slice(document.start - row.start, document.stop - row.start)
-    labels = row.values("labels")[inside]
-    ending = None
-    if document.number is not None:
-        last = quote(tokenizer.decode(row.values("input_ids")[inside][-1:].tolist()))
-        ending = f"{last}, {'not ' * bool(labels[-1] == IGNORE_INDEX)}trained"
-    return {
-        "start": document.start,
-        "stop": document.stop,
-        "number": document.number,
-        "row": document.row,
-        "uncut": document.uncut,
-        "trained": int((labels != IGNORE_INDEX).sum()),
-        "ending": ending,
-        "properties": document.properties,
-    }
-
-
-def _names(row: PackedRow, epoch: PackedEpoch) -> dict[str, str]:
-    number = f"{row.micro_batch + 1:,}"
-    if row.start == 0 and row.stop == row.batch["input_ids"].shape[1]:
-        return {"name": f"Micro-batch {number}", "short": number}
-    return {
-        "name": f"Micro-batch {number}, {epoch.unit} {row.index + 1}",
-        "short": f"{number}.{row.index + 1}",
-    }
-
-
 # --- the whole set --------------------------------------------------------------------------------
 
 
@@ -219,6 +160,8 @@ def _cards(epoch: PackedEpoch) -> str:
         (f"{trained / tokens:.0%}" if tokens else "–", "of them trained"),
         (f"{len(epoch.groups()):,}", "bins" if epoch.capacity else "micro-batches"),
     ]
+    if (computed := epoch.computed_tokens()) is not None:
+        shown.insert(2, (f"{computed:,}", "computed, prefixes once"))
     for name in (CUT, NO_STOP_TOKEN):
         shown.append((f"{int(found[name].sum()):,}", name))
     return cards(shown)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.tools.rows.packed_rows import PackedEpoch, PackedRow
+from trl_packing.tools.rows.packed_row import PackedRow
+from trl_packing.tools.rows.packed_rows import PackedEpoch
 
 
 class Partners:
