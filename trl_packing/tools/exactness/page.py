@@ -59,9 +59,9 @@ a model of yours, and with `--prefixes` its [shared prefixes](shared-prefixes.md
 rows**: no backend is exact on one row, so the trainer runs the same documents as padded rows: the
 same steps and the same loss, but slower. **Silently**: without an error or a warning. {lost}
 
-**Shared prefixes**: one more step, with `prefix_sharing="bin"` on documents that fork at two depths,
-is compared with the documents one at a time. An architecture that does not share trains them apart,
-and one line says why.
+**Shared prefixes**: one more step, with `prefix_sharing="bin"` on documents that fork at two
+depths, is compared with the documents one at a time. An architecture that cannot share trains them
+apart, and the column says why.
 
 ## Families
 
