@@ -1,18 +1,14 @@
 """Attention with shared prefixes equals dense attention by paths, and each document alone."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
-import torch.nn.attention.varlen
-from helpers.trees import Tree, random_tree
+from helpers.trees import Tree, dense, outcome, random_tree, tensors_of
 
 from trl_packing.attention import tiles
 from trl_packing.attention.document_sdpa import document_attention
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys
-from trl_packing.attention.varlen import varlen_attention
 
 OPTIONS = {
     "plain": {},
@@ -27,34 +23,6 @@ OPTIONS = {
         "window": 5,
     },
 }
-
-
-def tensors_of(num_tokens, dtype=torch.float32, value_dim=8, kv_heads=2):
-    shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
-    return [torch.randn(num_tokens, *s).to(dtype).requires_grad_() for s in shapes]
-
-
-def dense(tree, query, key, value, scale, window=None, softcap=None, sinks=None):
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~tree.visible(window), float("-inf"))
-    if sinks is not None:
-        column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
-
-
-def outcome(attention, tensors, upstream, sinks):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    if sinks is not None:
-        leaves.append(sinks.to(tensors[0].dtype).clone().requires_grad_())
-    output = attention(*leaves[:3], sinks=leaves[3] if sinks is not None else None)
-    return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
 
 def assert_equals_dense(tree, tensors, tolerance=1e-5, keys=None, **options):
@@ -155,39 +123,3 @@ def test_the_op_keeps_the_contract_of_custom_ops(window, softcap):
     tree = Tree([3, 2, 2, 4], [-1, 0, 0, -1])
     arguments = (*tensors_of(11), tree.cu_seqlens, *tree.keys[:2], None, None, 0.4, window, softcap)
     torch.library.opcheck(torch.ops.trl_packing.document_attention.default, (*arguments, 0.0))
-
-
-def bottom_right(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, **_):
-    """Compute as FlashAttention's varlen kernels do: the last query sees the last key."""
-    assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
-    group, left = query.shape[1] // key.shape[1], window_size[0]
-    outputs = []
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        q = query[q0:q1]
-        k, v = (x[k0:k1].repeat_interleave(group, 1) for x in (key, value))
-        at = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)[None]
-        seen = (at >= 0) & ((at <= left) | (left < 0))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-        )
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_varlen_kernels_get_the_keys_of_each_segment(window, monkeypatch):
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", bottom_right)
-    tree = random_tree(np.random.default_rng(3), 9)
-    tensors = tensors_of(tree.starts[-1])
-    upstream = torch.randn(len(tensors[0]), 4, 8)
-
-    def varlen(q, k, v, sinks):
-        options = KernelOptions(0.4, window)
-        return varlen_attention(q, k, v, tree.cu_seqlens, options, keys=tree.keys)
-
-    def reference(q, k, v, sinks):
-        return dense(tree, q, k, v, 0.4, window)
-
-    found, expected = (outcome(f, tensors, upstream, None) for f in (varlen, reference))
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * (1 + wanted.abs().max().item()))

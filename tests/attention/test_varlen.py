@@ -1,18 +1,17 @@
 """PyTorch's varlen attention gets the right arguments; doubles stand in for its kernels."""
 
 import inspect
-import math
 
 import pytest
 import torch
 import torch.nn.attention.varlen
+from helpers import varlen_double
 from helpers.dense import (
     TOLERANCE,
     assert_equals_dense,
     boundaries,
     dense_attention,
     inputs,
-    visible,
     with_keywords,
 )
 from helpers.packed_models import alone, packed_batch
@@ -55,45 +54,7 @@ def varlen_calls(monkeypatch):
 
 @pytest.fixture
 def flash_calls(monkeypatch):
-    """Doubles of PyTorch's FlashAttention ops; the backward rebuilds weights from the log-sum-exp.
-
-    As the kernel does: whatever `out` and `lse` it is handed decide the gradients.
-    """
-    calls = []
-
-    def scores(query, key, cu_seqlens, scale, left):
-        seen = visible(cu_seqlens, None if left < 0 else left)
-        keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        return (torch.einsum("qhd,khd->hqk", query, keys) * scale).masked_fill(~seen, -math.inf)
-
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
-                scale, window_size_left, window_size_right):  # fmt: skip
-        calls.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, window_size_left, is_causal))
-        assert dropout_p == 0
-        assert not return_debug_mask
-        assert window_size_right == 0
-        assert is_causal == (window_size_left < 0)
-        s = scores(q, k, cu_q, scale, window_size_left)
-        values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-        out = torch.einsum("hqk,khd->qhd", s.softmax(-1), values)
-        return out, s.logsumexp(-1), torch.zeros(2), torch.zeros(0), torch.zeros(0)
-
-    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
-                 rng_state, unused, *, scale, window_size_left, window_size_right):  # fmt: skip
-        assert grad.is_contiguous()
-        assert is_causal == (window_size_left < 0)
-        kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-        p = torch.exp(scores(q, k, cu_q, scale, window_size_left) - lse[..., None])
-        received = (grad * out).sum(-1).t()[..., None]
-        d_scores = p * (torch.einsum("qhd,khd->hqk", grad, values) - received) * scale
-        d_key = torch.einsum("hqk,qhd->khd", d_scores, q).unflatten(1, (kv_heads, group)).sum(2)
-        d_value = torch.einsum("hqk,qhd->khd", p, grad).unflatten(1, (kv_heads, group)).sum(2)
-        return torch.einsum("hqk,khd->qhd", d_scores, keys), d_key, d_value
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    return calls
+    return varlen_double.install(monkeypatch)
 
 
 VARLEN_OPTIONS = [{}, {"window": 1}, {"window": 4}, {"window": 64}]

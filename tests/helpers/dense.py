@@ -23,13 +23,27 @@ LENGTHS = (5, 1, 0, 30, 2, 0, 3)
 NUM_TOKENS = sum(LENGTHS)
 
 
-def visible(cu_seqlens: Tensor, left: int | None = None) -> Tensor:
-    """Return which token sees which, ``(T, T)`` bool; `left`: how many before itself, None: all."""
-    num_tokens = int(cu_seqlens[-1])
-    at = torch.arange(num_tokens)
-    document = torch.searchsorted(cu_seqlens[1:].contiguous().long(), at, right=True)
-    distance = at[:, None] - at[None]
-    seen = (distance >= 0) & (document[:, None] == document[None])
+def visible(
+    cu_seqlens: Tensor, left: int | None = None, cu_seqlens_k: Tensor | None = None
+) -> Tensor:
+    """Return which query sees which key, ``(Q, K)`` bool.
+
+    `left`: how many keys before itself, None: all.
+    Causal masks are aligned at the last key of each document, as FlashAttention aligns them.
+    """
+    ends = [
+        x.long()[1:] for x in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    ]
+    rows = [torch.arange(int(end[-1])) for end in ends]
+    documents = [
+        torch.searchsorted(end.contiguous(), at, right=True)
+        for end, at in zip(ends, rows, strict=True)
+    ]
+    queries, keys = (
+        end[document] - at for end, document, at in zip(ends, documents, rows, strict=True)
+    )
+    distance = keys[None] - queries[:, None]
+    seen = (distance >= 0) & (documents[0][:, None] == documents[1][None])
     return seen if left is None else seen & (distance <= left)
 
 
@@ -42,13 +56,14 @@ def probabilities(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """Return ``(heads, T, T)``; rows sum to one, or to less with sinks."""
+    """Return ``(heads, Q, K)``; rows sum to one, or to less with sinks."""
     group = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(cu_seqlens, None if window is None else window - 1)
+    seen = visible(cu_seqlens, None if window is None else window - 1, cu_seqlens_k)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is None:
         return scores.softmax(-1)

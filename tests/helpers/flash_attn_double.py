@@ -65,21 +65,29 @@ class FlashAttentionDouble:
                 "longest": (max_seqlen_q, max_seqlen_k),
                 "window": window_size,
                 "causal": causal,
+                "softcap": softcap,
+                "keys": k.detach(),
             }
         )
-        lengths = cu_seqlens_q.diff()
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
         assert causal, "the double knows decoders only"
         assert not dropout_p
-        # The kernel launches blocks for `max_seqlen` queries a document and computes no others.
-        assert int(lengths.max()) <= max_seqlen_q
-        assert int(cu_seqlens_q[-1]) == len(q)
+        # The kernel launches blocks for `max_seqlen` queries a document and computes no others. It
+        # reads keys wherever the boundaries point.
+        for x, cu_seqlens, longest in (
+            (q, cu_seqlens_q, max_seqlen_q),
+            (k, cu_seqlens_k, max_seqlen_k),
+        ):
+            assert cu_seqlens.dtype == torch.int32
+            assert int(cu_seqlens.diff().max()) <= longest
+            assert int(cu_seqlens[-1]) == len(x)
+        assert len(k) == len(v)
         q, k, v = (_BrokenBackward.apply(x, self.backward) for x in (q, k, v))
         return dense_attention(
             q,
             k,
             v,
             cu_seqlens_q[[0, -1]] if self.ignores_boundaries else cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k[[0, -1]] if self.ignores_boundaries else cu_seqlens_k,
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             window=window_size[0] + 1 if window_size[0] >= 0 else None,
             softcap=softcap or None,

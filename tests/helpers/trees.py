@@ -61,3 +61,31 @@ def random_tree(rng: np.random.Generator, segments: int = 8, longest: int = 9) -
         parents.append(open_path[-1] if open_path else -1)
         open_path.append(s)
     return Tree(rng.integers(1, longest + 1, segments).tolist(), parents)
+
+
+def tensors_of(num_tokens, dtype=torch.float32, value_dim=8, kv_heads=2):
+    shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
+    return [torch.randn(num_tokens, *s).to(dtype).requires_grad_() for s in shapes]
+
+
+def dense(tree, query, key, value, scale, window=None, softcap=None, sinks=None):
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~tree.visible(window), float("-inf"))
+    if sinks is not None:
+        column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def outcome(attention, tensors, upstream, sinks):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    if sinks is not None:
+        leaves.append(sinks.to(tensors[0].dtype).clone().requires_grad_())
+    output = attention(*leaves[:3], sinks=leaves[3] if sinks is not None else None)
+    return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]

@@ -32,7 +32,7 @@ def mask_packed_calls(backbone: nn.Module) -> None:
         mask = packed_mask(lengths, text, _dtype(backbone), kwargs["position_ids"].device)
         return forward(**unmasked | {"attention_mask": mask})
 
-    wrap_packed_calls(backbone, run_with_mask)
+    wrap_packed_calls(backbone, run_with_mask, attention=NAME)
 
 
 def packed_mask(

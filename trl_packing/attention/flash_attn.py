@@ -1,7 +1,8 @@
 """An installed flash-attn package, used through transformers' FlashAttention path.
 
-transformers passes `cu_seq_lens_q/k` and `max_length_q/k` of the batch to the varlen kernel, so
-nothing is registered here: this module knows which versions are installed and what they lack.
+transformers passes `cu_seq_lens_q/k` and `max_length_q/k` of the batch to the varlen kernel. This
+module knows which versions are installed and what they lack, and gathers the keys of rows with
+shared prefixes. The kernels align the causal mask and the window at the last key (from 2.1).
 
     version 2    sm80 and later      dropout, soft-cap, heads up to 256
     version 3    sm80 to sm90        no dropout
@@ -11,11 +12,18 @@ The limits are read from the sources (flash-attn 2.8, its `hopper` and `flash_at
 isolation check runs one backward to find others (`kernel_backward.py`).
 """
 
+import functools
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
+
+from trl_packing.attention.prefix_keys import gather_keys
 
 # Newest first, as transformers names them.
 VERSIONS = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
@@ -104,3 +112,43 @@ def is_flash_attention(implementation: str | None) -> bool:
 def drops_sinks(implementation: str) -> bool:
     """Whether transformers drops attention sinks under `implementation`: version 2 has no sinks."""
     return implementation.endswith(("flash_attention_2", "flash-attn2"))
+
+
+# --- shared prefixes ------------------------------------------------------------------------------
+
+
+def gather_prefix_keys(implementation: str) -> None:
+    """Make transformers' attention function `implementation` gather the keys of shared prefixes.
+
+    transformers passes the boundaries of the keys to the kernel, but the row itself as the keys.
+    Calls without `key_index` stay unchanged.
+    """
+    if gathers_prefix_keys(implementation):
+        return
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+
+    @functools.wraps(function)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        key_index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if key_index is not None:  # keys are (1, heads, T, dim)
+            key, value = (
+                gather_keys(x[0].transpose(0, 1), key_index).transpose(0, 1).unsqueeze(0)
+                for x in (key, value)
+            )
+        return function(module, query, key, value, *args, **kwargs)
+
+    attention.gathers_prefix_keys = True  # type: ignore[attr-defined]
+    AttentionInterface.register(implementation, attention)
+
+
+def gathers_prefix_keys(implementation: str | None) -> bool:
+    """Whether the attention function `implementation` gathers the keys of shared prefixes."""
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return getattr(function, "gathers_prefix_keys", False)

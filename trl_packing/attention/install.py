@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from trl_packing.attention import block_mask, flash_attn, padded_rows, varlen
 from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.implementation import (
@@ -20,6 +22,7 @@ from trl_packing.attention.packed_calls import (
     pass_packed_calls,
     unwrap_packed_calls,
 )
+from trl_packing.attention.requirements import outside_interface
 from trl_packing.models.introspection import rope_thresholds, unwrap_peft
 
 
@@ -58,6 +61,23 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         pass_packed_calls(backbone, choice.implementation)
     if backbone is not base:
         announce_boundaries(base, choice.implementation)
+
+
+def take_prefix_keys(model: Any, attention: str) -> str | None:
+    """Prepare `model` for rows with shared prefixes; return why it cannot take them, or None.
+
+    Args:
+        model: a transformers model, which PEFT may wrap.
+        attention: the backend that is installed on it.
+    """
+    if attention in ("documents", "varlen"):
+        return None
+    if not flash_attn.is_flash_attention(attention) or attention not in ALL_ATTENTION_FUNCTIONS:
+        return f"attention={attention!r} has one set of boundaries for queries and keys"
+    if reason := outside_interface(unwrap_peft(model)):
+        return reason
+    flash_attn.gather_prefix_keys(attention)
+    return None
 
 
 def _model_to_pad(model: Any, base: Any) -> Any:

@@ -139,6 +139,11 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
     ) -> tuple[Tensor, Any]:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if cu_seq_lens_q is None or attention_mask is not None or not causal:
+            if key_index is not None:
+                raise NotImplementedError(
+                    f"{type(module).__name__} has a mask of its own or is not causal, and the row "
+                    "has shared prefixes (key_index); set prefix_sharing='off'"
+                )
             return _fallback_function(fallback, module)(
                 module,
                 query,

@@ -6,8 +6,11 @@ other documents. The first call of each kind in a check therefore runs again, wi
 
     row            A A A A B B B          the gradient of B's output
     query, key     0 0 0 0 x x x          must be zero outside B, and finite everywhere
+
+In a row with shared prefixes, B is the last segment, and its gradient may reach its prefix.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +33,7 @@ def run_backward_once(implementation: str) -> Iterator[list[str]]:
     function, tried = ALL_ATTENTION_FUNCTIONS[implementation], set()
     faults: list[str] = []
 
+    @functools.wraps(function)
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
@@ -58,7 +62,8 @@ def _kind(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> 
     """Return the properties that select the kernel; the length of the row is not one of them."""
     sizes = [(x.shape[1], x.shape[-1], x.dtype) for x in (query, key, value)]
     is_windowed = kwargs.get("sliding_window") is not None
-    return (*sizes, is_windowed, kwargs.get("softcap"), kwargs.get("cu_seq_lens_q") is not None)
+    rows = (kwargs.get("cu_seq_lens_q") is not None, kwargs.get("key_index") is not None)
+    return (*sizes, is_windowed, kwargs.get("softcap"), *rows)
 
 
 @torch.enable_grad()
@@ -83,12 +88,23 @@ def _fault(
         raise
     except Exception as error:
         return f"its backward raises {type(error).__name__}: {error}"
-    for gradient in found:  # (rows, heads, T, dim)
+    unseen = torch.ones(output.shape[1], dtype=torch.bool)
+    unseen[start:] = False
+    beyond = [unseen, *[_not_seen_by_last_segment(unseen, kwargs)] * 2]
+    for gradient, rows in zip(found, beyond, strict=True):  # (rows, heads, T, dim)
         if not torch.isfinite(gradient).all():
             return "its backward returns gradients that are not finite"
-        if gradient[:, :, :start].any():
+        if gradient[:, :, rows.to(gradient.device)].any():
             return "its backward reaches into the documents before it"
     return None
+
+
+def _not_seen_by_last_segment(unseen: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Return `unseen` ``(T,)`` without the prefix of the last segment, if it has one."""
+    index, boundaries = kwargs.get("key_index"), kwargs.get("cu_seq_lens_k")
+    if index is None or boundaries is None:
+        return unseen
+    return unseen.index_fill(0, index[_start_of_last_document(boundaries) :].cpu(), False)
 
 
 def _start_of_last_document(boundaries: Tensor | None) -> int:

@@ -1,4 +1,9 @@
-"""Replaces a module's forward in packed calls: calls with boundaries and without a mask."""
+"""Replaces a module's forward in packed calls: calls with boundaries and without a mask.
+
+A row with shared prefixes (`key_index`) reaches only attention that takes keys of its own: kernels
+of this package, and FlashAttention after `gather_prefix_keys`. Any other refuses it, because it
+would silently read the wrong keys.
+"""
 
 import functools
 import inspect
@@ -8,7 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from trl_packing.attention.implementation import current_implementation, set_implementation
+from trl_packing.attention.flash_attn import gathers_prefix_keys
+from trl_packing.attention.implementation import (
+    current_implementation,
+    is_packed_implementation,
+    set_implementation,
+)
 from trl_packing.documents.host_row import BOUNDARIES
 from trl_packing.models.forward import unbind_forward
 from trl_packing.models.neftune import announce_documents
@@ -16,7 +26,10 @@ from trl_packing.recognition.calls import complete_arguments, leave_inner_calls_
 
 
 def wrap_packed_calls(
-    module: nn.Module, run: Callable[..., Any], implementation: str | None = None
+    module: nn.Module,
+    run: Callable[..., Any],
+    implementation: str | None = None,
+    attention: str | None = None,
 ) -> None:
     """Run packed calls of `module` as ``run(forward, **kwargs)``, and other calls unchanged.
 
@@ -29,6 +42,8 @@ def wrap_packed_calls(
         run: called with the native forward and all arguments by name.
         implementation: the `attn_implementation` that packed calls set, since it is restored after
             each run and does not travel with copies.
+        attention: the backend, if it computes packed calls in another way than a kernel and takes
+            no rows with shared prefixes.
     """
     unwrap_packed_calls(module)
     before = vars(module).get("forward")
@@ -41,15 +56,31 @@ def wrap_packed_calls(
             kwargs |= _announced_boundaries
         args, kwargs = complete_arguments(self, names, args, kwargs)
         if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
+            if kwargs.get("key_index") is not None:
+                raise ValueError(
+                    f"{type(self).__name__} was called on a row with shared prefixes (key_index) "
+                    "with an attention_mask or without cu_seq_lens_q; pass the batch unchanged"
+                )
             return inner_forward(self, *args, **kwargs)
         if implementation is not None and current_implementation(self) != implementation:
             set_implementation(self, implementation)
+        if kwargs.get("key_index") is not None:
+            check_takes_prefix_keys(attention or current_implementation(self))
         named = dict(zip(names, args, strict=False))
         with announce_documents(boundaries=kwargs["cu_seq_lens_q"]), leave_inner_calls_alone():
             return run(functools.partial(inner_forward, self), **named, **kwargs)
 
     forward.before_packed_calls = before  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
+
+
+def check_takes_prefix_keys(attention: str | None) -> None:
+    """Raise NotImplementedError if `attention` would read the keys of a shared row as its own."""
+    if not is_packed_implementation(attention) and not gathers_prefix_keys(attention):
+        raise NotImplementedError(
+            f"attention={attention!r} has one set of boundaries for queries and keys, and the row "
+            "has shared prefixes (key_index); set prefix_sharing='off', or attention='auto'"
+        )
 
 
 def unwrap_packed_calls(module: nn.Module) -> None:
@@ -73,7 +104,9 @@ def pass_packed_calls(backbone: nn.Module, implementation: str | None = None) ->
 _announced_boundaries: dict[str, Any] = {}
 
 
-def announce_boundaries(model: nn.Module, implementation: str | None = None) -> None:
+def announce_boundaries(
+    model: nn.Module, implementation: str | None = None, attention: str | None = None
+) -> None:
     """Make the boundaries of packed calls of `model` reach its backbone.
 
     Some forwards (falcon, mamba) drop unknown arguments.
@@ -82,6 +115,7 @@ def announce_boundaries(model: nn.Module, implementation: str | None = None) -> 
         model: the whole model, with its head.
         implementation: the `attn_implementation` that packed calls need. It is set here too,
             because some models (opt) call past their backbone.
+        attention: as in `wrap_packed_calls`.
     """
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -96,4 +130,4 @@ def announce_boundaries(model: nn.Module, implementation: str | None = None) -> 
         finally:
             _announced_boundaries = before
 
-    wrap_packed_calls(model, run_with_boundaries, implementation)
+    wrap_packed_calls(model, run_with_boundaries, implementation, attention)

@@ -74,7 +74,8 @@ def pad_packed_calls(
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
         return _joined(outputs, rows, batch.get("labels"))
 
-    wrap_packed_calls(model, run_padded)
+    attention = EQUAL_LENGTHS if equal_lengths else NAME
+    wrap_packed_calls(model, run_padded, attention=attention)
 
 
 # --- documents that share a forward -----------------------------------------------------------

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from trl_packing.documents.host_row import host_boundaries, host_values
 
+_PART = 16_384  # keys whose gradients are summed at once
+
 
 class PrefixKeys(NamedTuple):
     """The keys that each segment of a row sees, its own tokens last.
@@ -152,18 +154,54 @@ def gather_keys(tensor: Tensor, key_index: Tensor) -> Tensor:
         tensor: keys or values, ``(T, heads, dim)``.
         key_index: positions in the row, ``(K,)`` int64.
     """
-    return _Gather.apply(tensor, key_index)
+    return torch.ops.trl_packing.gather_keys(tensor, key_index)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, key_index):
-        ctx.save_for_backward(key_index)
-        ctx.num_tokens = len(tensor)
-        return tensor.index_select(0, key_index)
+def sum_over_segments(grad: Tensor, key_index: Tensor, num_tokens: int) -> Tensor:
+    """Return the gradients of the keys of a row from those of the keys of its segments.
 
-    @staticmethod
-    def backward(ctx, grad):
-        (key_index,) = ctx.saved_tensors
-        total = grad.new_zeros(ctx.num_tokens, *grad.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, key_index, grad.float()).to(grad.dtype), None
+    Args:
+        grad: gradients of gathered keys or values, ``(K, heads, dim)``.
+        key_index: positions in the row, ``(K,)`` int64.
+        num_tokens: T, the tokens of the row.
+    """
+    return torch.ops.trl_packing.sum_over_segments(grad, key_index, num_tokens)
+
+
+# Custom ops, so that torch.compile sees one call for any number of keys.
+@torch.library.custom_op("trl_packing::gather_keys", mutates_args=())
+def _gather_op(tensor: Tensor, key_index: Tensor) -> Tensor:
+    return tensor.index_select(0, key_index)
+
+
+@_gather_op.register_fake
+def _(tensor, key_index):
+    return tensor.new_empty(len(key_index), *tensor.shape[1:])
+
+
+@torch.library.custom_op("trl_packing::sum_over_segments", mutates_args=())
+def _sum_op(grad: Tensor, key_index: Tensor, num_tokens: int) -> Tensor:
+    total = grad.new_zeros(num_tokens, *grad.shape[1:], dtype=torch.float32)
+    # In parts, because a float32 copy of all keys may be many times as large as the row.
+    for rows, part in zip(key_index.split(_PART), grad.split(_PART), strict=True):
+        total.index_add_(0, rows, part.float())
+    return total.to(grad.dtype)
+
+
+@_sum_op.register_fake
+def _(grad, key_index, num_tokens):
+    return grad.new_empty(num_tokens, *grad.shape[1:])
+
+
+def _setup_context(ctx, inputs, output):
+    tensor, key_index = inputs
+    ctx.save_for_backward(key_index)
+    ctx.num_tokens = len(tensor)
+
+
+def _autograd_backward(ctx, grad):
+    (key_index,) = ctx.saved_tensors
+    return sum_over_segments(grad, key_index, ctx.num_tokens), None
+
+
+_gather_op.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -54,7 +54,7 @@ def requirements_of(model: nn.Module, device: Any, dtype: torch.dtype | None) ->
         softcap=any(layer_values(text, "attn_logit_softcapping")),
         sinks=any(name.endswith("sinks") for name, _ in model.named_parameters()),
         dropout=max(map(float, layer_values(text, "attention_dropout", "attn_pdrop")), default=0.0),
-        outside_interface=_outside_interface(model, text),
+        outside_interface=outside_interface(model),
     )
 
 
@@ -84,12 +84,13 @@ def _first_number(part: Any, *names: str) -> int | None:
     return next((n for name in names if isinstance(n := getattr(part, name, None), int)), None)
 
 
-def _outside_interface(model: nn.Module, text: Any) -> str | None:
+def outside_interface(model: nn.Module) -> str | None:
     """Return why a registered kernel cannot replace the model's attention, or None."""
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is None or not can_set():
         return f"{type(model).__name__} is outside transformers' attention interface"
-    if chunks := [size for size in layer_values(text, "attention_chunk_size") if size]:
+    chunks = [size for size in layer_values(text_config(model), "attention_chunk_size") if size]
+    if chunks:
         # Chunks exist only in the mask; a kernel that sees boundaries alone would skip them.
         return f"attention_chunk_size={max(chunks)} lives in the mask"
     return None

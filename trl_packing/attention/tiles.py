@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys, blocks_of_nodes, blocks_of_segments
-from trl_packing.documents.host_row import host_boundaries
+from trl_packing.documents.host_row import host_boundaries, host_values
 
 # Queries per tile if the tile materializes a mask (windows) or scores (soft-cap, dropout). This
 # bounds their memory at block × keys, for scores times the heads. Tiles as long as the window take
@@ -70,7 +71,29 @@ def cut_tiles(
             q1 = min(q0 + block, end)
             yield Tile(q0, q1, reach, q1)
     if keys is not None:
-        yield from _prefix_tiles(cu_seqlens, options, keys, scored)
+        yield from _known_prefix_tiles(cu_seqlens, options, keys, scored)
+
+
+# Tiles of the prefixes of a row by its `key_index`: the version that they were cut from, and the
+# tiles by boundaries and options. All layers share them, forward and backward.
+_cut: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _known_prefix_tiles(
+    cu_seqlens: Tensor, options: KernelOptions, keys: PrefixKeys, scored: bool
+) -> list[Tile]:
+    """Return `_prefix_tiles`, cut once for a row."""
+    if keys.key_index.is_inference():  # inference tensors do not count writes
+        return list(_prefix_tiles(cu_seqlens, options, keys, scored))
+    boundaries = (host_values(x).tobytes() for x in (cu_seqlens, keys.cu_seqlens_k))
+    kind = (*boundaries, options.window or 0, scored, BLOCK)
+    version, known = _cut.get(keys.key_index, (None, {}))
+    if version != keys.key_index._version:
+        known = {}
+        _cut[keys.key_index] = (keys.key_index._version, known)
+    if kind not in known:
+        known[kind] = list(_prefix_tiles(cu_seqlens, options, keys, scored))
+    return known[kind]
 
 
 def _prefix_tiles(

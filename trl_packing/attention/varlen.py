@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
-from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
+from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys, sum_over_segments
 from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share_of_keys
 
 NAME = "packed_varlen"
@@ -65,7 +65,6 @@ def varlen_attention(
     longest = _longest(cu_seqlens, max_length)
     spans = (cu_seqlens, cu_seqlens, longest, longest)
     if keys is not None:
-        key, value = (gather_keys(x, keys.key_index) for x in (key, value))
         spans = (
             cu_seqlens,
             keys.cu_seqlens_k,
@@ -75,8 +74,9 @@ def varlen_attention(
     # The kernel counts the tokens to the left of the query; the model counts the query too.
     left = -1 if not window else window - 1
     query, key, value = (x.contiguous() for x in (query, key, value))
-    if sinks is not None:
-        return _SinkAttention.apply(query, key, value, sinks, spans, scale, left)
+    if sinks is not None or keys is not None:
+        index = None if keys is None else keys.key_index
+        return _Attention.apply(query, key, value, sinks, index, spans, scale, left)
     return _varlen_attn(query, key, value, spans, scale, left)
 
 
@@ -111,15 +111,18 @@ def _varlen_attn(
     return output
 
 
-class _SinkAttention(torch.autograd.Function):
-    """Attention with learned sinks on a kernel without them (`sinks.py` has the arithmetic)."""
+class _Attention(torch.autograd.Function):
+    """Attention with learned sinks or shared prefixes, on a kernel without them.
+
+    Sinks follow from the log-sum-exp (`sinks.py`). The keys of each segment are gathered in the
+    forward and again in the backward, so that only the keys of the row are kept in between.
+    """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, spans, scale, left):
+    def forward(ctx, query, key, value, sinks, key_index, spans, scale, left):
         out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
             query,
-            key,
-            value,
+            *_gathered(key, value, key_index),
             *spans,
             0.0,
             left < 0,
@@ -128,23 +131,26 @@ class _SinkAttention(torch.autograd.Function):
             window_size_left=left,
             window_size_right=0,
         )
-        with_sinks = lse_with_sinks(lse, sinks)
-        out = out * share_of_keys(lse, with_sinks).to(out.dtype)
-        ctx.save_for_backward(query, key, value, out, with_sinks, sinks, *spans[:2], rng, unused)
+        if sinks is not None:
+            with_sinks = lse_with_sinks(lse, sinks)
+            out = out * share_of_keys(lse, with_sinks).to(out.dtype)
+            lse = with_sinks
+        ctx.save_for_backward(
+            query, key, value, out, lse, sinks, key_index, *spans[:2], rng, unused
+        )
         ctx.options = (spans[2:], scale, left)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        (query, key, value, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, rng, unused) = (
+        (query, key, value, out, lse, sinks, index, cu_seqlens_q, cu_seqlens_k, rng, unused) = (
             ctx.saved_tensors
         )
         longest, scale, left = ctx.options
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             query,
-            key,
-            value,
+            *_gathered(key, value, index),
             out,
             lse,
             cu_seqlens_q,
@@ -158,8 +164,16 @@ class _SinkAttention(torch.autograd.Function):
             window_size_left=left,
             window_size_right=0,
         )
-        d_sinks = gradient_of_sinks(grad, out, lse, sinks)
-        return d_query, d_key, d_value, d_sinks, None, None, None
+        if index is not None:
+            d_key, d_value = (sum_over_segments(x, index, len(key)) for x in (d_key, d_value))
+        d_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+        return d_query, d_key, d_value, d_sinks, None, None, None, None
+
+
+def _gathered(key: Tensor, value: Tensor, key_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    if key_index is None:
+        return key, value
+    return gather_keys(key, key_index), gather_keys(value, key_index)
 
 
 register_packed_kernel(NAME, varlen_attention)

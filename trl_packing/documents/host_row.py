@@ -109,6 +109,8 @@ class PackedBatch(dict[str, Any]):
             else value
             for name, value in self.items()
         }
+        for name in _READ_BY_HOST & self.keys():
+            cache_values(moved[name], host_values(self[name]))
         return PackedBatch(moved, self.host)
 
     def pin_memory(self) -> "PackedBatch":
@@ -166,6 +168,10 @@ BOUNDARIES = (
     "seq_idx",
     "position_ids",
 )
+
+
+# Those whose values the host reads, beside `cu_seq_lens_q`, which `cache_row` keeps.
+_READ_BY_HOST = {"cu_seq_lens_k", "key_index"}
 
 
 def remember_row(batch: Mapping[str, Any]) -> None:

@@ -142,7 +142,7 @@ def pack(
     """
     chosen = find_strategy(strategy)
     capacity = _checked_capacity(capacity)
-    sizes = _checked_lengths(lengths, capacity)
+    sizes = checked_lengths(lengths, capacity)
     rng = None if seed is None or not chosen.shuffles else np.random.default_rng(seed)
 
     order = _fill_order(sizes, capacity, rng, descending=not chosen.order_dependent)
@@ -165,7 +165,8 @@ def _checked_capacity(capacity: Any) -> int:
     )
 
 
-def _checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
+def checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
+    """Return lengths as integers. Raise ValueError for those that cannot be packed."""
     sizes = np.asarray(lengths)
     if sizes.size == 0:
         raise ValueError("lengths is empty: there is no document to pack; check the data set")

@@ -3,7 +3,9 @@
     order     7 2 5 0 | 3 6 1 4 | ...                documents of a padded run, a slice a step
     step 0    [7] [2 0] [5] ...                      micro-batches of about equal cost, all ranks
 
-The last step of an epoch may have fewer documents, and then fewer micro-batches.
+The last step of an epoch may have fewer documents, and then fewer micro-batches. Groups of
+documents with a common prefix come in one step, and in one micro-batch where that leaves enough for
+the others (group_order.py).
 """
 
 import heapq
@@ -11,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
+from trl_packing.packing.epoch import split_bins
+from trl_packing.packing.prefix_groups import PrefixGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +29,8 @@ class DocumentSteps:
         num_ranks: data-parallel ranks.
         accumulation: micro-batches that a rank accumulates in a full step.
         attention_cost: c in the cost of a document, len + c · len².
+        groups: documents with common prefixes, next to each other in `order`; None if each document
+            is computed alone.
     """
 
     order: np.ndarray
@@ -32,6 +39,7 @@ class DocumentSteps:
     num_ranks: int
     accumulation: int
     attention_cost: float
+    groups: PrefixGroups | None = None
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.documents_per_step)
@@ -43,12 +51,18 @@ class DocumentSteps:
         """Return the micro-batches of a step; `num_ranks` of them run at the same moment."""
         start = step * self.documents_per_step
         documents = self.order[start : start + self.documents_per_step]
-        lengths = self.lengths[documents].astype(float)
-        costs = lengths + self.attention_cost * lengths**2
-        per_rank = micro_batches_per_rank(
+        number = self.num_ranks * micro_batches_per_rank(
             len(documents), self.documents_per_step, self.accumulation
         )
-        return _equal_cost(documents, costs, per_rank * self.num_ranks)
+        lengths = self.lengths[documents].astype(float)
+        costs = lengths + self.attention_cost * lengths**2
+        if self.groups is None:
+            return _equal_cost(documents, costs, number)
+        depths = self.groups.depths[documents].astype(float)
+        cuts = np.flatnonzero(np.diff(self.groups.numbers[documents])) + 1
+        pieces, costs = _pieces(costs, depths + self.attention_cost * depths**2, cuts, number)
+        dealt = _equal_cost(np.arange(len(pieces)), costs, number)
+        return [documents[np.concatenate([pieces[i] for i in each])].tolist() for each in dealt]
 
     def documents_in_first(self, number: int) -> np.ndarray:
         """Return the documents of the first `number` steps."""
@@ -58,6 +72,34 @@ class DocumentSteps:
 def micro_batches_per_rank(num_documents: int, documents_per_step: int, accumulation: int) -> int:
     """Return how many micro-batches each rank runs for a step of `num_documents`."""
     return -(-num_documents * accumulation // documents_per_step)
+
+
+def _pieces(
+    costs: np.ndarray, saved: np.ndarray, cuts: np.ndarray, number: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return groups of a step, cut where one costs more than a mean micro-batch, and their costs.
+
+    Args:
+        costs: of each document alone, ``(documents,)``.
+        saved: what it costs less behind the one before it in its group.
+        cuts: places at which groups begin, but the first.
+        number: micro-batches of the step.
+    """
+    costs_before = np.concatenate([[0], np.cumsum(costs - saved)]).tolist()
+
+    def cost(piece: np.ndarray) -> float:
+        return costs_before[piece[-1] + 1] - costs_before[piece[0]] + saved[piece[0]]
+
+    todo = np.split(np.arange(len(costs)), cuts)[::-1]
+    limit, pieces = sum(map(cost, todo)) / number, []
+    while todo:
+        piece = todo.pop()
+        if len(piece) > 1 and cost(piece) > limit:
+            todo += [piece[len(piece) // 2 :], piece[: len(piece) // 2]]
+        else:
+            pieces.append(piece)
+    pieces = split_bins(pieces, number)
+    return pieces, np.array([cost(piece) for piece in pieces])
 
 
 def _equal_cost(documents: np.ndarray, costs: np.ndarray, num_groups: int) -> list[list[int]]:

@@ -64,6 +64,7 @@ def steps_from_plan(
     attention_cost: float,
     balance_window: int,
     rng: np.random.Generator | None,
+    squares: np.ndarray | None = None,
 ) -> PackedSteps:
     """Return the micro-batches of an epoch.
 
@@ -79,6 +80,7 @@ def steps_from_plan(
         attention_cost: c in the cost of a bin, tokens + c · Σ len².
         balance_window: steps that exchange bins, as in `balanced_order`.
         rng: shuffles the bins; None keeps the order of the plan.
+        squares: len² of each document, where it computes less than all of its pairs of tokens.
     """
     slots = num_ranks * accumulation
     bins = np.arange(len(plan)) if rng is None else rng.permutation(len(plan))
@@ -86,7 +88,7 @@ def steps_from_plan(
     full, left = bins[:num_full].reshape(-1, bins_per_batch), bins[num_full:]
     if rng is not None and len(full):
         order = balanced_order(
-            _costs(plan, lengths, attention_cost)[bins],
+            _costs(plan, lengths, attention_cost, squares)[bins],
             tokens=plan.tokens[bins],
             documents=np.diff(plan.offsets)[bins],
             slots=slots,
@@ -99,10 +101,15 @@ def steps_from_plan(
     return PackedSteps(plan, full, _dealt_evenly([plan[i] for i in left], num_last))
 
 
-def _costs(plan: PackingPlan, lengths: np.ndarray, attention_cost: float) -> np.ndarray:
+def _costs(
+    plan: PackingPlan, lengths: np.ndarray, attention_cost: float, squares: np.ndarray | None
+) -> np.ndarray:
     """Return tokens + c · Σ len² of each bin, in whole tokens."""
-    squares = lengths[plan.indices].astype(np.int64)
-    squares *= squares
+    if squares is None:
+        squares = lengths[plan.indices].astype(np.int64)
+        squares *= squares
+    else:
+        squares = squares[plan.indices]
     squares = np.add.reduceat(squares, plan.offsets[:-1])
     return plan.tokens + (attention_cost * squares).astype(np.int64)
 

@@ -89,6 +89,16 @@ class PrefixIndex:
         common[1:] = self._minima.of(low + 1, high + 1)
         return common
 
+    def common_between(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Return the tokens that pairs of documents share, ``(pairs,)`` int32.
+
+        Args:
+            before: documents, ``(pairs,)``.
+            after: another document for each of them.
+        """
+        one, other = self.ranks[before], self.ranks[after]
+        return self._minima.of(np.minimum(one, other) + 1, np.maximum(one, other) + 1)
+
     def computed_tokens(
         self, lengths: np.ndarray, documents: np.ndarray, offsets: np.ndarray
     ) -> np.ndarray:

@@ -20,6 +20,8 @@ from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan
+from trl_packing.packing.group_order import keep_groups_together
+from trl_packing.packing.prefix_groups import PrefixGroups
 
 
 class PackedBatchSampler(BatchRebalanceSampler):
@@ -59,6 +61,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
             last micro-batch (others every epoch), as `dataloader_drop_last` does.
         allow_idle_ranks: Ranks without documents run empty micro-batches (evaluation, the remainder
             of an epoch).
+        groups: Documents with common prefixes that share a bin, whose tokens are then those that
+            rows with shared prefixes compute. With documents_per_step they come in one step, which
+            therefore holds other documents than that of a padded run.
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -84,8 +89,10 @@ class PackedBatchSampler(BatchRebalanceSampler):
         balance_window: int = 64,
         drop_last: bool = False,
         allow_idle_ranks: bool = False,
+        groups: PrefixGroups | None = None,
     ):
         self.lengths = np.asarray(lengths)
+        self.groups = groups
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
@@ -121,6 +128,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         for name in ("bins_per_batch", "num_ranks", "accumulation", "balance_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.groups is not None and self.rows:
+            raise ValueError("rows that were packed before stay as they are; leave groups out")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
         if len(self.lengths) < self.num_ranks and not allow_idle_ranks:
@@ -239,6 +248,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
             tokens = self.lengths.astype(np.int64)
             return PackingPlan(np.arange(number), np.arange(number + 1), tokens, longest)
         seed = (self.seed, epoch) if self.shuffle else None
+        if self.groups is not None:
+            return self.groups.pack(self.capacity, self.strategy, seed)
         return pack(self.lengths, self.capacity, self.strategy, seed)
 
     def _packed_steps(self) -> PackedSteps:
@@ -253,6 +264,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 attention_cost=0.0 if self.rows else self.attention_cost,
                 balance_window=self.balance_window,
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
+                squares=None if self.groups is None else self.groups.squares,
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -267,13 +279,17 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 epoch=self.epoch,
                 documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
             )
+            order = order[: self.num_used]
+            if self.groups is not None:
+                order = keep_groups_together(order, self.groups, self.documents_per_step)
             self._steps = DocumentSteps(
-                order[: self.num_used],
+                order,
                 self.lengths,
                 self.documents_per_step,
                 self.num_ranks,
                 self.accumulation,
                 self.attention_cost,
+                self.groups,
             )
             self._steps_epoch = self.epoch
         return self._steps

@@ -96,6 +96,12 @@ def _pop_forward(model: nn.Module) -> Callable[..., Any] | None:
 def _run(self: Any, packing: Packing, *args: Any, **kwargs: Any) -> Any:
     names = list(inspect.signature(type(self).forward).parameters)[1:]
     call = dict(zip(names, args, strict=False)) | kwargs
+    if call.get("key_index") is not None:
+        raise ValueError(
+            f"{type(self).__name__} was called on a row with shared prefixes (key_index), whose "
+            "tokens count once for each of their documents; train it with PackedSFTTrainer, or "
+            "set shares_prefixes=False in PackedCollator"
+        )
     batch = packed_batch(self, call)
     if batch is None:  # maybe a packed row whose boundaries the user's loss left out
         completed = complete_call(self, call)

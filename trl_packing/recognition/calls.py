@@ -19,8 +19,8 @@ from trl_packing.documents.boundaries import boundaries_of_row, document_ids_fro
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cached_values,
+    for_kernels,
     host_boundaries,
-    longest_document,
     rows_alive,
 )
 from trl_packing.recognition.current_row import allows_other_rows, current_row
@@ -129,6 +129,10 @@ def _find_boundaries(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
         raise ValueError(in_step_message(model, tokens, _CACHE))
     if tokens.shape[:2] == ids.shape[:2]:
         return row
+    if row.get("key_index") is not None:
+        raise ValueError(
+            in_step_message(model, tokens, "which are part of a row with shared prefixes")
+        )
     return _boundaries_of_part(model, tokens, ids, row)
 
 
@@ -190,6 +194,9 @@ def _shape(tokens: Tensor) -> str:
 # --- a packed call --------------------------------------------------------------------------------
 
 
+_LONGEST = ("max_length_q", "max_length_k")
+
+
 def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with boundaries as packed kernels need it: without mask and cache.
 
@@ -208,9 +215,11 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
             call = call | {"attention_mask": None}
     if call.get("past_key_values") is None:
         call = call | {"use_cache": False}
-    if not isinstance(call.get("max_length_q"), int):
-        longest = longest_document(boundaries)
-        call = call | {"max_length_q": longest, "max_length_k": longest}
+    if not all(isinstance(call.get(name), int) for name in _LONGEST):
+        sizes = for_kernels(call)
+        call = call | {name: sizes[name] for name in _LONGEST}
+    if call.get("key_index") is not None:  # the collator has masked the labels of such a row
+        return call
     for name, places in (("labels", boundaries[:-1]), ("shift_labels", boundaries[1:] - 1)):
         labels = call.get(name)
         if torch.is_tensor(labels) and labels.dim() == 2 and cached_values(labels) is None:

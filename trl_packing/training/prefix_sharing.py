@@ -18,6 +18,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from trl_packing.attention.install import check_backward, take_prefix_keys
 from trl_packing.config import PackingOptions
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
 from trl_packing.isolation.guard import IsolationGuard
@@ -26,9 +27,6 @@ from trl_packing.models.introspection import text_config
 from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)
-
-# Backends whose kernels take boundaries of queries and keys apart.
-_BACKENDS = ("documents", "varlen")
 
 
 class PrefixSharing:
@@ -109,21 +107,22 @@ class PrefixSharing:
             return "virtual tokens stand in front of each row"
         if dropout := getattr(text_config(self.guard.base_model), "attention_dropout", 0.0):
             return f"attention_dropout={dropout} would drop the same for all documents of a prefix"
-        if backend.backend not in _BACKENDS:
-            return f"attention={backend.backend!r} has one set of boundaries for queries and keys"
-        return None
+        return take_prefix_keys(self.guard.base_model, backend.backend)
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
         try:
-            result: CheckResult = check_prefixes(
-                model,
-                documents,
-                collator=self.collators.for_probes(),
-                training=training,
-                attention=str(self.guard.attention),
-                fused_head=True,
-            )
+            with check_backward(self.guard.model, training=training) as faults:
+                result: CheckResult = check_prefixes(
+                    model,
+                    documents,
+                    collator=self.collators.for_probes(),
+                    training=training,
+                    attention=str(self.guard.attention),
+                    fused_head=True,
+                )
+            if result and faults:
+                result = Refusal(faults[0].splitlines()[0])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # models raise all kinds of errors

@@ -1,0 +1,291 @@
+"""Kernels of other libraries get the keys of each segment, and attention without such keys refuses.
+
+Doubles stand in for the kernels (`varlen_double.py`, `flash_attn_double.py`). They read keys where
+the boundaries point, and align the causal mask at the last key, as the kernels do.
+"""
+
+import numpy as np
+import pytest
+import torch
+from helpers import flash_attn_double, varlen_double
+from helpers.tiny import WINDOW, tiny_model
+from helpers.trees import dense, outcome, random_tree, tensors_of
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from trl_packing import PackedCollator, enable_packing
+from trl_packing.attention import tiles
+from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
+from trl_packing.attention.install import check_backward, install_attention, take_prefix_keys
+from trl_packing.attention.interface import KernelOptions
+from trl_packing.attention.varlen import varlen_attention
+from trl_packing.packing.prefix_tree import build_prefix_tree
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def attention_functions(monkeypatch):
+    """Restore transformers' attention functions after each test."""
+    functions = dict(AttentionInterface._global_mapping)
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
+
+
+def documents():
+    """Return two families of documents and one alone; a document may be the prefix of another."""
+    rng = np.random.default_rng(0)
+
+    def draw(length):
+        return rng.integers(6, 300, length)
+
+    prompt, system = draw(20), draw(17)
+    question = np.concatenate([system, draw(9)])
+    families = [np.concatenate([prompt, draw(n)]) for n in (3, 12, 1)]
+    deep = [np.concatenate([question, draw(n)]) for n in (5, 2)]
+    return [*families, np.concatenate([system, draw(4)]), *deep, draw(11), question]
+
+
+def shared_row():
+    """Return the batch of `documents()` with shared prefixes, and the rows that predict tokens."""
+    found = documents()
+    batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in found])
+    batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights", "target_counts")}
+    assert batch["input_ids"].shape[1] < sum(map(len, found))
+    targets = build_prefix_tree(found, min_shared=16).targets
+    ends = np.cumsum([len(ids) for ids in found])[:-1]
+    return batch, [rows[1:] - 1 for rows in np.split(targets, ends)]
+
+
+def assert_equals_documents_alone(model, reference, tolerance=10 * TOLERANCE):
+    """Compare the logits of all documents and the gradients of a sum of them."""
+    batch, rows = shared_row()
+    logits = model(**batch).logits[0]
+    total = expected_total = 0.0
+    for ids, at in zip(documents(), rows, strict=True):
+        alone = reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, :-1]
+        torch.testing.assert_close(logits[at], alone, rtol=0, atol=tolerance)
+        total = total + logits[at].square().mean()
+        expected_total = expected_total + alone.square().mean()
+    total.backward()
+    expected_total.backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=tolerance, msg=name)
+
+
+# --- torch's varlen attention ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_varlen_attention_over_paths_equals_dense_attention(window, sinks, kv_heads, monkeypatch):
+    calls = varlen_double.install(monkeypatch)
+    tree = random_tree(np.random.default_rng(3), 9)
+    tensors = tensors_of(tree.starts[-1], kv_heads=kv_heads)
+    upstream = torch.randn(len(tensors[0]), 4, 8)
+
+    def varlen(q, k, v, sinks):
+        options = KernelOptions(0.4, window, sinks=sinks)
+        return varlen_attention(q, k, v, tree.cu_seqlens, options, keys=tree.keys)
+
+    def reference(q, k, v, sinks):
+        return dense(tree, q, k, v, 0.4, window, sinks=sinks)
+
+    found, expected = (outcome(f, tensors, upstream, sinks) for f in (varlen, reference))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * (1 + wanted.abs().max().item()))
+    (cu_q, cu_k, longest_q, longest_k, left, is_causal) = calls[0]
+    assert (cu_q, cu_k) == (tree.cu_seqlens.tolist(), tree.keys.cu_seqlens_k.tolist())
+    assert longest_q == max(tree.lengths)
+    assert longest_k == tree.keys.max_length
+    assert (left, is_causal) == (-1 if window is None else window - 1, window is None)
+
+
+def test_varlen_attention_keeps_the_keys_of_the_row_alone(monkeypatch):
+    """Gathered keys are as many as those of rows that share nothing: keeping them saves nothing."""
+    varlen_double.install(monkeypatch)
+    tree = random_tree(np.random.default_rng(3), 9)
+    num_tokens, num_keys = tree.starts[-1], len(tree.keys.key_index)
+    assert num_keys > 1.5 * num_tokens
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        varlen_attention(
+            *tensors_of(num_tokens), tree.cu_seqlens, KernelOptions(0.4), keys=tree.keys
+        )
+    shapes = {tuple(x.shape) for x in kept}
+    assert {(num_tokens, 4, 8), (num_tokens, 2, 8), (num_keys,)} <= shapes
+    assert not any(len(shape) == 3 and shape[0] > num_tokens for shape in shapes)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_models_on_torch_varlen_share_prefixes(name, monkeypatch):
+    calls = varlen_double.install(monkeypatch)
+    model, reference = tiny_model(name), tiny_model(name)
+    fallback = "_over_eager" if name == "gpt_oss" else ""
+    install_attention(model, AttentionChoice("varlen", "packed_varlen" + fallback, "a test"))
+    assert take_prefix_keys(model, "varlen") is None
+    assert_equals_documents_alone(model, reference)
+    # A call that names no boundaries is known by its tokens, and completed.
+    batch, _ = shared_row()
+    del calls[:]
+    model(input_ids=batch["input_ids"])
+    model(**batch)
+    half = len(calls) // 2
+    assert calls[:half] == calls[half:]
+    with pytest.raises(ValueError, match="part of a row with shared prefixes"):
+        model(input_ids=batch["input_ids"][:, :20])
+
+
+# --- flash-attn, through transformers -------------------------------------------------------------
+
+
+def flash_model(name, version, monkeypatch, **options):
+    """Return a model that shares prefixes through the double of flash-attn, and the double."""
+    double = flash_attn_double.install(monkeypatch, version, **options)
+    implementation = f"flash_attention_{version}"
+    model = tiny_model(name, attn_implementation=implementation)
+    install_attention(model, AttentionChoice(implementation, None, "a test"))
+    return model, double
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(("name", "version"), [("llama", 2), ("mistral", 3), ("gemma2", 2)])
+def test_models_on_flash_attention_share_prefixes(name, version, checkpointing, monkeypatch):
+    model, double = flash_model(name, version, monkeypatch)
+    assert take_prefix_keys(model, f"flash_attention_{version}") is None
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    reference = tiny_model(name, attn_implementation="eager")
+    assert_equals_documents_alone(model, reference)
+    batch, _ = shared_row()
+    layers = model.config.num_hidden_layers
+    assert len(double.calls) == (2 if checkpointing else 1) * layers
+    for call in double.calls:
+        assert [x.tolist() for x in call["cu_seqlens"]] == [
+            batch["cu_seq_lens_q"].tolist(),
+            batch["cu_seq_lens_k"].tolist(),
+        ]
+        assert call["longest"] == (batch["max_length_q"], batch["max_length_k"])
+        assert all(type(x) is int for x in call["longest"]), "a tensor would sync in every layer"
+    windows = {call["window"][0] for call in double.calls}
+    assert windows == {"llama": {-1}, "mistral": {WINDOW - 1}, "gemma2": {WINDOW - 1, -1}}[name]
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    assert {call["softcap"] for call in double.calls} == {softcap or 0.0}
+
+
+def test_flash_attention_of_transformers_never_gets_the_row_itself_as_keys(monkeypatch):
+    model, double = flash_model("llama", 2, monkeypatch)
+    batch, _ = shared_row()
+    with pytest.raises(NotImplementedError, match=r"attention='flash_attention_2' has one set of"):
+        model(**batch)
+    assert not double.calls
+    # The control: transformers would pass the row on, and boundaries of keys that it does not have.
+    bare = tiny_model("llama", attn_implementation="flash_attention_2")
+    with pytest.raises(AssertionError):
+        bare(**batch)
+    assert double.calls
+
+
+def test_rows_without_prefixes_reach_flash_attention_as_before(monkeypatch):
+    model, _ = flash_model("llama", 2, monkeypatch)
+    batch = PackedCollator()([{"input_ids": ids} for ids in documents()])
+    before = model(**batch).logits
+    assert take_prefix_keys(model, "flash_attention_2") is None
+    assert torch.equal(model(**batch).logits, before)
+    function = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    assert take_prefix_keys(model, "flash_attention_2") is None
+    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is function, "wrapped once"
+
+
+@pytest.mark.parametrize(
+    ("backward", "fault"),
+    [
+        ("", None),
+        ("raises", "its backward raises AssertionError"),
+        ("leaks", "its backward reaches into the documents before it"),
+        ("returns no numbers", "its backward returns gradients that are not finite"),
+    ],
+)
+def test_a_backward_is_tried_on_a_row_with_shared_prefixes(backward, fault, monkeypatch):
+    model, _ = flash_model("llama", 2, monkeypatch, backward=backward)
+    take_prefix_keys(model, "flash_attention_2")
+    batch, _ = shared_row()
+    with check_backward(model, training=True) as faults, torch.no_grad():
+        model(**batch)
+    assert len(faults) == (fault is not None)
+    assert all(found.startswith(fault) for found in faults)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", NATIVE_ATTENTION)
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_attention_with_one_set_of_boundaries_refuses(name, backend):
+    from trl_packing.tools.exactness.tiny_models import tiny_model as any_model
+
+    model = any_model(name)
+    install_attention(model, AttentionChoice(backend, None, "a test", "sdpa"))
+    assert take_prefix_keys(model, backend).startswith(f"attention={backend!r} has one set of")
+    batch, _ = shared_row()
+    with pytest.raises(NotImplementedError, match=r"one set of boundaries.*prefix_sharing='off'"):
+        model(**batch)
+
+
+def test_models_outside_the_interface_are_refused(monkeypatch):
+    """Their own FlashAttention drops `key_index` (falcon in transformers 5.23)."""
+    flash_attn_double.install(monkeypatch)
+    model = tiny_model("llama", attn_implementation="flash_attention_2")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda _: False))
+    assert "outside transformers' attention interface" in take_prefix_keys(
+        model, "flash_attention_2"
+    )
+
+
+def test_a_mask_beside_shared_prefixes_is_refused():
+    model = tiny_model("llama")
+    install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
+    batch, _ = shared_row()
+    num_tokens = batch["input_ids"].shape[1]
+    mask = torch.ones(1, 1, num_tokens, num_tokens).tril() == 0
+    with pytest.raises(ValueError):
+        model(**batch, attention_mask=mask)
+
+
+def test_plain_trainers_refuse_the_row():
+    model = tiny_model("llama")
+    enable_packing(model)
+    batch, _ = shared_row()
+    with pytest.raises(ValueError, match=r"key_index.*PackedSFTTrainer.*shares_prefixes=False"):
+        model(**batch)
+
+
+# --- once a row -----------------------------------------------------------------------------------
+
+
+def test_prefixes_are_cut_once_a_row(monkeypatch):
+    cuts, cut = [], tiles._prefix_tiles
+
+    def count(*args):
+        cuts.append(args)
+        return cut(*args)
+
+    monkeypatch.setattr(tiles, "_prefix_tiles", count)
+    model = tiny_model("gemma3_text").train()  # a layer with a window, and one without
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
+    batch, _ = shared_row()
+    for _ in range(2):
+        model(**batch).logits.square().mean().backward()
+    assert len(cuts) == 2
+    batch["key_index"][0] += 0  # a write: the row may be another one
+    model(**batch).logits.square().mean().backward()
+    assert len(cuts) == 4
+    model(**shared_row()[0])
+    assert len(cuts) == 6

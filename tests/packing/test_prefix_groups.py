@@ -1,0 +1,211 @@
+"""Groups of documents with a long common prefix: which documents, and bins and steps of them."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.prefix_groups import group_documents
+from trl_packing.packing.prefix_index import PrefixIndex
+from trl_packing.packing.sampler import PackedBatchSampler
+
+
+def arrow(documents):
+    return ArrowDocuments(Dataset.from_dict({"input_ids": documents}), ["input_ids"])
+
+
+def grouped(documents, capacity=None, most=8):
+    documents = arrow(documents)
+    return group_documents(PrefixIndex.of(documents), documents.lengths(), capacity, most)
+
+
+def sets_of(groups):
+    return [set(x.tolist()) for x in np.split(groups.documents, groups.offsets[1:-1])]
+
+
+def answers(prompts, number, *, prompt=60, answer=20, system=0, seed=0):
+    """Return documents in random order, and the prompt of each."""
+    rng = np.random.default_rng(seed)
+    start = rng.integers(5, 90, system).tolist()
+    questions = [start + rng.integers(5, 90, prompt).tolist() for _ in range(prompts)]
+    of = rng.permutation(np.repeat(np.arange(prompts), number))
+    return [questions[q] + rng.integers(5, 90, answer).tolist() for q in of], of
+
+
+def test_answers_to_one_prompt_are_a_group():
+    documents, of = answers(6, 5)
+    found = sets_of(grouped(documents))
+    assert sorted(map(sorted, found)) == sorted(np.flatnonzero(of == q).tolist() for q in range(6))
+
+
+def test_a_prompt_of_most_documents_makes_no_group():
+    documents, _ = answers(10, 4, system=100, prompt=5)
+    assert set(map(len, sets_of(grouped(documents)))) == {1}
+    # Control: of less than half of the documents, it does.
+    others, _ = answers(50, 1, seed=1)
+    assert max(map(len, sets_of(grouped(documents + others)))) == 8
+
+
+def test_prompts_behind_a_common_system_prompt_are_groups():
+    documents, of = answers(10, 4, system=100)
+    found = sets_of(grouped(documents))
+    assert sorted(map(sorted, found)) == sorted(np.flatnonzero(of == q).tolist() for q in range(10))
+
+
+def test_a_group_is_cut_by_the_number_of_its_documents():
+    documents, of = answers(3, 20)
+    found = sets_of(grouped(documents, most=8))
+    assert len(found) == 9
+    assert max(map(len, found)) <= 8
+    assert all(len({of[i] for i in group}) == 1 for group in found)
+
+
+def test_a_group_is_cut_by_its_computed_tokens():
+    documents, _ = answers(6, 8, prompt=60, answer=20)  # 60 + 8 * 20, and a token a branch
+    assert {len(x) for x in sets_of(grouped(documents, capacity=227))} == {8}
+    groups = grouped(documents, capacity=200)
+    assert len(groups.tokens) == 12  # two for each prompt
+    assert groups.tokens.max() <= 200
+
+
+def test_documents_that_share_only_a_class_meet_at_random():
+    """Tool definitions of a third of the documents; their questions begin with few common words."""
+    rng = np.random.default_rng(0)
+    tools = [rng.integers(5, 90, 100).tolist() for _ in range(3)]
+    words = rng.integers(5, 90, (4, 6)).tolist()
+    number, of = 240, rng.integers(0, 4, 240)
+    documents = [
+        tools[i % 3] + words[of[i]] + rng.integers(5, 90, 20).tolist() for i in range(number)
+    ]
+    found = sets_of(grouped(documents))
+    assert sorted(map(len, found)) == [8] * 30
+    assert all(len({i % 3 for i in group}) == 1 for group in found)
+    mixed = [len({of[i] for i in group}) for group in found]
+    assert np.mean(mixed) > 2.5, "groups are neighbors in the alphabet"
+
+
+def test_turns_of_a_conversation_are_cut_into_neighbors():
+    turns = np.random.default_rng(0).integers(5, 90, 40 * 20).tolist()
+    others, _ = answers(60, 1, seed=1)
+    groups = grouped([turns[: 20 * (n + 1)] for n in range(20)] + others)
+    found = [sorted(x) for x in sets_of(groups) if min(x) < 20]
+    assert all(x == list(range(x[0], x[-1] + 1)) for x in found)
+    assert len(found) <= 4
+
+
+def test_identical_documents_are_computed_once():
+    groups = grouped([[7] * 30] * 6 + [[8] * 30] * 8 + [[9] * 30] * 7)
+    assert groups.tokens.tolist() == [30, 30, 30]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([70, 120, None]), st.integers(1, 9))
+def test_every_document_is_in_one_group_that_fits(seed, capacity, most):
+    rng = np.random.default_rng(seed)
+    roots = [rng.integers(5, 7, 60) for _ in range(3)]
+    documents = [roots[rng.integers(3)][: rng.integers(1, 60)].tolist() for _ in range(50)]
+    documents = [x + rng.integers(5, 7, rng.integers(0, 10)).tolist() for x in documents]
+    groups = grouped(documents, capacity, most)
+    assert sorted(groups.documents.tolist()) == list(range(50))
+    assert np.diff(groups.offsets).max() <= most
+    assert capacity is None or groups.tokens.max() <= capacity
+    row = np.add.reduceat(
+        groups.lengths[groups.documents] - groups.depths[groups.documents], groups.offsets[:-1]
+    )
+    assert row.tolist() == groups.tokens.tolist()
+
+
+def test_no_document_has_no_group():
+    documents = ArrowDocuments(Dataset.from_dict({"input_ids": [[1]]}).select([]), ["input_ids"])
+    groups = group_documents(PrefixIndex.of(documents), documents.lengths(), 10)
+    assert len(groups.documents) == 0
+    assert len(groups.tokens) == 0
+
+
+def test_a_document_that_is_too_long_is_named():
+    groups = grouped([[1], [2] * 9, [3] * 4], 8)
+    with pytest.raises(ValueError, match="document 1 has 9 tokens but capacity is 8"):
+        groups.pack(8, "bfd", None)
+
+
+# --- bins and steps -------------------------------------------------------------------------------
+
+
+def computed(documents, chosen):
+    return PackedCollator(shares_prefixes=True)(documents.__getitems__(chosen))["input_ids"].shape[
+        1
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "greedy", "next_fit"])
+def test_bins_hold_whole_groups_and_count_computed_tokens(strategy):
+    lists, _ = answers(40, 6, system=30)
+    groups, documents = grouped(lists, 300), arrow(lists)
+    sampler = PackedBatchSampler(
+        documents.lengths(), 300, strategy=strategy, groups=groups, bins_per_batch=1
+    )
+    apart = PackedBatchSampler(documents.lengths(), 300, strategy=strategy)
+    assert len(sampler) < 0.5 * len(apart)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        plan = sampler.plan()
+        assert len(plan) == sampler.num_bins
+        assert sorted(plan.indices.tolist()) == list(range(240))
+        for chosen, tokens in zip(plan, plan.tokens.tolist(), strict=True):
+            assert tokens == computed(documents, chosen.tolist()) <= 300
+            whole = np.diff(groups.offsets)[np.unique(groups.numbers[chosen])]
+            assert whole.sum() == len(chosen)
+
+
+def test_a_common_system_prompt_takes_room_once():
+    lists, _ = answers(40, 1, system=100, prompt=20, answer=20)
+    plan = grouped(lists, 304).pack(304, "bfd", None)
+    assert len(plan) == 8  # 140 + 4 * 41 tokens; 20 bins if each brought its own prompt
+    assert plan.tokens.tolist() == [304] * 8
+
+
+def test_two_ranks_make_the_micro_batches_of_one():
+    lists, _ = answers(30, 6)
+    groups = grouped(lists, 300)
+    lengths = groups.lengths
+    options = {"groups": groups, "attention_cost": 0.01, "seed": 3}
+    for kind in ({"capacity": 300}, {"documents_per_step": 24}):
+        one = PackedBatchSampler(lengths, accumulation=4, **kind, **options)
+        two = [
+            PackedBatchSampler(lengths, accumulation=2, num_ranks=2, rank=r, **kind, **options)
+            for r in range(2)
+        ]
+        turns = [batch for pair in zip(*two, strict=True) for batch in pair]
+        assert turns == list(one)
+
+
+@pytest.mark.parametrize("per_step", [12, 16, 20, 7])
+def test_steps_hold_their_number_of_documents_and_whole_groups(per_step):
+    lists, _ = answers(20, 6, prompt=60)
+    others, _ = answers(40, 1, seed=1)
+    groups = grouped(lists + others)
+    sampler = PackedBatchSampler(
+        groups.lengths, documents_per_step=per_step, accumulation=2, groups=groups
+    )
+    steps = [[i for batch in step for i in batch] for step in sampler.steps()]
+    assert [len(step) for step in steps[:-1]] == [per_step] * (len(steps) - 1)
+    assert sorted(i for step in steps for i in step) == list(range(160))
+    steps_of = [len({i for i, s in enumerate(steps) if g & set(s)}) for g in sets_of(groups)]
+    assert np.mean(np.array(steps_of) > 1) < (0.2 if per_step == 7 else 0.05)
+    assert all(batch for step in sampler.steps() for batch in step)
+    assert len(sampler) == sum(len(step) for step in sampler.steps())
+
+
+def test_micro_batches_of_a_step_cost_about_the_same():
+    lists, _ = answers(40, 8)
+    groups = grouped(lists)
+    documents = arrow(lists)
+    sampler = PackedBatchSampler(
+        groups.lengths, documents_per_step=32, num_ranks=4, accumulation=2, groups=groups
+    )
+    for step in sampler.steps():
+        tokens = [computed(documents, batch) for batch in step]
+        assert max(tokens) < 1.4 * np.mean(tokens)
