@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from trl_packing.cli.output import print_json, quiet_libraries
 from trl_packing.cli.run_options import add_run_arguments
@@ -62,7 +63,7 @@ def _verify_model(arguments: argparse.Namespace) -> int:
         shared = model.verify_prefixes(exact, gradients=arguments.gradients)
         say(shared)
     if arguments.json:
-        found = {"exact": exact, "backends": [r.to_dict() for r in results]}
+        found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
         if arguments.prefixes:
             found["prefixes"] = shared and shared.to_dict()
         print_json(model.to_dict() | found)

@@ -53,9 +53,12 @@ class Sharing:
 def shared_documents() -> list[dict[str, list[int]]]:
     """Return documents of random tokens that fork at two depths; their prompts are not trained."""
     rng = np.random.default_rng(0)
-    draw = lambda length: rng.integers(10, 110, length).tolist()  # noqa: E731
+
+    def draw(length: int) -> list[int]:
+        return list(map(int, rng.integers(10, 110, length)))
+
     first, second = map(draw, _PREFIXES)
-    prompts = [*(first + second for _ in _ANSWERS), *(first for _ in _OTHERS)]
+    prompts = [first + second] * len(_ANSWERS) + [first] * len(_OTHERS)
     answers = [draw(length) for length in (*_ANSWERS, *_OTHERS)]
     return [
         {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer}
