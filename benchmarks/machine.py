@@ -1,10 +1,11 @@
-"""The origin of measured numbers: command, hardware and versions."""
+"""The origin of measured numbers (command, hardware, versions), and the memory of a process."""
 
 import importlib.metadata
 import os
 import platform
 import shlex
 import sys
+import threading
 from pathlib import Path
 
 
@@ -39,3 +40,21 @@ def publish(text: str, output: str | None) -> None:
         path = Path(output)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def anonymous_mib() -> float:
+    """Return the anonymous memory of this process (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 2**10
+
+
+class Peak(threading.Thread):
+    """Samples the memory of this process ten times a second until it is stopped."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.stop, self.mib = threading.Event(), 0.0
+
+    def run(self):
+        while not self.stop.wait(0.1):
+            self.mib = max(self.mib, anonymous_mib())

@@ -1,17 +1,16 @@
-"""Shared prefixes: tokens and time of a step against the same documents apart, and finding them.
+"""Shared prefixes: tokens and time of a step against the same documents apart.
 
-    python benchmarks/prefixes.py --output benchmarks/results/prefixes.md      # about 3 minutes
+    python benchmarks/prefixes.py --output benchmarks/results/prefixes.md      # about 2 minutes
 
 A Llama of 4 layers × 256 hidden runs forward and backward over one row of documents, with its
-prefixes shared and apart, in turns. Gradients of both must agree first. Sorting documents by their
-tokens, which brings common prefixes together, is timed on a million documents of 300 tokens.
+prefixes shared and apart, in turns. Gradients of both must agree first. Making the row is timed
+alone too, because a GPU may wait for it. Whole runs of a trainer are in prefix_runs.py, finding
+prefixes in a data set in find_prefixes.py.
 """
 
 import argparse
-import resource
 import statistics
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,14 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packing import PackedCollator, resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.packing.prefix_order import prefix_order
 
 VOCABULARY = 1024
 MOST_DIFFERENT = 5e-6  # of gradients, relative: float32 sums in another order
 
 
-def answers(number: int, prompt: int, answer: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
+def answers(number: int, prompt: int, answer: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
     first = rng.integers(5, VOCABULARY, prompt)
     return [np.concatenate([first, rng.integers(5, VOCABULARY, answer)]) for _ in range(number)]
 
@@ -37,6 +35,13 @@ CASES = {
     "4 answers of 128 tokens to a prompt of 2,048": answers(4, 2048, 128),
     "40 documents of 200 tokens, a system prompt of 31": answers(40, 31, 169),
     "40 documents of 200 tokens, nothing in common": answers(40, 0, 200),
+}
+
+ROWS = CASES | {
+    "16 answers of 100 tokens to each of 10 prompts of 100": [
+        document for seed in range(10) for document in answers(16, 100, 100, seed)
+    ],
+    "320 documents of 50 tokens, a system prompt of 30": answers(320, 30, 20),
 }
 
 
@@ -91,44 +96,26 @@ def measure(model: LlamaForCausalLM, documents: list[np.ndarray], turns: int) ->
     ]
 
 
-def measure_order(make: Callable[[np.ndarray], None], number: int, length: int) -> list[str]:
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 50_000, (number, length), dtype=np.int32)
-    make(rows)
-    offsets = np.arange(number + 1, dtype=np.int64) * length
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()
-    _, common = prefix_order(rows.ravel(), offsets)
-    seconds = time.process_time() - start
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
-    return [f"{seconds:.1f}", f"{memory:.2f}", f"{common.sum() / rows.size:.0%}"]
-
-
-def share_system_prompt(rows: np.ndarray) -> None:
-    rows[:, :290] = rows[0, :290]
-
-
-def share_questions(rows: np.ndarray) -> None:
-    """Give groups of 16 documents, scattered over the set, a question of 150 tokens."""
-    group = np.random.default_rng(1).permutation(len(rows)) // 16
-    rows[:, :150] = rows[: len(rows) // 16 + 1, :150][group]
+def measure_row(documents: list[np.ndarray], turns: int) -> list[str]:
+    """Return a line of the table: milliseconds that a row takes, apart and shared."""
+    rows = [{"input_ids": d, "labels": d} for d in documents]
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(3 * turns):
+        for shared, results in times.items():
+            collate = PackedCollator(shares_prefixes=shared, tensors_only=True)
+            start = time.process_time()
+            collate(rows)
+            results.append(1000 * (time.process_time() - start))
+    medians = [statistics.median(results) for results in times.values()]
+    return [f"{len(documents)}", f"{sum(map(len, documents)):,}", *(f"{m:.2f}" for m in medians)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--documents", type=int, default=1_000_000)
     arguments = parser.parse_args()
-    orders = {
-        "nothing in common": lambda rows: None,
-        "a system prompt of 290 tokens": share_system_prompt,
-        "16 answers to each question of 150 tokens": share_questions,
-    }
-    # First, while the peak of memory is low.
-    sorted_rows = [
-        [name, *measure_order(make, arguments.documents, 300)] for name, make in orders.items()
-    ]
+    rows = [[name, *measure_row(docs, arguments.turns)] for name, docs in ROWS.items()]
     model = small_llama()
     steps = [[name, *measure(model, docs, arguments.turns)] for name, docs in CASES.items()]
     text = "\n".join(
@@ -136,8 +123,8 @@ def main() -> None:
             "# Shared prefixes\n",
             "A step (collation, forward, backward) of a small Llama, apart → shared, in turns:\n",
             table(["documents", "tokens", "", "CPU s", "", "gradients differ by"], steps),
-            f"Sorting {arguments.documents:,} documents of 300 tokens by their tokens:\n",
-            table(["documents", "CPU s", "GiB above the data", "shared"], sorted_rows),
+            "Making a row, CPU milliseconds:\n",
+            table(["", "documents", "tokens", "apart", "shared"], rows),
             provenance(("torch", "transformers")),
         ]
     )

@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, disable_caching, disable_progress_bars, load_dataset
-from machine import provenance, publish, table
+from machine import Peak, anonymous_mib, provenance, publish, table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
@@ -87,24 +86,6 @@ def compare(form: str, pairs: list[tuple[str, str]], tokenizer: Any, repeats: in
     speeds = (f"{len(rows) / statistics.median(taken):,.0f}" for taken in times.values())
     missed = "" if promised is None or ratio >= promised else " (missed)"
     return [form, *speeds, f"{ratio:.1f}×", f"≥ {promised}×{missed}" if promised else ""]
-
-
-def anonymous_mib() -> float:
-    """Return the anonymous memory of this process (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("RssAnon:")[1].split()[0]) / 2**10
-
-
-class Peak(threading.Thread):
-    """Samples the memory of this process ten times a second until it is stopped."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.stop, self.mib = threading.Event(), 0.0
-
-    def run(self):
-        while not self.stop.wait(0.1):
-            self.mib = max(self.mib, anonymous_mib())
 
 
 def growth_over(number: int, pairs: list[tuple[str, str]], tokenizer: Any) -> str:

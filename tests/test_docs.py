@@ -573,12 +573,13 @@ def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):
     draw.draw_row()
     draw.draw_plan()
     draw.draw_step()
+    draw.draw_tree()
     draw.draw_imports(table)
     hero.draw_hero()
     drawn = {p.name: p.read_text() for p in tmp_path.glob("*.svg")}
     stored = {p.name: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
     assert drawn == stored, "run python docs/pictures/draw.py"
-    assert len(drawn) == 6
+    assert len(drawn) == 7
 
 
 def test_a_picture_with_a_dark_version_becomes_two_images_of_the_site():

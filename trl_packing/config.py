@@ -14,7 +14,7 @@ from trl_packing.packing.bins import STRATEGIES
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
 PREFIX_SHARING = ("off", "bin")
 ISOLATION_CHECKS = ("error", "warn", "off")
-TRAIN_ON = ("assistant", "last_assistant", "all")
+TRAIN_ON = ("assistant", "last_assistant", "every_turn", "all")
 
 
 def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
@@ -34,10 +34,11 @@ class PackingOptions:
     )
     train_on: str | None = _choice(
         None,
-        "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant' or "
-        "'all'. 'train' (true, false) and 'weight' of a message take precedence. Works with any "
-        "chat template. Default: TRL's behavior, by completion_only_loss and assistant_only_loss; "
-        "'assistant' if messages have 'train' or 'weight'.",
+        "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant', "
+        "'every_turn' (all of its turns, each a document of its own, as at inference: for models "
+        "that think) or 'all'. 'train' (true, false) and 'weight' of a message take precedence. "
+        "Works with any chat template. Default: TRL's behavior, by completion_only_loss and "
+        "assistant_only_loss; 'assistant' if messages have 'train' or 'weight'.",
         TRAIN_ON,
     )
     response_template: str | None = field(

@@ -6,12 +6,15 @@ hero.py draws the one of README.md in both themes.
 
 import ast
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from hero import draw_hero
 
 from trl_packing import PackedCollator, document_ids_from_lengths, pack
+from trl_packing.packing.prefix_tree import build_prefix_tree
 
 HERE = Path(__file__).parent
 WIDTH = 480  # readable on a phone
@@ -187,6 +190,62 @@ def draw_step() -> None:
     picture.save("step.svg")
 
 
+def draw_tree() -> None:
+    """Draw three documents with common prefixes: apart, as a tree, as a row, and its attention."""
+    documents = ["SSSQQaaa", "SSSQQbb", "SSSRRc"]
+    colors = dict(zip("SQRabc", [GRAY, COLORS[0], COLORS[5], *COLORS[1:4]], strict=True))
+    ids = [np.array([ord(letter) for letter in text]) for text in documents]
+    tree = build_prefix_tree(ids)
+    row = [chr(token) for token in tree.place(np.concatenate(ids))]
+    total, apart = len(row), sum(map(len, documents))
+    weights = tree.sum_targets(np.ones(apart)).astype(int).tolist()
+    left, cell = 104, 24
+    picture = Picture(WIDTH, 714, "Three documents that share prefixes, as a row")
+
+    def cells(y: float, values: list[str], letters: list[str], first: int = 0) -> None:
+        for t, (value, letter) in enumerate(zip(values, letters, strict=True), first):
+            picture.box(left + t * cell, y, cell, 24, colors[letter], value)
+
+    def name(y: float, text: str) -> None:
+        picture.words(left - 12, y + 17, text, "end", bold=True)
+
+    picture.words(24, 34, f"documents apart: {apart} tokens", bold=True)
+    for d, text in enumerate(documents):
+        name(46 + d * 28, "ABC"[d])
+        cells(46 + d * 28, list(text), list(text))
+    picture.words(24, 158, f"as a tree: {total} tokens, shared ones once", bold=True)
+    runs = [(int(a), int(b)) for a, b in pairwise(tree.starts)]
+    for lane, (document, depth, (start, stop)) in enumerate(
+        zip(tree.order.tolist(), tree.depths.tolist(), runs, strict=True)
+    ):
+        y, fork = 170 + lane * 28, left + depth * cell
+        name(y, "ABC"[document])
+        cells(y, row[start:stop], row[start:stop], depth)
+        if depth:
+            picture.line(fork, 194, fork, y + 24)
+    picture.words(24, 282, "as a row: branches behind each other", bold=True)
+    cells(294, row, row)
+    for y, text, values in (
+        (324, "positions", tree.position_ids.tolist()),
+        (354, "weights", weights),
+    ):
+        name(y, text)
+        cells(y, [str(value) for value in values], row)
+    for boundary in tree.cu_seqlens.tolist():
+        picture.line(left + boundary * cell, 290, left + boundary * cell, 382, dashed=True)
+    side, y0 = 19, 410
+    name(y0 - 2, "attention")
+    for segment, (start, stop) in enumerate(pairwise(tree.cu_seqlens.tolist())):
+        keys = tree.key_index[tree.cu_seqlens_k[segment] : tree.cu_seqlens_k[segment + 1]].tolist()
+        for query in range(start, stop):
+            for key in range(total):
+                sees = key in keys[: len(keys) - (stop - query) + 1]
+                fill = colors[row[query]] if sees else "#f2f2f2"
+                picture.box(left + key * side, y0 + query * side, side, side, fill)
+    picture.words(left + total * side - 4, y0 + 20, "query ↓  key →", "end")
+    picture.save("tree.svg")
+
+
 # Column of each folder; its row follows from the imports.
 COLUMNS = {
     "documents": 1,
@@ -257,5 +316,6 @@ if __name__ == "__main__":
     draw_row()
     draw_plan()
     draw_step()
+    draw_tree()
     draw_imports()
     draw_hero()

@@ -5,190 +5,36 @@ out below. Every conversation goes the whole way: rows, text, tokens, labels, de
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import trl
-from datasets import Dataset
+from helpers.chat_templates import (
+    CALL,
+    FORMATS,
+    MARKED,
+    RENDERS_CALLS,
+    SENTENCES,
+    SHIPPED,
+    THREE,
+    TOOLS,
+    conversations,
+    prepared,
+    reasoned,
+    source_of,
+    tokenizer_for,
+    turn,
+    with_template,
+)
 from helpers.merging import sentence_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from trl_packing.formatting import row_format
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
 from trl_packing.formatting.message_spans import find_message_spans
-from trl_packing.formatting.row_format import RowFormat
-from trl_packing.formatting.tokenize_rows import documents_from_rows
-
-SHIPPED = Path(trl.__file__).parent / "chat_templates"
-
-CHATML = """\
-{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] +
-'<|im_end|>' + '\\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-LLAMA_2 = """\
-{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
-{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
-{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}\
-{% for message in rest %}{% if message['role'] == 'user' %}\
-{{ bos_token + '[INST] ' + ((system if loop.first else '') + message['content']).strip() +
-' [/INST]' }}{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}\
-{% endfor %}"""
-
-MISTRAL = """\
-{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}\
-{{ '[INST] ' + message['content'] + '[/INST]' }}{% else %}\
-{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"""
-
-ZEPHYR = """\
-{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token
-+ '\\n' }}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}\
-{% endfor %}"""
-
-ALPACA = """\
-{% for message in messages %}{% if message['role'] == 'assistant' %}\
-{{ '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}{% else %}\
-{{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"""
-
-SMOLLM_2 = """\
-{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
-{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM<|im_end|>\\n' }}{% endif %}\
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-WRITTEN = {
-    "chatml": CHATML,
-    "llama 2": LLAMA_2,
-    "mistral": MISTRAL,
-    "zephyr": ZEPHYR,
-    "alpaca": ALPACA,
-    "smollm 2": SMOLLM_2,
-}
-
-
-@dataclass(frozen=True)
-class Format:
-    """The trained part of a turn: `written`, from its content and whether it is the last one."""
-
-    written: Callable[[str, bool], str]
-    system: bool = True  # whether it takes a system message
-
-
-def ends(stop: str, trim: Callable[[str], str] = str) -> Callable[[str, bool], str]:
-    return lambda content, last: trim(content) + stop
-
-
-def space_first(stop: str) -> Callable[[str, bool], str]:  # and no generation prompt that has it
-    return lambda content, last: " " + content.strip() + stop
-
-
-def qwen3(content: str, last: bool) -> str:
-    thoughts = "<think>\n\n</think>\n\n" + content.lstrip("\n")
-    return (thoughts if last else content) + "<|im_end|>"
-
-
-def qwen3_5(content: str, last: bool) -> str:  # "<think>\n" is in its generation prompt
-    return ("\n</think>\n\n" if last else "") + content.strip() + "<|im_end|>"
-
-
-def glm4(content: str, last: bool) -> str:  # a turn ends where the next begins
-    words = "\n" + content.strip() if content.strip() else ""
-    return "\n<think></think>" + words + ("" if last else "<|user|>")
-
-
-def gptoss(content: str, last: bool) -> str:
-    return "<|channel|>final<|message|>" + content + ("<|return|>" if last else "<|end|>")
-
-
-def muse(content: str, last: bool) -> str:
-    return " to=user<|message|>" + content + "<|eot|>"
-
-
-FORMATS = {
-    "qwen2_5": Format(ends("<|im_end|>")),
-    "qwen3": Format(qwen3),
-    "qwen3_5_think": Format(qwen3_5),
-    "llama3": Format(ends("<|eot_id|>", str.strip)),
-    "llama3_1": Format(ends("<|eot_id|>", str.strip)),
-    "gemma": Format(ends("<end_of_turn>", str.strip), system=False),
-    "gemma3": Format(ends("<end_of_turn>", str.strip)),
-    "gemma4": Format(ends("<turn|>", str.strip)),
-    "phi3": Format(ends("<|end|>")),
-    "cohere": Format(ends("<|END_OF_TURN_TOKEN|>", str.strip)),
-    "cohere2": Format(ends("<|END_RESPONSE|>")),
-    "deepseekv3": Format(ends("<｜end▁of▁sentence｜>")),
-    "glm4moe": Format(glm4),
-    "gptoss": Format(gptoss),
-    "lfm2_v2": Format(ends("<|im_end|>")),
-    "lfm2_2_5": Format(ends("<|im_end|>\n")),  # it marks what it wants trained
-    "nemotron_3_nano": Format(ends("<|im_end|>", str.rstrip)),
-    "muse_glimmer": Format(muse),
-    "chatml": Format(ends("<|im_end|>")),
-    "llama 2": Format(space_first(" </s>")),
-    "mistral": Format(space_first("</s>"), system=False),
-    "zephyr": Format(ends("</s>")),
-    "alpaca": Format(ends("</s>")),
-    "smollm 2": Format(ends("<|im_end|>")),
-}
-
-_SPECIAL = re.compile(
-    r"<[|｜][^<>\s'\"{}]+?[|｜]>|<(?:start_of_turn|end_of_turn|turn\||\|turn|sop)>|<turn\|>|<\|turn>"
-)
-
-
-@cache
-def _words() -> str:
-    """A byte-level BPE that knows some words; no token of it holds two line breaks."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the assistant answers the user system naïve 東京"] * 3, trainer)
-    return tokenizer.to_str()
-
-
-def source_of(name: str) -> str:
-    return WRITTEN.get(name) or (SHIPPED / f"{name}.jinja").read_text()
-
-
-@cache
-def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with the special tokens that the template writes, as its model's has them."""
-    return with_template(source_of(name))
-
-
-def with_template(source: str) -> PreTrainedTokenizerFast:
-    backend = Tokenizer.from_str(_words())
-    special = ["<s>", "</s>", *sorted(set(_SPECIAL.findall(source)) - {"<|user|>", "<|system|>"})]
-    if "[gMASK]" in source:  # GLM's roles are tokens, Zephyr's are not
-        special += ["<|user|>", "<|system|>"]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=source
-    )
-
 
 # --- the whole way --------------------------------------------------------------------------------
-
-
-def prepared(chat: ChatTemplate, rows, train_on="assistant", **settings) -> list[dict[str, Any]]:
-    row_format = RowFormat(chat, chat.tokenizer.eos_token, train_on=train_on, **settings)
-    rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-    return list(documents_from_rows(Dataset.from_list(rows), row_format).with_format("numpy"))
 
 
 def trained(chat: ChatTemplate, rows, train_on="assistant") -> list[list[str]]:
@@ -214,39 +60,12 @@ def assert_turns(name: str, chat: ChatTemplate, conversations) -> None:
         assert runs == wanted
 
 
-# Words of the templates themselves, space that some of them strip, and the stop tokens of others.
-_fragments = st.sampled_from(
-    [
-        *("assistant", "user", "system", "<", "s", "|", "a", " ", "\n", "\n\n", "Hello", "model"),
-        *("🦙", "東京", "naïve", "\uf8ff", "[INST]", "### Response:", "<|im_end|>", "</s>", "{{"),
-    ]
-)
-contents = st.lists(st.one_of(_fragments, st.text(max_size=4)), max_size=5).map("".join)
-
-
-def turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-@st.composite
-def conversations(draw, system: bool) -> list[dict[str, str]]:
-    same = draw(st.none() | contents)
-    said = st.just(same) if same is not None else contents
-    messages = [turn("system", draw(said))] if system and draw(st.booleans()) else []
-    for _ in range(draw(st.integers(1, 4))):
-        messages += [turn("user", draw(said)), turn("assistant", draw(said))]
-    return messages
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_trained_spans_are_the_contents_of_the_assistant_and_stop_tokens(name, data):
     rows = data.draw(st.lists(conversations(FORMATS[name].system), min_size=1, max_size=4))
     assert_turns(name, ChatTemplate(tokenizer_for(name)), rows)
-
-
-SENTENCES = [turn("user", "Hi"), turn("assistant", "Hello")]
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama 2", "mistral", "zephyr", "alpaca"])
@@ -302,8 +121,6 @@ def test_a_turn_is_the_same_whether_others_are_wanted_or_not(name, data):
 
 
 # --- which turns ----------------------------------------------------------------------------------
-
-THREE = [m for n in "123" for m in (turn("user", f"ask {n}"), turn("assistant", f"say {n}"))]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -375,21 +192,6 @@ def test_the_assistant_may_speak_first(name):
 
 # --- {% generation %} -----------------------------------------------------------------------------
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
-TOOLS = [
-    turn("user", "How warm?"),
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "weather", "content": "minus nine"},
-    turn("assistant", "It is cold."),
-    *SENTENCES,
-]
-MARKED = [
-    path.stem
-    for path in sorted(SHIPPED.glob("*.jinja"))
-    if "{% generation" in path.read_text().replace("{%-", "{%")
-    and path.stem not in ("idefics3_training", "llava_next_training", "smolvlm_training")
-]
-
 
 def test_templates_that_mark_generations_are_many():
     assert len(MARKED) > 20
@@ -442,11 +244,6 @@ def test_marked_turns_are_told_apart(name):
 
 # --- tools ----------------------------------------------------------------------------------------
 
-RENDERS_CALLS = [
-    *("qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "gptoss", "lfm2_v2", "lfm2_2_5"),
-    *("nemotron_3_nano", "gemma4", "gemma4_v5", "muse_glimmer", "qwen2_5_training"),
-]
-
 
 @pytest.mark.parametrize("name", RENDERS_CALLS)
 def test_calls_are_trained_and_what_tools_answer_is_not(name):
@@ -498,10 +295,6 @@ def test_a_template_that_drops_contents_is_refused():
 # --- reasoning ------------------------------------------------------------------------------------
 
 THINKING = ["qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_nano", "gptoss", "muse_glimmer"]
-
-
-def reasoned(content: str, reasoning: str, key: str) -> dict[str, str]:
-    return {**turn("assistant", content), key: reasoning}
 
 
 @pytest.mark.parametrize("name", THINKING)

@@ -25,6 +25,7 @@ RECIPES = {
     "streaming": "streaming",
     "resuming": "resuming",
     "evaluation": "evaluation",
+    "shared_prefixes": "shared_prefixes",
 }
 YAMLS = sorted(path.name for path in FOLDER.glob("*.yaml"))
 

@@ -33,12 +33,18 @@ def chats() -> list[dict[str, Any]]:
     return [row | {"source": "a" if i % 3 else "b"} for i, row in enumerate(rows)]
 
 
+def questions() -> list[dict[str, Any]]:
+    rows = tiny_rows("question_answer", 24)
+    return [{"query": r["question"], "response": [r["answer"], "No."]} for r in rows]
+
+
 ROWS = {
     "chat_data": instructions,
     "tool_calling": lambda: tiny_rows("tools", 24),
     "response_template": texts,
     "evaluation": chats,
     "streaming": chats,
+    "shared_prefixes": questions,
 }
 CHAT_YAMLS = ("full_8b", "full_70b", "lora_8b", "dora_8b", "qlora_70b")
 HOLDS_OUT = ("--test_split_size", "0.2")

@@ -53,10 +53,20 @@ def texts() -> list[dict[str, str]]:
     return [{"text": text, "number": str(i)} for i, text in enumerate(texts)]
 
 
+def questions() -> list[dict[str, Any]]:
+    """Three answers to each question."""
+    rows = tiny_rows("question_answer", 48)
+    answers = [row["answer"] for row in rows]
+    return [
+        {"query": row["question"], "response": [*answers[i : i + 3]]} for i, row in enumerate(rows)
+    ]
+
+
 ROWS = {
     "chat_data": instructions,
     "tool_calling": lambda: tiny_rows("tools", 24),
     "response_template": texts,
+    "shared_prefixes": questions,
 }
 
 
@@ -191,6 +201,30 @@ def test_response_template_trains_what_follows_it(model, tmp_path, capsys):
     assert_prints("response_template", capsys.readouterr().out)
     assert decreases(trainer)
     assert trained(trainer, 0) == "Beautiful.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_shared_prefixes_train_as_the_documents_apart(model, tmp_path, capsys):
+    further = ("--optim", "sgd", "--learning_rate", "0.05")
+    trainer = run("shared_prefixes", model, tmp_path, *further)
+    assert_prints("shared_prefixes", capsys.readouterr().out)
+    apart = run("shared_prefixes", model, tmp_path / "off", *further, "--prefix_sharing", "off")
+    shared, whole = (
+        next(e for e in t.state.log_history if "train_tokens" in e) for t in (trainer, apart)
+    )
+    assert shared["train_computed_tokens"] < shared["train_tokens"] == whole["train_tokens"]
+    assert "train_computed_tokens" not in whole
+    # float32: another order of sums in ten steps of SGD.
+    torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "off" / "out"))
+
+
+@pytest.mark.slow
+def test_the_demo_of_shared_prefixes_needs_no_model(tmp_path, capsys):
+    trainer = module("shared_prefixes").main(
+        ["--output_dir", str(tmp_path / "out"), "--max_steps", "12", "--logging_steps", "4"]
+    )
+    assert_prints("shared_prefixes", capsys.readouterr().out)
+    assert decreases(trainer)
 
 
 @pytest.mark.slow

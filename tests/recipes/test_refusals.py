@@ -10,13 +10,18 @@ from helpers.recipes import FOLDER, RECIPES, module
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "shared_prefixes"])
 def test_without_a_model_it_says_what_is_missing(recipe, capsys):
     with pytest.raises(SystemExit) as refusal:
         module(recipe).main([])
     missing = "the following arguments are required: --model_name_or_path, --dataset_name"
     assert refusal.value.code == f"{recipe}.py: {missing}"
     assert capsys.readouterr().err == ""
+
+
+def test_a_demo_with_only_data_says_what_is_missing(tmp_path):
+    with pytest.raises(SystemExit, match="needs --model_name_or_path and --dataset_name"):
+        module("shared_prefixes").main(["--dataset_name", str(tmp_path / "nothing.jsonl")])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

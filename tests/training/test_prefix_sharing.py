@@ -5,6 +5,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.tiny import tiny_model, tiny_tokenizer
+from peft import LoraConfig, get_peft_model
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing import tree_row
@@ -194,6 +195,25 @@ def test_noise_for_each_document_is_not_shared(tmp_path):
     noisy = train(tmp_path / "a", prefix_sharing="bin", neftune_noise_alpha=5.0)
     assert "neftune_noise_alpha=5.0 draws noise" in noisy._loaders.sharing.reason
     assert_same(noisy, train(tmp_path / "b", neftune_noise_alpha=5.0), tolerance=0)
+
+
+@pytest.mark.parametrize("place", ["attention_dropout", "lora_dropout", "jitter"])
+def test_dropout_for_each_document_is_not_shared(place, tmp_path):
+    """Dropout of a shared token would be the same for all of its documents."""
+    model = tiny_model("llama")
+    if place == "attention_dropout":
+        for module in model.modules():
+            if hasattr(module, place):
+                setattr(module, place, 0.25)
+    elif place == "lora_dropout":
+        model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"]))
+    else:
+        model.model.layers[0].mlp.input_jitter_noise = 0.25
+    trainer = train(tmp_path, model, prefix_sharing="bin")
+    assert "=0.25 draws for each document" in trainer._loaders.sharing.reason
+    assert not trainer.data_collator.shares_prefixes
+    with trainer._loaders.evaluating(padded=False):  # evaluation drops nothing
+        assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
 
 
 @pytest.mark.parametrize("kind", ["all", "non_padding"])

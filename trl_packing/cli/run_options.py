@@ -31,7 +31,7 @@ SETTINGS = (
     ("packing", _FLAG, "false: padding-free, the documents of a padded run in each step"),
     ("packing_strategy", "{bfd,bfd_split,next_fit,greedy,wrapped}", "how bins are filled"),
     ("overflow", "{truncate,truncate_prompt,drop,split,error}", "documents beyond max_length"),
-    ("train_on", "{assistant,last_assistant,all}", "trained messages of a conversation"),
+    ("train_on", "{assistant,last_assistant,every_turn,all}", "trained messages"),
     ("response_template", "TEXT", "train the text after it: '### Answer:'"),
     ("instruction_template", "TEXT", "with response_template: train every answer"),
     ("prompt_template", "TEXT", "alpaca, qa, a file, or text with {columns}"),

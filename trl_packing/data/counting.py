@@ -13,7 +13,7 @@ from typing import NamedTuple
 import datasets
 import numpy as np
 
-from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
+from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
 from trl_packing.data.overflow import Overflow, Pieces, fit_documents, pieces_of, prompt_lengths
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS
@@ -78,6 +78,21 @@ def count_losses(
     counts = _losses(overflow, before, *_cut(documents, overflow, before, stops), after.sums())
     assert counts.adds_up(), f"the stages do not explain what came out: {counts!r}"
     return counts
+
+
+def count_conversations(turns: np.ndarray, *, names_row: bool = True) -> Conversations:
+    """Return the conversations whose documents have these numbers.
+
+    Args:
+        turns: values of the column `TURN`, ``(documents,)``.
+        names_row: The documents are those of a whole data set, in its order.
+    """
+    starts = turns <= 0  # the first turn of a conversation, or a conversation without one
+    silent = turns < 0
+    first = None
+    if names_row and silent.any():
+        first = int(starts[: int(np.argmax(silent))].sum())
+    return Conversations(int(starts.sum()), int((~silent).sum()), int(silent.sum()), first)
 
 
 def count_without_cutting(

@@ -72,16 +72,53 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Conversations:
+    """Conversations that become a document for each turn; zeros without `train_on="every_turn"`.
+
+    Attributes:
+        number: conversations.
+        documents: their trained turns.
+        silent: conversations without a trained turn.
+        first_silent: row of the first of them; None if there is none, and for a stream.
+    """
+
+    number: int = 0
+    documents: int = 0
+    silent: int = 0
+    first_silent: int | None = None
+
+    def __add__(self, other: "Conversations") -> "Conversations":
+        return Conversations(
+            self.number + other.number,
+            self.documents + other.documents,
+            self.silent + other.silent,
+            self.first_silent,
+        )
+
+    def __str__(self) -> str:
+        if not self.number:
+            return ""
+        conversations = quantity(self.number, "conversation")
+        made = f"{conversations} → {quantity(self.documents, 'document')}, one for each turn"
+        if not self.silent:
+            return made
+        first = "" if self.first_silent is None else f" (the first is row {self.first_silent})"
+        return f"{made}; {self.silent:,} without a trained turn{first}: dropped"
+
+
+@dataclass(frozen=True)
 class PreparationCounts:
     """Counts before and after the preparation of one data set, and the losses of each stage.
 
-    `notes` are sentences on documents that concern no loss.
+    `notes` are sentences on documents that concern no loss, `conversations` those that were
+    divided into turns.
     """
 
     before: TokenCounts = field(default_factory=TokenCounts)
     after: TokenCounts = field(default_factory=TokenCounts)
     stages: tuple[Stage, ...] = ()
     notes: tuple[str, ...] = ()
+    conversations: Conversations = field(default_factory=Conversations)
 
     def adds_up(self) -> bool:
         """Return whether `before` minus the losses of all stages is `after`."""
@@ -97,6 +134,7 @@ class PreparationCounts:
             self.after + other.after,
             tuple(stages.values()),
             self.notes or other.notes,
+            self.conversations + other.conversations,
         )
 
     def with_note(self, note: str) -> "PreparationCounts":

@@ -12,7 +12,7 @@
 A stream passes the same stages; the last three run while it is read (stream).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,15 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
 from trl_packing.data.checks import check, check_not_empty, empty_completions
-from trl_packing.data.counting import fit_and_count
-from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.counting import count_conversations, fit_and_count
+from trl_packing.data.counts import Conversations, PreparationCounts
 from trl_packing.data.eos import MissingEos, end_in_eos
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.rules import AnyDataset, Preparation, UserRows
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import TOKEN_COLUMNS, document_columns, token_columns
+from trl_packing.documents.labels import TOKEN_COLUMNS, TURN, document_columns, token_columns
 from trl_packing.formatting.formatting_func import format_per_example
 from trl_packing.formatting.label_tokenized import ResponseLabeler, label_documents, label_tokenized
 from trl_packing.formatting.tokenize_rows import documents_from_rows
@@ -52,6 +52,7 @@ class Unfitted:
         overflow: the policy of the run.
         notes: sentences on the documents.
         missing: documents without a stop token.
+        conversations: those of a data set that were divided into turns.
     """
 
     rows: UserRows
@@ -59,6 +60,7 @@ class Unfitted:
     overflow: Overflow
     notes: tuple[str, ...]
     missing: MissingEos | None = None
+    conversations: Conversations = field(default_factory=Conversations)
 
 
 def prepare(
@@ -89,6 +91,7 @@ def unfitted(
     rows = UserRows.from_dataset(dataset, name, formatting_func)
     check(rows, rules)
     documents, notes = _tokenize(rows, rules)
+    documents, conversations = _count_turns(documents)
     notes.insert(0, _note_empty_completions(rows, rules))
     overflow = Overflow.from_args(rules.args, rules.packing)
     overflow = replace(overflow, running_text=_is_running_text(rows, rules))
@@ -99,7 +102,19 @@ def unfitted(
         num_proc = rules.args.dataset_num_proc
         whole, missing = end_in_eos(whole, rules.eos, num_proc=num_proc, name=name)
         documents = whole.dataset
-    return Unfitted(rows, documents, overflow, tuple(filter(None, notes)), missing)
+    said = tuple(filter(None, notes))
+    return Unfitted(rows, documents, overflow, said, missing, conversations)
+
+
+def _count_turns(documents: AnyDataset) -> tuple[AnyDataset, Conversations]:
+    """Return `documents` without the numbers of their turns, and the conversations that made them.
+
+    A stream is counted as it is read.
+    """
+    if isinstance(documents, IterableDataset) or TURN not in documents.column_names:
+        return documents, Conversations()
+    turns = documents.data.column(TURN).to_numpy()  # in the order of the rows, also if shuffled
+    return documents.remove_columns(TURN), count_conversations(turns)
 
 
 def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCounts | None]:
@@ -116,6 +131,7 @@ def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCou
             name=name,
         )
         documents = shuffle_fitted(documents, rules)
+    counts = counts and replace(counts, conversations=whole.conversations)
     if whole.missing is not None and counts is not None:
         logger.warning(f"{name} dataset: {whole.missing.warning(rules.eos.appends)}")
         counts = counts.with_note(whole.missing.note(rules.eos.appends))

@@ -8,12 +8,14 @@ reader (`streaming`) takes counts from time to time and adds them up.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 
-from trl_packing.data.counting import count_losses
+from trl_packing.data.counting import count_conversations, count_losses
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule, append_eos_to_batch, documents_without_eos
 from trl_packing.data.model_limits import NO_LIMITS
@@ -23,6 +25,7 @@ from trl_packing.documents.bad_rows import check_same_columns
 from trl_packing.documents.labels import (
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
+    TURN,
     document_columns,
     token_columns,
 )
@@ -70,7 +73,11 @@ class StreamFit:
             documents = _documents_of(table)
         fitted = fit_table(table, self.overflow)
         stop_ids = () if self.eos is None else self.eos.stop_ids
-        self._counts += count_losses(documents, _documents_of(fitted), self.overflow, stop_ids)
+        counts = count_losses(documents, _documents_of(fitted), self.overflow, stop_ids)
+        if TURN in batch:
+            turns = count_conversations(np.asarray(batch[TURN]), names_row=False)
+            counts = replace(counts, conversations=turns)
+        self._counts += counts
         self._note_missing_eos(documents)
         return fitted.to_pydict()
 

@@ -31,6 +31,10 @@ WEIGHT_COLUMNS = (TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
 # For every token of a row with shared prefixes: the documents that train it.
 TARGET_COUNTS = "target_counts"
 
+# For every document of `train_on="every_turn"`: its place among the trained turns of its
+# conversation, or -1 if the conversation has none. Preparation counts conversations by it.
+TURN = "trl_packing_turn"
+
 # An integer for every document of an evaluation set that reports losses by source.
 SOURCE_IDS = "source_ids"
 

@@ -191,6 +191,25 @@ class ChatTemplate:
             sorted(special | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
         )
 
+    @cached_property
+    def start_of_user(self) -> str:
+        """The special token with which the user's turn begins after an answer; "" without one."""
+        mark = absent_from("")
+        contents = {"user": "a", "assistant": mark}
+        messages = [{"role": role, "content": contents[role]} for role in ("user", "assistant")]
+        text = self.try_render(Conversation([*messages, messages[0]])) or ""
+        return self.first_token(text.partition(mark)[2])
+
+    def first_token(self, text: str) -> str:
+        """Return the special token at the start of `text`, with space before it; "" without one.
+
+        A token that begins every text or every turn does not tell that another one speaks.
+        """
+        token = text[: self.stop_size(text)]
+        begins = (self.tokenizer.bos_token or "", self.generation_prompt.lstrip())
+        name = token.strip()
+        return token if name and not any(each.startswith(name) for each in begins) else ""
+
     def stop_size(self, after: str) -> int:
         """Return how many characters at the start of `after` are a stop, with space before it."""
         space = len(after) - len(after.lstrip())

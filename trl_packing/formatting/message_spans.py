@@ -235,6 +235,20 @@ def _is_plain(message: Message) -> bool:
 
 def _check_complete(number: int, message: Message, text: str) -> None:
     """Raise ValueError if `text` leaves out part of `message`."""
+    missing = missing_part(message, text)
+    if missing is not None:
+        name, words = missing
+        raise ValueError(
+            f"the chat template leaves out the {name} of message {number} "
+            f"({quote(words[:40])}), so the model would learn to leave it out. "
+            "Use a template that keeps it or has {% generation %}, "
+            "train_on='every_turn', which renders each turn as the last one, "
+            "train_on='last_assistant' if it is kept there, or remove it from the data"
+        )
+
+
+def missing_part(message: Message, text: str) -> tuple[str, str] | None:
+    """Return the name and the words of a part of `message` that `text` leaves out; None if none."""
     content = message.get("content")
     reasoning = {message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)}
     parts = []
@@ -249,10 +263,6 @@ def _check_complete(number: int, message: Message, text: str) -> None:
     for name, words in sorted(parts, key=lambda part: -len(part[1])):
         before, found, after = text.partition(words.strip() or "\0")
         if words.strip() and not found:
-            raise ValueError(
-                f"the chat template leaves out the {name} of message {number} "
-                f"({quote(words.strip()[:40])}), so the model would learn to leave it out. "
-                "Use a template that keeps it or has {% generation %}, "
-                "train_on='last_assistant' if it is kept there, or remove it from the data"
-            )
+            return name, words.strip()
         text = f"{before}\0{after}"
+    return None

@@ -7,6 +7,7 @@
     {"messages": [user, assistant, …]}          all (TRL); with `train_on`, the assistant's turns
     {"prompt": [user], "completion": […]}       the completion; with `train_on`, its turns
 
+A row is one document; with `train_on="every_turn"`, one for each turn (`every_turn.py`).
 Without `train_on` and templates, the same tokens are trained as by TRL.
 """
 
@@ -19,6 +20,7 @@ from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.formatting.chat_template import ChatTemplate, Conversation
+from trl_packing.formatting.every_turn import render_every_turn
 from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.messages import (
     check_messages,
@@ -163,19 +165,37 @@ class RowFormat:
                 "eos_token='...' in the config, or tokenizer.eos_token"
             )
 
+    @property
+    def makes_turns(self) -> bool:
+        """Whether a row is one document for each turn of the assistant."""
+        return self.train_on == "every_turn"
+
+    def documents(self, row: Row, form: str) -> list[Rendered]:
+        """Return the texts of a row of that form, with `train_on="every_turn"` one for each turn.
+
+        A conversation without a trained turn is one document, of which nothing is trained.
+
+        Raises:
+            ValueError: it cannot be rendered.
+        """
+        return self._turns(row, form) if self.makes_turns else [self.render(row, form)]
+
     def render(self, row: Row, form: str) -> Rendered:
         """Return the text of a row of that form. Raises ValueError if it cannot be rendered."""
+        self._check_form(row, form)
+        if form == "text":
+            return self._text(row)
+        if form.endswith("messages"):
+            return self._conversation(row)
+        return self._prompt_completion(row)
+
+    def _check_form(self, row: Row, form: str) -> None:
         found = self.form(row)
         if found != form:
             raise ValueError(
                 f"it holds {_WORDS[found]}, but the first row {_WORDS[form]}; a data set "
                 "must be of one form"
             )
-        if form == "text":
-            return self._text(row)
-        if form.endswith("messages"):
-            return self._conversation(row)
-        return self._prompt_completion(row)
 
     # --- text -------------------------------------------------------------------------------------
 
@@ -240,6 +260,17 @@ class RowFormat:
         answers, only_whole = self._answers(text), self.answers is not None
         untrained = self._untrained(conversation, len(prompt))
         return Rendered(text, answers, untrained, only_whole, False)
+
+    def _turns(self, row: Row, form: str) -> list[Rendered]:
+        self._check_form(row, form)
+        prompt, completion, tools = self._messages(row)
+        messages, kwargs = [*prompt, *completion], row.get("chat_template_kwargs") or {}
+        conversation = Conversation(without_flags(messages), tools, kwargs)
+        weights = trained_messages(messages, "assistant", first=len(prompt)) if completion else {}
+        if weights:
+            return render_every_turn(self.chat, conversation, weights)
+        text = (self.chat.try_render(conversation) if messages else "") or ""
+        return [Rendered(text, [], adds_special_tokens=False)]
 
     def _untrained(self, conversation: Conversation, prompt_size: int) -> str | None:
         """Return the text of the first messages, a prompt, if they are not trained."""

@@ -23,6 +23,7 @@ import numpy as np
 from trl.data_utils import common_prefix_length
 
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.formatting.printable import quote
 from trl_packing.formatting.response_template import DecodedDocument
 
 
@@ -38,6 +39,8 @@ class Rendered:
         only_whole: tokens that are partly outside of a span are masked.
         adds_special_tokens: the tokenizer adds special tokens. Not so after a chat template, which
             has written them.
+        keeps_prompt_tokens: The document begins with the tokens of `prompt` alone, as a model reads
+            them at inference. Without it, tokens may merge where the prompt ends.
     """
 
     text: str
@@ -45,6 +48,7 @@ class Rendered:
     prompt: str | None = None
     only_whole: bool = False
     adds_special_tokens: bool = True
+    keeps_prompt_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,40 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
         prompts = dict(zip(alone, ids, strict=True))
     return [
         _tokenized(ids, view, document, end, prompts.get(number))
+        if not _merges(ids, document, prompts.get(number))
+        else _tokenized_apart(tokenizer, ids, document, prompts[number])
         for number, (ids, view, document, end) in enumerate(
             zip(encoded["input_ids"], views, documents, ends, strict=True)
         )
     ]
+
+
+def _merges(ids: list[int], document: Rendered, prompt: list[int] | None) -> bool:
+    """Whether tokens that must be kept merge with the text after them."""
+    return document.keeps_prompt_tokens and prompt is not None and ids[: len(prompt)] != prompt
+
+
+def _tokenized_apart(
+    tokenizer: Any, together: list[int], document: Rendered, prompt: list[int]
+) -> Tokenized:
+    """Return the tokens of the prompt alone, then those of the rest alone.
+
+    Raises ValueError if the tokens of both parts do not give back the text, as for tokenizers that
+    put a space before any text.
+    """
+    size = len(document.prompt or "")
+    spans = [(start - size, stop - size, weight) for start, stop, weight in document.spans or ()]
+    rest = Rendered(document.text[size:], spans, adds_special_tokens=False)
+    [tokens] = tokenize(tokenizer, [rest])
+    ids = prompt + tokens.input_ids
+    if tokenizer.decode(ids) != tokenizer.decode(together):
+        raise ValueError(
+            f"its tokens merge where the generation prompt ends and the turn "
+            f"{quote(rest.text[:20])} begins, and the tokenizer cannot keep them apart; begin the "
+            "turn with another character"
+        )
+    weights = np.concatenate([np.zeros(len(prompt), np.float32), tokens.weights])
+    return Tokenized(ids, weights, [])
 
 
 def _encode(tokenizer: Any, texts: list[str], special: bool) -> Any:

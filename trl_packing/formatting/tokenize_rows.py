@@ -6,13 +6,15 @@
         ▼
     documents      input_ids, labels (and loss_weights, if messages have a weight)
 
+With `train_on="every_turn"`, a row becomes several documents, each with the number of its turn.
 `datasets` caches the result by the tokenizer, the settings and the version of this package.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.documents.bad_rows import BadRows, lone_surrogate
-from trl_packing.documents.labels import DOCUMENT_WEIGHT
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, TOKEN_WEIGHTS, TURN
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.message_flags import has_flags, says_what_is_trained
 from trl_packing.formatting.printable import escape_hidden, quote
@@ -31,9 +33,16 @@ from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
 
 logger = get_logger(__name__)
 
-_AT_ONCE = 128  # rows per tokenizer call; the next are rendered meanwhile
+_AT_ONCE = 128  # documents per tokenizer call; the next are rendered meanwhile
+_CONVERSATIONS_AT_ONCE = 32  # rows of a batch with `every_turn`: each may be many long documents
 
-_DTYPES = {"input_ids": "int64", "labels": "int64", "loss_weights": "float32"}
+_DTYPES = {
+    "input_ids": List(Value("int64")),
+    "labels": List(Value("int64")),
+    TOKEN_WEIGHTS: List(Value("float32")),
+    TURN: Value("int64"),
+    DOCUMENT_WEIGHT: Value("float32"),
+}
 
 
 def can_prepare(processing_class: Any) -> bool:
@@ -61,10 +70,12 @@ def documents_from_rows(
 ) -> Dataset | IterableDataset:
     """Return `dataset` with `input_ids` and `labels`, every document whole.
 
+    With `train_on="every_turn"`, it has the column `TURN`, too.
+
     Args:
         dataset: rows of one form; the first row decides which.
         row_format: rules for what is rendered and trained.
-        keeps_columns: keep the other columns (never those of a stream).
+        keeps_columns: keep the other columns (never those of a stream, nor of turns).
         document_columns: other columns that are always kept; of a stream only `loss_weight`.
         num_proc: processes that render and tokenize.
         name: of the data set, for messages.
@@ -84,8 +95,13 @@ def documents_from_rows(
         ) from error
     _warn_of_tools(first, row_format, name)
     columns = ["input_ids", "labels"]
-    if flagged and row_format.train_on in ("assistant", "last_assistant"):
-        columns.append("loss_weights")
+    if flagged and row_format.train_on in ("assistant", "last_assistant", "every_turn"):
+        columns.append(TOKEN_WEIGHTS)
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream:
+        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT]
+    if row_format.makes_turns:
+        columns += [TURN, *document_columns]
     options: dict[str, Any] = {
         "batched": True,
         "with_indices": True,
@@ -97,16 +113,14 @@ def documents_from_rows(
             "version": version("trl_packing"),  # another version may render differently
         },
     }
+    if row_format.makes_turns:
+        options["batch_size"] = _CONVERSATIONS_AT_ONCE
     present = get_dataset_column_names(dataset)
-    if isinstance(dataset, IterableDataset):
-        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT]
-        options["features"] = Features(
-            {c: List(Value(_DTYPES[c])) for c in columns}
-            | {c: Value("float32") for c in document_columns}
-        )
+    if is_stream:
+        options["features"] = Features({c: _DTYPES[c] for c in (*columns, *document_columns)})
     else:
         options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
-    if not keeps_columns or isinstance(dataset, IterableDataset):
+    if not keeps_columns or is_stream or row_format.makes_turns:
         options["remove_columns"] = [c for c in present if c not in document_columns]
     rows = dataset.with_format(None)
     if isinstance(rows, IterableDataset):
@@ -151,32 +165,48 @@ def _prepare_batch(
     version: str,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    numbered = list(zip(indices, rows, strict=True))
     tokenizer = row_format.chat.tokenizer
+    numbers: list[int] = []  # the row of each document, in the batch
+    turns: list[int] = []
     # A fast tokenizer releases the interpreter lock, so the next rows are rendered meanwhile.
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
-        parts = [
-            tokenizing.submit(
-                _tokenized,
-                tokenizer,
-                [
-                    _rendered(row, form, row_format, f"row {number} of the {name} dataset")
-                    for number, row in numbered[first : first + _AT_ONCE]
-                ],
-                numbered[first][0],
-                name,
-            )
-            for first in range(0, len(numbered), _AT_ONCE)
-        ]
+        parts = []
+        rendered = _render_all(rows, indices, form, row_format, name)
+        while chunk := list(islice(rendered, _AT_ONCE)):
+            found = [indices[number] for number, _, _ in chunk]
+            texts = [document for _, _, document in chunk]
+            parts.append(tokenizing.submit(_tokenized, tokenizer, texts, found, name))
+            numbers += [number for number, _, _ in chunk]
+            turns += [turn for _, turn, _ in chunk]
     documents = [document for part in parts for document in part.result()]
     _warn_of_lost_prompts(tokenizer, documents)
     made: dict[str, list[Any]] = {
         "input_ids": [document.input_ids for document in documents],
         "labels": _of_one_type([document.labels for document in documents]),
     }
-    if "loss_weights" in columns:
-        made["loss_weights"] = [document.weights for document in documents]
-    return made
+    if TOKEN_WEIGHTS in columns:
+        made[TOKEN_WEIGHTS] = [document.weights for document in documents]
+    if TURN in columns:
+        made[TURN] = turns
+    repeated = [column for column in columns if column in batch]
+    return made | {column: [batch[column][n] for n in numbers] for column in repeated}
+
+
+def _render_all(
+    rows: Sequence[Mapping[str, Any]],
+    indices: Sequence[int],
+    form: str,
+    row_format: RowFormat,
+    name: str,
+) -> Iterator[tuple[int, int, Rendered]]:
+    """Yield the place of a row in the batch, the number of a turn, and its text.
+
+    The number is -1 for a conversation without a trained turn.
+    """
+    for place, row in enumerate(rows):
+        which = f"row {indices[place]} of the {name} dataset"
+        for turn, document in enumerate(_rendered(row, form, row_format, which)):
+            yield place, turn if document.spans else -1, document
 
 
 def _of_one_type(labels: list[Any]) -> list[Any]:
@@ -186,9 +216,11 @@ def _of_one_type(labels: list[Any]) -> list[Any]:
     return [np.asarray(each, np.int64) for each in labels]
 
 
-def _rendered(row: Mapping[str, Any], form: str, row_format: RowFormat, which: str) -> Rendered:
+def _rendered(
+    row: Mapping[str, Any], form: str, row_format: RowFormat, which: str
+) -> list[Rendered]:
     try:
-        return row_format.render(row, form)
+        return row_format.documents(row, form)
     except TEMPLATE_ERRORS as error:
         if row_format.formatting_func is not None:
             raise  # with the traceback of the user's own function
@@ -200,15 +232,28 @@ def _rendered(row: Mapping[str, Any], form: str, row_format: RowFormat, which: s
 
 
 def _tokenized(
-    tokenizer: Any, documents: Sequence[Rendered], first_row: int, name: str
+    tokenizer: Any, documents: Sequence[Rendered], rows: Sequence[int], name: str
 ) -> list[Tokenized]:
     try:
         return tokenize(tokenizer, documents)
-    except (TypeError, UnicodeError):  # of fast and slow tokenizers, on invalid Unicode
-        for row, document in enumerate(documents, start=first_row):
-            if problem := lone_surrogate(document.text):
+    except (TypeError, UnicodeError, ValueError):  # of fast and slow tokenizers, on bad Unicode
+        for row, document in zip(rows, documents, strict=True):
+            if problem := _tokenizing_problem(tokenizer, document):
                 raise ValueError(f"row {row} of the {name} dataset: {problem}") from None
         raise
+
+
+def _tokenizing_problem(tokenizer: Any, document: Rendered) -> str | None:
+    """Return why a document cannot be tokenized; None if it can, or if the reason is unknown."""
+    if problem := lone_surrogate(document.text):
+        return problem
+    try:
+        tokenize(tokenizer, [document])
+    except ValueError as error:
+        return str(error)
+    except (TypeError, UnicodeError):
+        return None
+    return None
 
 
 def _all_bad_rows(rows: Dataset, row_format: RowFormat, form: str, name: str) -> BadRows:
@@ -216,7 +261,9 @@ def _all_bad_rows(rows: Dataset, row_format: RowFormat, form: str, name: str) ->
     for number, row in enumerate(rows):
         which = f"row {number} of the {name} dataset"
         try:
-            problem = lone_surrogate(_rendered(row, form, row_format, which).text)
+            rendered = _rendered(row, form, row_format, which)
+            problems = (lone_surrogate(document.text) for document in rendered)
+            problem = next(filter(None, problems), None)
             sentence = problem and f"{which}: {problem}"
         except (ValueError, RuntimeError) as error:
             sentence = str(error)

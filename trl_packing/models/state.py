@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from trl_packing.models.introspection import unwrap_model
+from trl_packing.models.introspection import text_config, unwrap_model
 from trl_packing.recognition.current_row import other_rows
+
+# Fields of configs that only heads of classification read.
+_OF_OTHER_HEADS = ("classifier_", "cls_", "summary_", "score_")
 
 
 @contextmanager
@@ -84,6 +87,23 @@ def _sets_randomness(holder: Any, attribute: str) -> bool:
     if attribute == "p":
         return "Drop" in type(holder).__name__
     return any(word in attribute for word in ("drop", "jitter", "neftune_noise_alpha"))
+
+
+def find_randomness(model: nn.Module) -> str | None:
+    """Return a strength of randomness above 0 that training reads, None if there is none.
+
+    Examples:
+        >>> find_randomness(nn.ModuleDict({"lora_dropout": nn.Dropout(0.1)}))
+        'lora_dropout=0.1'
+    """
+    named = [("", text_config(unwrap_model(model))), *model.named_modules()]
+    for path, holder in named:
+        for name, value in getattr(holder, "__dict__", {}).items():
+            is_strength = type(value) in (int, float) and _sets_randomness(holder, name)
+            if is_strength and value > 0 and not name.startswith(_OF_OTHER_HEADS):
+                parts = [part for part in path.split(".") if "drop" in part]
+                return f"{parts[-1] if name == 'p' and parts else name}={value}"
+    return None
 
 
 @contextmanager

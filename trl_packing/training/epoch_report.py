@@ -127,6 +127,7 @@ class PackingReport:
     def lines(self) -> list[Line]:
         """Return the report as labels and texts."""
         lines = [
+            ("turns", str(self.preparation.conversations)),
             ("documents", self._data()),
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),

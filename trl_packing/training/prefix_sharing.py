@@ -3,7 +3,7 @@
 prefix_sharing="off"      no
 prefix_sharing="bin"      documents share within a bin, if
                             nothing needs each document's own tokens (a balance of experts, a user's
-                            loss or collator, NEFTune, dropout in attention, virtual tokens)
+                            loss or collator, NEFTune, dropout, virtual tokens)
                             the attention in use takes keys of their own
                             the check of this model shows that siblings stay apart
                             documents of a row begin alike (prefix_savings.py)
@@ -23,7 +23,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.isolation.prefix_check import check_prefixes
-from trl_packing.models.introspection import text_config
+from trl_packing.models.state import find_randomness
 from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)
@@ -60,7 +60,8 @@ class PrefixSharing:
     @property
     def reason(self) -> str | None:
         """Return why rows of the training set do not share; None if they do, or may."""
-        return self._why_not() or self._failures.get((self.guard.attention.backend, True))
+        checked = (self.guard.attention.backend, True)
+        return self._why_not(training=True) or self._failures.get(checked)
 
     def decide(
         self, model: Any, documents: Sequence[np.ndarray], *, training: bool, pays: bool
@@ -78,7 +79,7 @@ class PrefixSharing:
 
     def _is_exact(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> bool:
         """Return whether rows of this model can share; check it once in a mode."""
-        reason, key = self._why_not(), (self.guard.attention.backend, training)
+        reason, key = self._why_not(training), (self.guard.attention.backend, training)
         if reason is None:
             if key not in self._failures:
                 self._failures[key] = self._failure(model, documents, training)
@@ -89,8 +90,8 @@ class PrefixSharing:
             self._warned_of.add(reason)
         return reason is None
 
-    def _why_not(self) -> str | None:
-        """Return why no model could share in this run, or None."""
+    def _why_not(self, training: bool) -> str | None:
+        """Return why no model could share in this mode of the run, or None."""
         trainer, backend = self.trainer, self.guard.attention
         if self.collators.packed.static_shapes is not None:
             return "static_shapes=True holds rows at one length"
@@ -102,11 +103,11 @@ class PrefixSharing:
             return "data_collator is your own, and may change a token for one document only"
         if alpha := getattr(trainer, "neftune_noise_alpha", None):
             return f"neftune_noise_alpha={alpha} draws noise for each document"
+        if training and (strength := find_randomness(trainer.model)):
+            return f"{strength} draws for each document; set it to 0 to share prefixes"
         peft_config = getattr(trainer.model, "active_peft_config", None)
         if getattr(peft_config, "is_prompt_learning", False):
             return "virtual tokens stand in front of each row"
-        if dropout := getattr(text_config(self.guard.base_model), "attention_dropout", 0.0):
-            return f"attention_dropout={dropout} would drop the same for all documents of a prefix"
         return take_prefix_keys(self.guard.base_model, backend.backend)
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:

@@ -217,6 +217,7 @@ def test_a_tree_is_drawn_a_line_a_document_below_its_prefix():
     assert tree == "════AAAA\n    BBB\n  CCCC\nDDD"
     assert show_rows([[4, 4]], shared=[[0, 4]]) == "════\n"  # equal documents stand once
     assert show_rows([[16, 16]], shared=[[0, 8]], tokens_per_cell=4) == "══AA\n  BB"
+    assert show_rows([[9, 9]], shared=[[0, 8]], tokens_per_cell=4) == "══A\n  B"
     colored = show_rows([[3, 3]], shared=[[0, 2]], color=True)
     assert colored == "\x1b[30;47m══\x1b[0m\x1b[30;44mA\x1b[0m\n  \x1b[30;43mB\x1b[0m"
 

@@ -80,7 +80,8 @@ def preview_rows(
             raise ValueError(f"row {row} is not among the {number:,} rows of the data set")
     for row in rows:
         documents, reason = run.documents_of_row(row)
-        pieces = [f", piece {i + 1} of {len(documents)}" for i in range(len(documents))]
+        unit = "document" if run.preparation.row_format.makes_turns else "piece"
+        pieces = [f", {unit} {i + 1} of {len(documents)}" for i in range(len(documents))]
         texts = [
             show_document(
                 document,
@@ -97,7 +98,9 @@ def preview_losses(run: PreviewedRun) -> str:
     """Return a sentence for each thing that preparing the whole data set loses."""
     _, counts = run.documents()
     lost = str(counts) if counts is not None else ""
-    return f"{len(run.dataset):,} rows\n{lost or 'Nothing is lost.'}"
+    turns = str(counts.conversations) if counts is not None else ""
+    rows = f"{len(run.dataset):,} rows" + f"\n{turns}" * bool(turns)
+    return f"{rows}\n{lost or 'Nothing is lost.'}"
 
 
 def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:

@@ -8,13 +8,14 @@ Preparation drops, cuts, splits and shuffles. It carries one column along for ev
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.overflow import Overflow
-from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.data.preparation import fit
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 # The column that holds the numbers.
@@ -54,31 +55,24 @@ def with_settings(run: PreviewedRun, **changes: object) -> PreviewedRun:
 
 
 def trace_documents(run: PreviewedRun) -> TracedDocuments:
-    """Return the documents of the whole data set with the rows that they come from."""
-    dataset, counts = with_row_numbers(run).documents()
-    rows = np.asarray(dataset.with_format("numpy")[ROW][:], np.int64)
-    lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
-    if counts is None or is_packed(dataset) or not counts.stages:
-        return TracedDocuments(dataset.remove_columns(ROW), counts, rows, lengths)
-    uncut = _uncut_lengths(run, rows, lengths)
-    return TracedDocuments(dataset.remove_columns(ROW), counts, rows, uncut)
+    """Return the documents of the whole data set with the rows that they come from.
 
-
-def _uncut_lengths(run: PreviewedRun, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the length of each document before it was cut.
-
-    Only rows whose documents may have been cut are prepared once more. Row 0 is among them, because
-    the first row decides the format of all.
+    A row may be several documents (`train_on="every_turn"`), and a document several pieces. So the
+    documents are numbered once more before they are cut.
     """
-    makes_pieces = Overflow.from_args(run.args, run.args.packing).makes_pieces
-    may_be_cut = (lengths == run.args.max_length) | makes_pieces
-    if not may_be_cut.any():
-        return lengths
-    chosen = np.unique([0, *rows[may_be_cut]])
-    unlimited = with_settings(with_row_numbers(run, chosen), max_length=None, shuffle_dataset=False)
-    whole, _ = unlimited.documents()
-    uncut = np.zeros(len(run.dataset), np.int64)
-    uncut[np.asarray(whole.with_format("numpy")[ROW][:])] = ArrowDocuments(
-        whole, ["input_ids"]
-    ).lengths()
-    return np.where(may_be_cut, uncut[rows], lengths)
+    numbered = with_row_numbers(run)
+    whole = numbered.unfitted()
+    if whole is None:
+        dataset, counts = numbered.documents()
+        lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
+        return TracedDocuments(dataset.remove_columns(ROW), counts, _numbers(dataset), lengths)
+    documents: Any = whole.documents
+    rows, uncut = _numbers(documents), ArrowDocuments(documents, ["input_ids"]).lengths()
+    documents = documents.remove_columns(ROW).add_column(ROW, np.arange(len(rows)))
+    fitted, counts = fit(replace(whole, documents=documents), numbered.preparation)
+    numbers = _numbers(fitted)
+    return TracedDocuments(fitted.remove_columns(ROW), counts, rows[numbers], uncut[numbers])
+
+
+def _numbers(documents: Any) -> np.ndarray:
+    return np.asarray(documents.with_format("numpy")[ROW][:], np.int64)

@@ -6,6 +6,7 @@ The trainer's own (training/collators.py) belongs to a trainer, which has a mode
 import copy
 from types import SimpleNamespace
 
+from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -31,7 +32,7 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
         collator = copy.copy(run.collator)
     collator.loss_weighting = options.loss_weighting
     collator.tensors_only = True
-    collator.shares_prefixes = options.prefix_sharing != "off"
+    collator.shares_prefixes = _may_share(options, collator)
     if options.static_shapes:
         if run.model is None:
             raise ValueError("static_shapes=True depends on the model's config; name the model")
@@ -43,3 +44,10 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
             pad_to_multiple_of=multiple,
         )
     return collator
+
+
+def _may_share(options: PackingOptions, collator: PackedCollator) -> bool:
+    """Return whether documents share prefixes, as far as it is known without the model."""
+    is_ours = type(collator).__call__ is PackedCollator.__call__
+    takes_keys = options.attention not in (*PADDED, "model")
+    return options.prefix_sharing != "off" and not options.static_shapes and is_ours and takes_keys

@@ -199,9 +199,10 @@ def _tree(
     for length, number, above, below in zip(lengths, numbers, shared, next_shared, strict=True):
         if not 0 <= above <= length:
             raise ValueError(f"shared={above} must be from 0 to the document's {length} tokens")
-        middles = np.arange(tokens_per_cell // 2, length, tokens_per_cell)
-        kinds = [middles < above, middles < below]
-        cells = np.select(kinds, [_ABOVE, _SHARED], number).tolist()
+        # A cell shows its middle token. The last one shows the last token, which few share.
+        at = np.arange(0, length, tokens_per_cell) + tokens_per_cell // 2
+        at[-1:] = length - 1
+        cells = np.select([at < above, at < below], [_ABOVE, _SHARED], number).tolist()
         yield _line(cells, color, html).rstrip()
 
 

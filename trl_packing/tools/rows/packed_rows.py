@@ -8,7 +8,6 @@ A row is a part of one batch: its token `i` is token ``start + i`` of the micro-
 prefixes, all documents of a micro-batch are one row, and `segments.py` says who holds which token.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -154,7 +153,7 @@ class PackedEpoch:
 
     def _rows_of(self, number: int, chosen: np.ndarray, bins: np.ndarray) -> Iterator[PackedRow]:
         documents = self.documents.__getitems__(chosen.tolist())
-        apart = self._apart(documents)
+        apart = self.collator.with_sharing(False)(documents)
         found = self._documents_of(chosen, apart)
         if self.collator.shares_prefixes and (row := self._shared(number, documents, found, apart)):
             yield row
@@ -164,12 +163,6 @@ class PackedEpoch:
         parts = zip([0, *changes], [*changes, len(found)], strict=True)
         for index, (first, end) in enumerate(parts):
             yield PackedRow(number, index, apart, tuple(found[first:end]), apart)
-
-    def _apart(self, documents: Any) -> Any:
-        """Return the batch of `documents` without shared prefixes."""
-        collator = copy.copy(self.collator)
-        collator.shares_prefixes = False
-        return collator(documents)
 
     def _shared(
         self, number: int, documents: Any, found: list[RowDocument], apart: Any

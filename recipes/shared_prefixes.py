@@ -1,0 +1,130 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
+# ///
+"""Train many answers to each prompt, and compute each prompt once.
+
+    python recipes/shared_prefixes.py                                          # a demo, offline
+    accelerate launch recipes/shared_prefixes.py --config recipes/shared_prefixes.yaml
+
+A row of the data set has a prompt and its answers, such as the samples that a checker accepted:
+
+    {"prompt": "What is 7 × 8?", "answers": ["7 × 8 = 56.", "It is 56, because 7 × 8 is …"]}
+
+Each answer becomes a document behind its prompt. Losses and gradients are those of the documents;
+`--prefix_sharing off` trains the same, only slower (docs/shared-prefixes.md). In the demo, a small
+model names one thing of an order, and each thing is an answer. `trl-packing inspect
+recipes/shared_prefixes.py --micro_batches 1` draws its rows; "═" is computed once:
+
+    ═══════════G                         document 113        69 tokens
+               H                         document 110        69 tokens, 65 above
+
+Expected output (the demo, half a minute on a busy CPU core):
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    2,170 · 149,000 tokens · 6,510 trained (4%)
+    packed into  294 bins of 512 tokens · 98.98% filled
+    prefixes     1.31× fewer tokens computed
+    …
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '5.428', … 'epoch': '0.1351'} …
+    Tokens of documents: 149,000.
+    Tokens computed: 113,432.
+    The model is in outputs/shared_prefixes.
+"""
+
+import random
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers.hf_argparser import HfArg
+from trl import ModelConfig, TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from trl_packing.recipes.make_demo_data import order
+from trl_packing.recipes.sft_packed import load_model
+from trl_packing.tools.command.exit_messages import exits_in_one_line
+
+DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 5, "num_train_epochs": 1}
+
+
+@dataclass
+class Arguments:
+    """The model and the data; without them, the demo's."""
+
+    model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
+    dataset_name: str | None = HfArg(default=None, help="Hub id, file, or folder of files.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
+    prompt_column: str = HfArg(default="prompt", help="Column of the prompts.")
+    answers_column: str = HfArg(default="answers", help="Column of an answer, or a list of them.")
+
+
+def demo_rows(number: int = 300) -> Dataset:
+    """Return orders, and the things in each: any of them is a right answer."""
+    rows, rng = [], random.Random(0)
+    for _ in range(number):
+        document = order(rng)
+        prompt = document["prompt"].replace("Packing list:", "One thing of it:")
+        things = document["completion"].split("\n- ")[1:]
+        rows.append({"prompt": prompt, "answers": [f" {thing}" for thing in things]})
+    return Dataset.from_list(rows)
+
+
+def one_each(rows: dict[str, Any], names: tuple[str, str], chat: bool) -> dict[str, list[Any]]:
+    """Return a prompt and a completion for each answer of a batch of rows."""
+    made: dict[str, list[Any]] = {"prompt": [], "completion": []}
+    for prompt, answers in zip(*(rows[name] for name in names), strict=True):
+        for answer in [answers] if isinstance(answers, str) else answers:
+            texts = {"prompt": ("user", prompt), "completion": ("assistant", answer)}
+            for name, (role, text) in texts.items():
+                made[name].append([{"role": role, "content": text}] if chat else text)
+    return made
+
+
+@exits_in_one_line
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Train, print the tokens that were computed, save the model, and return the trainer."""
+    usage = "shared_prefixes.py [--config FILE] [--OPTION VALUE]"
+    parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
+    parser.set_defaults(output_dir="outputs/shared_prefixes", prefix_sharing="bin")
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    words = sys.argv[1:] if argv is None else argv
+    is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
+    if is_demo:
+        parser.set_defaults(**DEMO)
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    model, tokenizer, data = arguments.model_name_or_path, None, arguments.dataset_name
+    if is_demo:
+        rows, (model, tokenizer) = demo_rows(), load_model(training_args, ModelConfig())
+    elif model and data:
+        split, subset = arguments.dataset_train_split, arguments.dataset_config
+        rows = load_rows(data, split, config=subset)
+    else:
+        raise ValueError("your own run needs --model_name_or_path and --dataset_name")
+    names = (arguments.prompt_column, arguments.answers_column)
+    make = partial(one_each, names=names, chat=not is_demo)
+    trainer = PackedSFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=rows.map(make, batched=True, remove_columns=rows.column_names),
+        processing_class=tokenizer,
+    )
+    say = trainer.accelerator.print
+    metrics = trainer.train(training_args.resume_from_checkpoint).metrics
+    say(f"Tokens of documents: {metrics['train_tokens']:,}.")
+    say(f"Tokens computed: {metrics.get('train_computed_tokens', metrics['train_tokens']):,}.")
+    trainer.save_model()
+    say(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

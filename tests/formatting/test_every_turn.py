@@ -1,0 +1,381 @@
+"""With `train_on="every_turn"`, each turn of the assistant is a document as at inference.
+
+A document is the prompt that `apply_chat_template(messages[:turn], add_generation_prompt=True)`
+gives, token by token, and the turn up to its stop token, which alone is trained.
+"""
+
+import re
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from helpers.chat_templates import (
+    FORMATS,
+    MARKED,
+    RENDERS_CALLS,
+    SENTENCES,
+    THREE,
+    TOOLS,
+    conversations,
+    prepared,
+    reasoned,
+    tokenizer_for,
+    turn,
+    with_template,
+)
+from helpers.merging import sentence_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trl_packing.documents.labels import TURN
+from trl_packing.formatting.chat_template import ChatTemplate
+from trl_packing.formatting.row_format import RowFormat
+from trl_packing.formatting.tokenize_rows import documents_from_rows
+
+
+def turns_of(tokenizer: Any, row: Any, **settings: Any) -> list[str]:
+    """Return what is trained of each document, once its prompt has been compared by tokens."""
+    row = row if isinstance(row, dict) else {"messages": row}
+    documents = prepared(ChatTemplate(tokenizer), [row], "every_turn", **settings)
+    messages = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in all_of(row)]
+    numbers = [
+        n
+        for n, m in enumerate(messages)
+        if m["role"] == "assistant"
+        and n >= len(row.get("prompt", []))
+        and all_of(row)[n].get("train") is not False
+    ]
+    texts = []
+    for number, document in zip(numbers, documents, strict=True):
+        prompt = tokenizer.apply_chat_template(
+            messages[:number],
+            tools=row.get("tools"),
+            add_generation_prompt=True,
+            return_dict=False,
+            **row.get("chat_template_kwargs", {}),
+        )
+        ids, labels = document["input_ids"].tolist(), document["labels"].tolist()
+        assert ids[: len(prompt)] == prompt
+        assert labels == [-100] * len(prompt) + ids[len(prompt) :]
+        texts.append(tokenizer.decode(ids[len(prompt) :]))
+    return texts
+
+
+def all_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+
+
+def written(name: str, content: str) -> str:
+    """Return the turn of a template, from its generation prompt to its stop token."""
+    ending = {"cohere2": "<|END_OF_TURN_TOKEN|>", "glm4moe": "<|user|>"}.get(name, "")
+    text = FORMATS[name].written(content, True)
+    return text.removesuffix("\n") if name == "lfm2_2_5" else text + ending
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_a_document_is_the_prompt_of_inference_and_the_turn_token_by_token(name, data):
+    messages = data.draw(conversations(FORMATS[name].system))
+    contents = [m["content"] for m in messages if m["role"] == "assistant"]
+    if name in REFUSED:
+        return
+    expected = [written(name, content) for content in contents]
+    if name == "nemotron_3_nano":  # its prompt ends "<think>\n", its turn begins "<think></think>"
+        expected = ["</think>" + content.rstrip() + "<|im_end|>" for content in contents]
+    assert turns_of(tokenizer_for(name), messages) == expected
+
+
+REFUSED = ("deepseekv3",)  # it thinks before every answer, and these answers have no thoughts
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {*REFUSED}))
+def test_a_turn_does_not_depend_on_later_messages(name):
+    tokenizer = tokenizer_for(name)
+    assert turns_of(tokenizer, THREE)[:2] == turns_of(tokenizer, THREE[:4])
+
+
+# --- reasoning ------------------------------------------------------------------------------------
+
+TWICE = [
+    turn("user", "2 + 2"),
+    reasoned("It is 4.", "two twos", "reasoning_content"),
+    turn("user", "And 3 + 3"),
+    reasoned("It is 6.", "two threes", "reasoning_content"),
+]
+THINKS = {
+    "qwen3": "<think>\n{0}\n</think>\n\n{1}<|im_end|>",
+    "qwen3_5_think": "{0}\n</think>\n\n{1}<|im_end|>",
+    "qwen3_8": "{0}\n</think>\n\n{1}<|im_end|>",
+    "glm4moe": "\n<think>{0}</think>\n{1}<|user|>",
+    "nemotron_3_nano": "{0}\n</think>\n{1}<|im_end|>",
+    "gptoss": "<|channel|>analysis<|message|>{0}<|end|><|start|>assistant<|channel|>final"
+    "<|message|>{1}<|return|>",
+    "gemma4_v5": "<|channel>thought\n{0}\n<channel|>{1}<turn|>",
+    "lfm2_2_5": "<think>{0}</think>{1}<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name", THINKS)
+def test_the_reasoning_of_every_turn_is_trained(name):
+    expected = [
+        THINKS[name].format("two twos", "It is 4."),
+        THINKS[name].format("two threes", "It is 6."),
+    ]
+    assert turns_of(tokenizer_for(name), TWICE) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss"])
+def test_earlier_reasoning_is_not_in_the_prompt_of_a_later_turn(name):
+    tokenizer = tokenizer_for(name)
+    row_format = RowFormat(ChatTemplate(tokenizer), "</s>", train_on="every_turn")
+    first, second = row_format.documents({"messages": TWICE}, "messages")
+    assert "two twos" in first.text
+    assert "two twos" not in second.text
+
+
+# Thoughts of earlier turns are dropped; the prompt opens new ones, and no turn is rendered with its
+# own (DeepSeek R1, QwQ).
+DROPS_ALL = """\
+{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
+{{ m.content.split('</think>')[-1] }}<|end|>{% else %}{{ m.content }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"""
+# The same, and the prompt opens nothing (the first template of R1).
+DROPS_UNOPENED = DROPS_ALL.replace("<think>\n{%", "{%")
+# The prompt opens thoughts, and contents stay as they are.
+KEEPS_ALL = DROPS_ALL.replace(".split('</think>')[-1]", "")
+# An empty thought stands before every content (Qwen 3.8).
+THINKS_TWICE = KEEPS_ALL.replace(
+    "{{ m.content }}<|end|>", "<think>\n\n</think>\n\n{{ m.content }}<|end|>"
+)
+
+
+def thinking(*contents: str) -> list[dict[str, str]]:
+    return [m for c in contents for m in (turn("user", "Why?"), turn("assistant", c))]
+
+
+@pytest.mark.parametrize("source", [DROPS_ALL, DROPS_UNOPENED, KEEPS_ALL, THINKS_TWICE])
+def test_thoughts_in_a_content_are_what_the_model_writes_next(source):
+    tokenizer = with_template(source)
+    messages = thinking("<think>\nHm.\n</think>\n\nSo.", "<think>\nOh\n</think>\n\nNo. ")
+    opening = "<think>\n" if source == DROPS_UNOPENED else ""
+    expected = [opening + "Hm.\n</think>\n\nSo.<|end|>", opening + "Oh\n</think>\n\nNo. <|end|>"]
+    assert turns_of(tokenizer, messages) == expected
+
+
+@pytest.mark.parametrize("source", [DROPS_ALL, KEEPS_ALL])
+def test_thoughts_may_begin_where_the_prompt_has_opened_them(source):
+    messages = thinking("Hm.\n</think>\n\nSo.")
+    assert turns_of(with_template(source), messages) == ["Hm.\n</think>\n\nSo.<|end|>"]
+
+
+def refusal(tokenizer: Any, *messages: dict[str, Any], **columns: Any) -> str:
+    rows = [{"messages": [*messages], **columns}]
+    with pytest.raises(ValueError, match=r"^row 0 of the train dataset: ") as error:
+        prepared(ChatTemplate(tokenizer), rows, "every_turn")
+    return str(error.value)
+
+
+def test_an_answer_without_the_thoughts_that_the_prompt_opens_is_refused():
+    for source in (DROPS_ALL, KEEPS_ALL):
+        found = refusal(with_template(source), *SENTENCES)
+        assert re.search(r"reads '<think>\\n' at the end .* message 1, .* writes 'Hello", found)
+        assert "give the message the reasoning that the prompt asks for" in found
+
+
+def test_reasoning_against_a_prompt_that_has_closed_it_is_refused():
+    tokenizer = tokenizer_for("qwen3")
+    off = {"enable_thinking": False}
+    found = refusal(tokenizer, *TWICE, chat_template_kwargs=off)
+    assert "chat_template_kwargs that fit it (enable_thinking)" in found
+    assert turns_of(tokenizer, {"messages": SENTENCES, "chat_template_kwargs": off}) == [
+        "Hello<|im_end|>"
+    ]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen2_5"])
+def test_reasoning_that_a_template_drops_from_the_last_turn_is_refused(name):
+    found = refusal(tokenizer_for(name), *TWICE)
+    assert "leaves out the reasoning of message 1 ('two twos') even where it is the last" in found
+
+
+def test_thoughts_in_the_middle_of_a_content_are_refused_after_a_prompt_that_opens_them():
+    found = refusal(with_template(KEEPS_ALL), *thinking("Hm.\n<think>Oh</think>"))
+    assert "give the message the reasoning" in found or "has it once more" in found
+
+
+# --- other prompts --------------------------------------------------------------------------------
+
+# The system message stands in the last message if this is the user's (Mistral 7B, version 0.3).
+SYSTEM_LAST = """\
+{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}<s>\
+{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] \
+{{ system + '\\n\\n' if loop.last and system else '' }}{{ m.content }}[/INST]{% else %} \
+{{ m.content }}</s>{% endif %}{% endfor %}"""
+
+
+def test_the_history_is_that_of_the_prompt_where_a_finished_turn_changes_it():
+    tokenizer = with_template(SYSTEM_LAST)
+    messages = [turn("system", "Be brief."), *THREE]
+    assert "Be brief" not in tokenizer.apply_chat_template(messages, tokenize=False)
+    assert turns_of(tokenizer, messages) == [f" say {n}</s>" for n in "123"]
+
+
+def test_a_template_without_a_stop_ends_turns_as_the_next_one_begins():
+    tokenizer = tokenizer_for("glm4moe")
+    call = {"role": "assistant", "content": "", "tool_calls": TOOLS[1]["tool_calls"]}
+    [first, *_] = turns_of(tokenizer, [TOOLS[0], call, *TOOLS[2:]])
+    assert first.endswith("</tool_call><|observation|>")
+    plain = with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert turns_of(plain, SENTENCES) == ["assistant: Hello\n"]
+
+
+@pytest.mark.parametrize("name", RENDERS_CALLS)
+def test_calls_are_turns_and_what_tools_answer_is_in_the_prompt(name):
+    city = {"type": "string", "description": "name"}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    function = {"name": "weather", "description": "now", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    row = {"messages": TOOLS, "tools": tools}
+    call, answer, last = turns_of(tokenizer_for(name), row, calls_tools=True)
+    assert "weather" in call
+    assert "Bern" in call
+    assert "It is cold." in answer
+    assert "Hello" in last
+    assert not any("nine" in text for text in (call, answer, last))
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marks_of_a_template_say_what_is_trained_of_a_turn(name):
+    if "deepseek" in name:
+        return
+    chat = ChatTemplate(tokenizer_for(name))
+    documents = prepared(chat, [THREE], "every_turn")
+    for number, document in enumerate(documents, 1):
+        ids, labels = document["input_ids"], document["labels"]
+        assert f"say {number}" in chat.tokenizer.decode(ids[labels != -100])
+        assert "ask" not in chat.tokenizer.decode(ids[labels != -100])
+
+
+# --- which turns, and their weights ---------------------------------------------------------------
+
+
+def test_only_turns_of_a_completion_are_documents():
+    row = {"prompt": THREE[:3], "completion": THREE[3:]}
+    texts = turns_of(tokenizer_for("chatml"), row)
+    assert texts == ["say 2<|im_end|>", "say 3<|im_end|>"]
+
+
+def test_a_message_says_whether_it_is_trained_and_how_much():
+    tokenizer = tokenizer_for("chatml")
+    flagged = [dict(message) for message in THREE]
+    flagged[1]["train"] = False
+    flagged[3]["weight"] = 0.5
+    assert turns_of(tokenizer, flagged) == ["say 2<|im_end|>", "say 3<|im_end|>"]
+    half, whole = prepared(ChatTemplate(tokenizer), [flagged], "every_turn")
+    for document, weight in ((half, 0.5), (whole, 1.0)):
+        trained = document["labels"] != -100
+        assert set(document["loss_weights"][trained].tolist()) == {weight}
+        assert set(document["loss_weights"][~trained].tolist()) == {0.0}
+
+
+def test_a_user_message_that_is_to_be_trained_is_refused():
+    found = refusal(tokenizer_for("chatml"), {**THREE[0], "train": True}, *THREE[1:])
+    assert "message 0 is trained but is not the assistant's" in found
+
+
+def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
+    chat = ChatTemplate(tokenizer_for("chatml"))
+    row_format = RowFormat(chat, "</s>", train_on="every_turn")
+    rows = Dataset.from_list(
+        [
+            {"messages": THREE, "source": "a", "loss_weight": 2.0, "other": [1]},
+            {"messages": [turn("user", "Hi")], "source": "b", "loss_weight": 1.0, "other": [2]},
+            {"messages": SENTENCES, "source": "c", "loss_weight": 0.5, "other": [3]},
+        ]
+    )
+    found = documents_from_rows(
+        rows, row_format, keeps_columns=True, document_columns=["source", "loss_weight"]
+    )
+    assert set(found.column_names) == {"input_ids", "labels", TURN, "source", "loss_weight"}
+    assert found["source"][:] == list("aaabc")
+    assert found["loss_weight"][:] == [2.0, 2.0, 2.0, 1.0, 0.5]
+    assert found[TURN][:] == [0, 1, 2, -1, 0]
+    several = documents_from_rows(rows, row_format, num_proc=2, document_columns=["source"])
+    assert several["input_ids"][:] == found["input_ids"][:]
+    stream = documents_from_rows(rows.to_iterable_dataset(2), row_format)
+    assert [row["input_ids"] for row in stream] == found["input_ids"][:]
+
+
+# --- templates that cannot ------------------------------------------------------------------------
+
+
+def test_a_template_that_raises_at_a_prefix_names_the_row_and_the_message():
+    source = (
+        "{{ raise_exception('no end') if messages[-1].role == 'user' and messages | length > 2 }}"
+    )
+    tokenizer = with_template(source + tokenizer_for("chatml").chat_template)
+    found = refusal(tokenizer, *THREE)
+    assert "cannot render the messages before message 3 (no end)" in found
+    messages = [THREE[0], THREE[1], {**THREE[2]}, {**THREE[3], "train": False}]
+    assert turns_of(tokenizer, messages) == ["say 1<|im_end|>"]
+
+
+def test_a_turn_that_nothing_precedes_is_refused():
+    found = refusal(tokenizer_for("chatml"), turn("assistant", "Welcome"), *SENTENCES)
+    assert "message 0 is the assistant's" in found
+    texts = turns_of(tokenizer_for("chatml"), [turn("system", "x"), *THREE[1:]])
+    assert texts[0] == "say 1<|im_end|>"
+
+
+def test_texts_are_refused():
+    rows = Dataset.from_list([{"text": "a"}])
+    row_format = RowFormat(ChatTemplate(tokenizer_for("chatml")), "</s>", train_on="every_turn")
+    with pytest.raises(ValueError, match="train_on='every_turn' is about messages"):
+        documents_from_rows(rows, row_format)
+
+
+# --- tokens that merge ----------------------------------------------------------------------------
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE in which several line breaks are one token."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["\n\n\n\n", "a\n\nb", "t\n\n", "t\n"] * 5, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=tokenizer_for("chatml").chat_template,
+    )
+
+
+@pytest.mark.parametrize("content", ["\n\nSo.", "\n", "So."])
+def test_tokens_do_not_merge_where_the_prompt_ends(content):
+    tokenizer = merging_tokenizer()
+    messages = [turn("user", "Hi"), turn("assistant", content)]
+    assert turns_of(tokenizer, messages) == [content + "<|im_end|>"]
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    together = tokenizer(prompt + content)["input_ids"]
+    merges = together[: len(tokenizer(prompt)["input_ids"])] != tokenizer(prompt)["input_ids"]
+    assert merges == content.startswith("\n"), "the case is tried"
+
+
+def test_a_tokenizer_that_cannot_keep_the_tokens_apart_is_refused():
+    """It puts a space before any text, and the prompt ends in one, which the first word takes."""
+    tokenizer = sentence_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    found = refusal(tokenizer, turn("user", "Hi"), turn("assistant", "Because."))
+    assert "its tokens merge where the generation prompt ends and the turn 'Because.'" in found

@@ -1,0 +1,232 @@
+"""A run with `train_on="every_turn"` trains the turns of its conversations as documents."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from helpers.tiny import tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.data.counts import Conversations
+from trl_packing.tools.preview.preview import preview_losses, preview_rows
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview.row_of_document import trace_documents
+
+# The prompt opens thoughts, and those of earlier turns are dropped.
+THINKS = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
+{% if loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{% endif %}{{ m.content }}\
+<|im_end|>\n{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}\
+{% endif %}"""
+
+
+def thinking_tokenizer():
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = THINKS
+    return tokenizer
+
+
+def conversations(number=12, turns=3):
+    return [
+        {
+            "messages": [
+                message
+                for turn in range(1 + i % turns)
+                for message in (
+                    {
+                        "role": "user",
+                        "content": f"Question {i}, part {turn}?",
+                        "reasoning_content": None,
+                    },
+                    {
+                        "role": "assistant",
+                        "content": "So. " * (turn + 1),
+                        "reasoning_content": f"Hm {i}. " * 3,
+                    },
+                )
+            ],
+            "source": "ab"[i % 2],
+        }
+        for i in range(number)
+    ]
+
+
+def by_hand(rows, tokenizer):
+    """Return the documents of every turn, tokenized as inference does it."""
+    documents = []
+    for row in rows:
+        messages = [{k: v for k, v in m.items() if v is not None} for m in row["messages"]]
+        for number in range(1, len(messages), 2):
+            prompt = tokenizer.apply_chat_template(
+                messages[:number], add_generation_prompt=True, return_dict=False
+            )
+            thoughts, answer = messages[number]["reasoning_content"], messages[number]["content"]
+            turn = tokenizer(f"{thoughts}</think>{answer}<|im_end|>")["input_ids"]
+            documents.append(
+                {"input_ids": prompt + turn, "labels": [-100] * len(prompt) + turn}
+                | {"source": row["source"]}
+            )
+    return documents
+
+
+def trainer_for(folder, rows, evaluated=None, **settings):
+    defaults = {"max_length": 256, "max_steps": 3, "use_cpu": True, "save_strategy": "no"}
+    args = PackedSFTConfig(
+        str(folder),
+        bf16=False,
+        report_to="none",
+        logging_steps=1,
+        per_device_train_batch_size=1,
+        **(defaults | settings),
+    )
+    return PackedSFTTrainer(
+        tiny_model("llama"),
+        args,
+        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
+        eval_dataset=evaluated,
+        processing_class=thinking_tokenizer(),
+    )
+
+
+def losses(trainer):
+    trainer.train()
+    names = ("loss", "grad_norm", "train_loss", "eval_loss", "eval_loss_a", "documents_per_step")
+    return [{n: log[n] for n in names if n in log} for log in trainer.state.log_history]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"packing": False, "documents_per_step": 5},
+        {"prefix_sharing": "bin", "packing": False, "documents_per_step": 8},
+        {"loss_weighting": "document", "source_column": "source", "eval_strategy": "steps"},
+    ],
+    ids=["packed", "padding-free", "shared", "evaluated"],
+)
+def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, settings):
+    rows = conversations()
+    documents = by_hand(rows, thinking_tokenizer())
+    evaluated = [None, None]
+    if "eval_strategy" in settings:
+        evaluated = [Dataset.from_list(rows), Dataset.from_list(documents)]
+        settings = settings | {"eval_steps": 1}
+    turns = trainer_for(tmp_path / "a", rows, evaluated[0], train_on="every_turn", **settings)
+    apart = trainer_for(tmp_path / "b", documents, evaluated[1], **settings)
+    assert turns.train_dataset["input_ids"][:] == apart.train_dataset["input_ids"][:]
+    assert turns.train_dataset["labels"][:] == apart.train_dataset["labels"][:]
+    assert losses(turns) == losses(apart)
+
+
+def test_training_on_the_last_turn_alone_is_another_run(tmp_path):
+    rows = conversations()
+    settings = {"packing": False, "documents_per_step": 8}
+    turns = trainer_for(tmp_path / "a", rows, train_on="every_turn", **settings)
+    last = trainer_for(tmp_path / "b", rows, train_on="last_assistant", **settings)
+    assert len(turns.train_dataset) == 24
+    assert len(last.train_dataset) == 12
+    assert losses(turns) != losses(last)
+
+
+def test_one_rendering_of_such_conversations_is_refused_and_names_the_setting(tmp_path):
+    with pytest.raises(ValueError, match=r"(?s)leaves out the reasoning .*train_on='every_turn'"):
+        trainer_for(tmp_path, conversations(), train_on="assistant")
+
+
+SILENT = {"messages": [{"role": "user", "content": "Hm?"}], "source": "a"}
+
+
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_the_report_counts_conversations_and_names_one_without_a_turn(tmp_path, shuffles):
+    rows = [*conversations(4), SILENT, *conversations(4), SILENT]
+    trainer = trainer_for(tmp_path, rows, train_on="every_turn", shuffle_dataset=shuffles)
+    trainer.train()
+    report = str(trainer.packing_report)
+    assert (
+        "turns 10 conversations → 14 documents, one for each turn; 2 without a trained turn "
+        "(the first is row 4): dropped" in " ".join(report.split())
+    )
+    assert "2 documents without a trained token: dropped" in report
+    counted = json.loads(trainer.packing_report.to_json())["preparation"]["conversations"]
+    assert counted == {"number": 10, "documents": 14, "silent": 2, "first_silent": 4}
+
+
+def test_conversations_without_any_turn_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="trained token"):
+        trainer_for(tmp_path, [SILENT] * 3, train_on="every_turn")
+
+
+def test_a_stream_trains_and_counts_the_same_documents(tmp_path, caplog):
+    rows = [*conversations(4), SILENT]
+    expected = by_hand(conversations(4), thinking_tokenizer())
+    stream = Dataset.from_list(rows).to_iterable_dataset(1)
+    trainer = trainer_for(tmp_path, stream, train_on="every_turn", max_steps=1, max_length=4096)
+    assert [row["input_ids"] for row in trainer.train_dataset] == [
+        row["input_ids"] for row in expected
+    ]
+    assert set(next(iter(trainer.train_dataset))) == {"input_ids", "labels"}
+    trainer.train()
+    found = trainer.packing_report.preparation.conversations
+    assert found.documents == 7 * found.number // 5
+    assert found.silent == found.number // 5
+
+
+def test_a_resumed_stream_goes_on_with_the_same_documents(tmp_path):
+    def run(folder, *, steps, **settings):
+        rows = Dataset.from_list(conversations(40)).to_iterable_dataset(2)
+        return trainer_for(
+            folder, rows, train_on="every_turn", max_steps=steps, max_length=256, **settings
+        )
+
+    whole = losses(run(tmp_path / "whole", steps=6))
+    first = run(tmp_path / "part", steps=6, save_strategy="steps", save_steps=3)
+    first.train()
+    resumed = run(tmp_path / "part", steps=6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-3"))
+    names = ("loss", "grad_norm")
+    found = [{n: log[n] for n in names} for log in resumed.state.log_history if "loss" in log]
+    expected = [{n: log[n] for n in names} for log in whole if "loss" in log]
+    assert found[-3:] == expected[-3:]
+
+
+# --- looking at it before -------------------------------------------------------------------------
+
+
+def previewed(rows, *options):
+    settings = ["--train_on", "every_turn", "--max_length", "4096", *options]
+    return PreviewedRun.from_settings(Dataset.from_list(rows), thinking_tokenizer(), settings)
+
+
+def test_inspect_shows_each_turn_of_a_row():
+    run = previewed(conversations(3))
+    [shown] = preview_rows(run, [2])
+    assert [text.split(" · ")[0] for text in shown.texts] == [
+        f"row 2, document {n} of 3" for n in (1, 2, 3)
+    ]
+    assert shown.texts[0].endswith("<think>⟦Hm 2. Hm 2. Hm 2. </think>So. <|im_end|>⟧")
+    assert "3 conversations → 6 documents, one for each turn" in preview_losses(run)
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "truncate_prompt", "split", "drop"])
+def test_documents_of_a_row_know_their_lengths_before_they_were_cut(overflow):
+    rows = conversations(6)
+    documents = by_hand(rows, thinking_tokenizer())
+    lengths = [[len(d["input_ids"]) for d in by_hand([row], thinking_tokenizer())] for row in rows]
+    longest = max(len(d["input_ids"]) for d in documents)
+    run = previewed(
+        rows, "--max_length", str(longest - 30), "--overflow", overflow, "--shuffle_dataset", "true"
+    )
+    traced = trace_documents(run)
+    kept = traced.uncut.tolist()
+    if overflow in ("truncate_prompt", "split"):
+        assert longest in kept
+    for row, uncut in zip(traced.rows.tolist(), kept, strict=True):
+        assert uncut in lengths[row]
+    if overflow == "truncate_prompt":
+        assert sorted(kept) == sorted(n for each in lengths for n in each)
+
+
+def test_parts_of_a_stream_add_their_conversations_up():
+    first, second = Conversations(3, 5, 1, 2), Conversations(2, 2)
+    assert first + second == Conversations(5, 7, 1, 2)
+    assert str(Conversations()) == ""
