@@ -21,6 +21,7 @@ RECIPES = {
     "dora": "lora_0.1b",
     "chat_data": "chat_data",
     "tool_calling": "tool_calling",
+    "every_turn": "every_turn",
     "response_template": "response_template",
     "streaming": "streaming",
     "resuming": "resuming",

@@ -44,6 +44,7 @@ ROWS = {
     "response_template": texts,
     "evaluation": chats,
     "streaming": chats,
+    "every_turn": chats,
     "shared_prefixes": questions,
 }
 CHAT_YAMLS = ("full_8b", "full_70b", "lora_8b", "dora_8b", "qlora_70b")

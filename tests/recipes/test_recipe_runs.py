@@ -386,3 +386,13 @@ def test_full_trains_sharded_weights_with_its_configuration_for_fsdp2(model, tmp
     for weight, before in weights(Path(model)).items():
         assert saved[weight].shape == before.shape
         assert weight.endswith("norm.weight") or not torch.equal(saved[weight], before)
+
+
+@pytest.mark.slow
+def test_every_turn_of_the_demo_is_a_document(tmp_path, capsys):
+    trainer = module("every_turn").main(
+        ["--max_steps", "12", "--logging_steps", "4", "--output_dir", str(tmp_path / "out")]
+    )
+    assert_prints("every_turn", capsys.readouterr().out)
+    assert trainer.packing_report.preparation.conversations.number == 400
+    assert decreases(trainer)

@@ -1,0 +1,129 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
+# ///
+"""Train every turn of a model that thinks, each with the prompt that it has at inference.
+
+    python recipes/every_turn.py                                    # a demo, offline
+    accelerate launch recipes/every_turn.py --config recipes/every_turn.yaml
+
+Chat templates of such models drop the reasoning of earlier turns, so one text of a conversation
+cannot train them all. With `--train_on every_turn`, each turn becomes a document: the messages
+before it as the model reads them at inference, then its reasoning and its answer, which alone are
+trained (docs/every-turn.md). A row is a conversation:
+
+    {"messages": [{"role": "user", "content": "7 × 8?"},
+                  {"role": "assistant", "reasoning_content": "7 × 7 = 49. 49 + 7 = 56.",
+                   "content": "56"}, …]}
+
+Reasoning may also stand in the content (<think>…</think>). In the demo, a small model keeps count
+of a shelf, and thinks before each answer.
+
+Expected output (the demo, a minute on a busy CPU core):
+
+    Trained tokens are between ⟦ and ⟧.
+    document · 42 tokens · 21 trained (50%) · ends in '</s>', trained
+    user: 14 plums</s>
+    assistant: <think>⟦0 + 14 = 14</think>14 in all</s>⟧
+    document · 64 tokens · 21 trained (33%) · ends in '</s>', trained
+    user: 14 plums</s>
+    assistant: 14 in all</s>
+    user: 3 lemons</s>
+    assistant: <think>⟦14 + 3 = 17</think>17 in all</s>⟧
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    turns        400 conversations → 1,582 documents, one for each turn
+    documents    1,582 · 138,085 tokens · 34,029 trained (25%)
+    …
+    ──────────────────────────────────────────────────────────────────────────────────────
+    …
+    The model is in outputs/every_turn.
+"""
+
+import random
+import sys
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset
+from transformers.hf_argparser import HfArg
+from trl import ModelConfig, TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+from trl_packing.recipes.make_demo_data import ITEMS
+from trl_packing.recipes.sft_packed import load_model
+from trl_packing.tools.command.exit_messages import exits_in_one_line
+
+DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 10, "num_train_epochs": 1}
+# As the templates of thinking models: earlier thoughts are dropped, the prompt opens new ones.
+DEMO_TEMPLATE = """\
+{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}<think>\
+{{ m.reasoning_content }}</think>{% endif %}{{ m.content + eos_token + '\n' }}{% endfor %}\
+{% if add_generation_prompt %}assistant: <think>{% endif %}"""
+
+
+@dataclass
+class Arguments:
+    """The model and the data; without them, the demo's."""
+
+    model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
+    dataset_name: str | None = HfArg(default=None, help="Hub id, file, or folder of files.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
+
+
+def demo_rows(number: int = 400) -> Dataset:
+    """Return conversations of 1 to 7 turns in which things are put on a shelf and counted."""
+    rows, rng = [], random.Random(0)
+    for _ in range(number):
+        messages, count = [], 0
+        for _ in range(rng.randint(1, 7)):
+            more = rng.randint(2, 20)
+            thought = f"{count} + {more} = {count + more}"
+            count += more
+            answer = {"content": f"{count} in all", "reasoning_content": thought}
+            messages.append({"role": "user", "content": f"{more} {rng.choice(ITEMS)}"})
+            messages.append({"role": "assistant", **answer})
+        rows.append({"messages": messages})
+    return Dataset.from_list(rows)
+
+
+@exits_in_one_line
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Show the documents of two turns, train, save the model, and return the trainer."""
+    parser = TrlParser(
+        (Arguments, PackedSFTConfig), usage="every_turn.py [--config FILE] [--OPTION VALUE]"
+    )
+    parser.set_defaults(output_dir="outputs/every_turn", train_on="every_turn")
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    words = sys.argv[1:] if argv is None else argv
+    is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
+    if is_demo:
+        parser.set_defaults(**DEMO, prefix_sharing="bin")
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    model, tokenizer, data = arguments.model_name_or_path, None, arguments.dataset_name
+    if is_demo:
+        rows, (model, tokenizer) = demo_rows(), load_model(training_args, ModelConfig())
+        tokenizer.chat_template = DEMO_TEMPLATE
+    elif model and data:
+        rows = load_rows(data, arguments.dataset_train_split, config=arguments.dataset_config)
+    else:
+        raise ValueError("your own run needs --model_name_or_path and --dataset_name")
+    trainer = PackedSFTTrainer(
+        model=model, args=training_args, train_dataset=rows, processing_class=tokenizer
+    )
+    say = trainer.accelerator.print
+    say("\nTrained tokens are between ⟦ and ⟧.")
+    for document in trainer.train_dataset.select(range(2)):
+        say(show_document(document, trainer.processing_class))
+    trainer.train(training_args.resume_from_checkpoint)
+    trainer.save_model()
+    say(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
