@@ -2,16 +2,16 @@
 
     documents by tokens     S Q a   S Q b   S R c   S T d   S T e        S: a prefix of most of them
     common beyond S             Q       0       0       T
-    clusters                  S Q a   S Q b | S R c | S T d   S T e
+    clusters                S Q a   S Q b | S R c | S T d   S T e
 
 Sorted neighbors are linked if they share a substantial part of the shorter one, beyond the
 background: the longest prefix that over half of all documents share. The background links nobody,
 because nearly every bin shares it anyway. Linked documents are a cluster if they fit into a bin and
 are not too many.
 
-Larger sets are searched again, with the tokens that all documents of a set share as its background.
-The clusters of a set then join at random. Documents that share tool definitions thus meet at random,
-and not by the first words of their questions.
+Larger sets are searched again, and the tokens that all documents of a set share are its background.
+The clusters of a set then join at random. Documents that share tool definitions thus meet at
+random, and not by the first words of their questions.
 """
 
 from typing import NamedTuple
@@ -27,13 +27,13 @@ _SCALE = 1 << 16  # of one document, in shares of a full cluster
 
 
 class _Clusters(NamedTuple):
-    """Documents in clusters, P of them.
+    """Documents in C clusters.
 
     Attributes:
         of: number of the cluster of each document, ``(documents,)``.
-        sizes: documents of each cluster, ``(P,)``.
-        tokens: tokens that a row of each cluster computes, at most, ``(P,)``.
-        sets: the set that each cluster is a part of, ``(P,)``.
+        sizes: documents of each cluster, ``(C,)``.
+        tokens: tokens that a row of each cluster computes, at most, ``(C,)``.
+        sets: the set that each cluster is a part of, ``(C,)``.
     """
 
     of: np.ndarray
@@ -50,8 +50,8 @@ def prefix_clusters(
     Args:
         common: tokens that sorted documents share with the one before, ``(N,)``.
         lengths: tokens of the sorted documents, ``(N,)``.
-        capacity: tokens that a row of a cluster may compute; None sets no limit. A longer document is
-            a cluster of its own.
+        capacity: tokens that a row of a cluster may compute; None sets no limit. A longer document
+            is a cluster of its own.
         most: documents of a cluster.
     """
     search = _Search(common.astype(np.int64), lengths.astype(np.int64), capacity, most)
@@ -68,8 +68,8 @@ def background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     before = np.minimum.accumulate(common[middle:0:-1])[::-1]
     behind = np.minimum.accumulate(common[middle + 1 :])
     with_middle = np.concatenate([before, lengths[middle : middle + 1], behind])
-    most = np.partition(with_middle, -(middle + 1))[-(middle + 1)]
-    return np.where(with_middle >= most, most, 0)
+    shared = np.partition(with_middle, -(middle + 1))[-(middle + 1)]
+    return np.where(with_middle >= shared, shared, 0)
 
 
 class _Search:

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from trl_packing.packing.bins import PackingPlan, checked_lengths, pack
-from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
 from trl_packing.packing.prefix_clusters import prefix_clusters
+from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
 from trl_packing.packing.tree_row import MIN_SHARED
 
 
