@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from helpers.distributed.same_steps import Run, on_ranks, trained
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -154,6 +155,32 @@ def test_a_stream_is_grouped_within_its_windows(packing, tmp_path):
     np.testing.assert_allclose(steps_of(shared), steps_of(apart), rtol=1e-5)
     assert sum(shared.rows) < 0.5 * sum(apart.rows)
     assert steps_of(off)[0] != steps_of(apart)[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_steps_of_one(tmp_path):
+    """Two ranks sum over a step in another order; see test_distributed.py for the tolerance."""
+    settings = {"prefix_sharing": "group", "max_length": 256, "per_device_train_batch_size": 1}
+    kinds = {"packed": {"packing": True}, "documents_per_step": {"documents_per_step": 16}}
+
+    def runs(accumulation):
+        steps = {"gradient_accumulation_steps": accumulation}
+        return {
+            name: Run(
+                str(tmp_path / name),
+                "PackedSFTTrainer",
+                documents().to_list(),
+                settings=settings | kind | steps,
+            )
+            for name, kind in kinds.items()
+        }
+
+    of_ranks = on_ranks(runs(1), tmp_path / "results")
+    for name, run in runs(2).items():
+        alone, (first, second) = trained(run), of_ranks[name]
+        assert len(alone["losses"]) > 2
+        assert first["losses"] == second["losses"]
+        np.testing.assert_allclose(first["losses"], alone["losses"], atol=1e-5)
 
 
 @pytest.mark.slow
