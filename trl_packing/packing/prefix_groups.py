@@ -1,22 +1,20 @@
 """Groups of documents with a long common prefix, which are packed as one.
 
 documents by tokens     S Q a   S Q b   S R c   S T d   S T e        S: a prefix of most of them
-groups                  S Q a   S Q b | S R c | S T d   S T e        prefix_pieces.py
+groups                  S Q a   S Q b | S R c | S T d   S T e        prefix_clusters.py
 bins                    S Q a b T d e | S R c ...                    of whole groups
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from trl_packing.packing.bins import PackingPlan, checked_lengths, pack
+from trl_packing.packing.prefix_clusters import prefix_clusters
 from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
-from trl_packing.packing.prefix_pieces import prefix_pieces
 from trl_packing.packing.tree_row import MIN_SHARED
-
-#: Documents with a common prefix that share a bin at most (docs/shared-prefixes.md).
-GROUP_SIZE = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +57,7 @@ class PrefixGroups:
         """Pairs of query and key that each document computes in its group, twice, ``(N,)``."""
         return self.lengths.astype(np.int64) ** 2 - self.depths**2
 
-    def pack(self, capacity: int, strategy: str, seed: tuple[int, int] | None) -> PackingPlan:
+    def pack(self, capacity: int, strategy: str, seed: Sequence[int] | None) -> PackingPlan:
         """Return a plan with each group in one bin; `tokens` are those that a bin computes.
 
         Args:
@@ -84,7 +82,7 @@ class PrefixGroups:
 
 
 def group_documents(
-    index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int = GROUP_SIZE
+    index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int
 ) -> PrefixGroups:
     """Return the groups of a data set; the same for every seed and epoch.
 
@@ -95,7 +93,7 @@ def group_documents(
             group of its own.
         most: documents that a group may have.
     """
-    number_of = prefix_pieces(index.common, lengths[index.order], capacity, most)
+    number_of = prefix_clusters(index.common, lengths[index.order], capacity, most)
     order = np.argsort(number_of, kind="stable")
     documents, sizes = index.order[order], np.bincount(number_of)
     firsts = np.cumsum(sizes) - sizes
