@@ -130,8 +130,8 @@ class PackedSFTTrainer(SFTTrainer):
     tokens. With ``packing=False`` an optimizer step holds the documents of the padded run. Either
     way a micro-batch is one flat row of isolated documents.
 
-    A user's data collator, a data set with images, and a data set with `with_transform` take TRL's
-    path unchanged, with a warning. A `DataCollatorForCompletionOnlyLM` labels the documents, which
+    A user's data collator, a data set with `with_transform`, and images of a model type that is not
+    in docs/images.md take TRL's path unchanged, with a warning. A `DataCollatorForCompletionOnlyLM` labels the documents, which
     are then packed as usual.
 
     Documents may have `loss_weights`, a number for each token, and `loss_weight`, one for the whole

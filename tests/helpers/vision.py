@@ -350,13 +350,25 @@ def _token_ids(processor: Any) -> dict[str, int]:
 
 def tiny_vision_model(name: str, processor: Any, seed: int = 0) -> Any:
     """Return a tiny model of the family `name` for the tokens of `processor`."""
+    return vision_model(name, processor, {}, {}, seed)
+
+
+def vision_model(
+    name: str,
+    processor: Any,
+    text_changes: dict[str, Any],
+    vision_changes: dict[str, Any],
+    seed: int = 0,
+) -> Any:
+    """Return a model of the family `name` with some fields of its tiny configs changed."""
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     text, vision, others = _CONFIGS[name]
     fields = CONFIG_MAPPING[name]().__dict__
     ids = {key: value for key, value in _token_ids(processor).items() if key in fields}
-    text = {**_TEXT, "vocab_size": len(processor.tokenizer), **text}
+    text = {**_TEXT, "vocab_size": len(processor.tokenizer), **text, **text_changes}
+    vision = {**vision, **vision_changes}
     config = AutoConfig.for_model(name, text_config=text, vision_config=vision, **ids, **others)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,6 +1,6 @@
 """Checks of the arguments of `PackedSFTTrainer`, and their meaning beside TRL's.
 
-a user's data_collator, images, with_transform       TRL's path, unchanged
+a user's data_collator, with_transform, images       TRL's path, unchanged
 DataCollatorForCompletionOnlyLM                      ours: it finds the trained tokens
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
 packing_strategy, overflow, truncation_mode          one overflow policy
