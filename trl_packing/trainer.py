@@ -131,8 +131,8 @@ class PackedSFTTrainer(SFTTrainer):
     way a micro-batch is one flat row of isolated documents.
 
     A user's data collator, a data set with `with_transform`, and images of a model type that is not
-    in docs/images.md take TRL's path unchanged, with a warning. A `DataCollatorForCompletionOnlyLM` labels the documents, which
-    are then packed as usual.
+    in docs/images.md take TRL's path unchanged, with a warning. A
+    `DataCollatorForCompletionOnlyLM` labels the documents, which are then packed as usual.
 
     Documents may have `loss_weights`, a number for each token, and `loss_weight`, one for the whole
     document; `loss_weighting` says how the length of a document enters. The loss of a step is the

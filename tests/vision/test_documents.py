@@ -126,6 +126,14 @@ def test_split_keeps_every_token_but_those_of_images_that_do_not_fit():
     assert split_around(10, 5, [(0, 8)]) == [(8, 10)]
 
 
+def test_a_row_of_several_images_is_not_cut_if_that_changes_the_others(tmp_path):
+    processor = tiny_processor("llava_onevision")
+    model = tiny_vision_model("llava_onevision", processor)
+    with pytest.raises(ValueError, match="row 1 of the train dataset has 94 tokens and several"):
+        trainer_of(model, processor, tmp_path, max_length=80)
+    trainer_of(model, processor, tmp_path, max_length=80, overflow="drop")
+
+
 def test_overflow_is_counted_and_trained(tmp_path):
     processor = tiny_processor("qwen2_5_vl")
     model = tiny_vision_model("qwen2_5_vl", processor)

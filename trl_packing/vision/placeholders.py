@@ -82,14 +82,14 @@ class Placeholders:
             self._known[size] = self._measured(size)
 
     def _key(self, size: Size) -> Size:
-        return size if self._counts_images else (*size[:2], 1)
+        return size if self.counts_images else (*size[:2], 1)
 
     def of(self, size: Size) -> Placeholder:
         """Return the placeholder of an image of a size that was learned."""
         return self._known[self._key(size)]
 
     @cached_property
-    def _counts_images(self) -> bool:
+    def counts_images(self) -> bool:
         """Whether an image has another placeholder beside a second image of its row."""
         height, width, _ = _TRIALS[0]
         return self._measured((height, width, 1)) != self._measured((height, width, 2))
@@ -97,7 +97,7 @@ class Placeholders:
     @cached_property
     def _has_arithmetic(self) -> bool:
         """Whether images are runs, as long as the processor's arithmetic says, in three trials."""
-        if not hasattr(self.processor, "_get_num_multimodal_tokens") or self._counts_images:
+        if not hasattr(self.processor, "_get_num_multimodal_tokens") or self.counts_images:
             return False
         try:
             measured = [self._measured(size) for size in _TRIALS]
