@@ -9,10 +9,10 @@ from typing import Any
 from trl import SFTConfig
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
-from trl_packing.packing.bins import STRATEGIES
+from trl_packing.packing.bins import STRATEGIES, find_strategy
 
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
-PREFIX_SHARING = ("off", "bin")
+PREFIX_SHARING = ("off", "bin", "group")
 ISOLATION_CHECKS = ("error", "warn", "off")
 TRAIN_ON = ("assistant", "last_assistant", "every_turn", "all")
 
@@ -110,9 +110,18 @@ class PackingOptions:
     prefix_sharing: str = _choice(
         "off",
         "Compute tokens with which documents of a bin begin alike (a system prompt, many answers "
-        "to a question) once: 'bin', or 'off'. Losses and gradients stay the same. Models that "
-        "cannot share train as with 'off'.",
+        "to a question) once: 'off', 'bin' (those that happen to lie in one bin; no step changes) "
+        "or 'group' (bins and steps are made of groups of documents with a long common prefix). "
+        "Losses and gradients of a step stay those of its documents. Models that cannot share "
+        "train as with 'off'.",
         PREFIX_SHARING,
+    )
+    prefix_group_size: int = field(
+        default=8,
+        metadata={
+            "help": "With prefix_sharing='group': most documents of a group. Larger groups compute "
+            "less, smaller ones bring more different prefixes into a step."
+        },
     )
     attention: str = field(
         default="auto",
@@ -214,6 +223,7 @@ def check_options(args: Any) -> None:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
     _check_supervision(args, options)
     _check_static_shapes(args, options)
+    _check_groups(args, options)
     if options.documents_per_step is not None and options.documents_per_step < 1:
         raise ValueError(
             f"documents_per_step={options.documents_per_step} must be at least 1, or None"
@@ -239,6 +249,7 @@ _TYPES = {
     "max_length": (_WHOLE, True),
     "pad_to_multiple_of": (_WHOLE, True),
     "documents_per_step": (_WHOLE, True),
+    "prefix_group_size": (_WHOLE, False),
     "packing": (_YES_OR_NO, False),
     "eval_packing": (_YES_OR_NO, True),
     "append_eos": (_YES_OR_NO, False),
@@ -295,6 +306,28 @@ def _check_static_shapes(args: Any, options: PackingOptions) -> None:
         raise ValueError(
             f"static_shapes=True with attention={options.attention!r} would have no effect: the "
             "shapes of padded rows depend on the documents; leave one of them out"
+        )
+
+
+def _check_groups(args: Any, options: PackingOptions) -> None:
+    size, mode = options.prefix_group_size, options.prefix_sharing
+    if mode != "group":
+        if size != PackingOptions.prefix_group_size:
+            raise ValueError(
+                f"prefix_group_size={size} has no effect with prefix_sharing={mode!r}; set "
+                "prefix_sharing='group', or leave prefix_group_size out"
+            )
+        return
+    if size < 2:
+        raise ValueError(
+            f"prefix_group_size={size} must be at least 2; to share only what lies in one bin "
+            "anyway, set prefix_sharing='bin'"
+        )
+    if not find_strategy(args.packing_strategy).shuffles:
+        raise ValueError(
+            f"prefix_sharing='group' with packing_strategy={args.packing_strategy!r}: pieces are "
+            "cut where rows end, in the order of the data set, which groups would change; set "
+            "prefix_sharing='bin', or another packing_strategy"
         )
 
 

@@ -259,6 +259,7 @@ class PackedSFTTrainer(SFTTrainer):
         sharing = PrefixSharing(
             self, guard, collators, options.prefix_sharing, loss_is_ours=self._loss_is_ours
         )
+        self._sampling.draws_groups = sharing.draws_groups
         self._run_report = report = RunReport(
             self,
             guard,

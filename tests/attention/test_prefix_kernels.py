@@ -7,13 +7,15 @@ the boundaries point, and align the causal mask at the last key, as the kernels 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from helpers import flash_attn_double, varlen_double
-from helpers.tiny import WINDOW, tiny_model
+from helpers.one_step import ONE_STEP, Keep
+from helpers.tiny import WINDOW, tiny_model, tiny_tokenizer
 from helpers.trees import dense, outcome, random_tree, tensors_of
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from trl_packing import PackedCollator, enable_packing
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
 from trl_packing.attention import tiles
 from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
 from trl_packing.attention.install import check_backward, install_attention, take_prefix_keys
@@ -289,3 +291,49 @@ def test_prefixes_are_cut_once_a_row(monkeypatch):
     assert len(cuts) == 4
     model(**shared_row()[0])
     assert len(cuts) == 6
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def run_on_flash_attention(folder, mode, monkeypatch, backward=""):
+    """Return the trainer after a step, its gradients, and the double of the kernel."""
+    double = flash_attn_double.install(monkeypatch, 2, backward)
+    kept = Keep()
+    trainer = PackedSFTTrainer(
+        tiny_model("mistral", attn_implementation="flash_attention_2"),
+        PackedSFTConfig(
+            **ONE_STEP
+            | {
+                "output_dir": str(folder),
+                "max_length": 128,
+                "prefix_sharing": mode,
+                "per_device_train_batch_size": 2,
+                "isolation_check": "off",  # the check of shared prefixes runs all the same
+            }
+        ),
+        train_dataset=Dataset.from_list([{"input_ids": ids.tolist()} for ids in documents() * 3]),
+        processing_class=tiny_tokenizer(),
+        callbacks=[kept],
+    )
+    trainer.train()
+    return trainer, kept.gradients, double
+
+
+def test_a_run_on_flash_attention_equals_the_run_that_does_not_share(tmp_path, monkeypatch):
+    shared, gradients, double = run_on_flash_attention(tmp_path / "a", "bin", monkeypatch)
+    assert shared.attention.backend == "flash_attention_2"
+    assert shared.data_collator.shares_prefixes
+    assert not torch.equal(*double.calls[-1]["cu_seqlens"])
+    apart, expected, double = run_on_flash_attention(tmp_path / "b", "off", monkeypatch)
+    assert all(torch.equal(*call["cu_seqlens"]) for call in double.calls)
+    losses = [t.state.log_history[0]["loss"] for t in (shared, apart)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+def test_a_run_does_not_share_on_a_kernel_whose_backward_fails(tmp_path, monkeypatch):
+    trainer, _, _ = run_on_flash_attention(tmp_path, "bin", monkeypatch, "leaks")
+    assert not trainer.data_collator.shares_prefixes
+    assert "reaches into the documents before it" in trainer._loaders.sharing.reason

@@ -5,10 +5,10 @@ import pytest
 import torch
 from helpers.trees import Tree, dense, outcome, random_tree, tensors_of
 
-from trl_packing.attention import tiles
+from trl_packing.attention import prefix_keys, tiles
 from trl_packing.attention.document_sdpa import document_attention
 from trl_packing.attention.interface import KernelOptions
-from trl_packing.attention.prefix_keys import PrefixKeys
+from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
 
 OPTIONS = {
     "plain": {},
@@ -123,3 +123,25 @@ def test_the_op_keeps_the_contract_of_custom_ops(window, softcap):
     tree = Tree([3, 2, 2, 4], [-1, 0, 0, -1])
     arguments = (*tensors_of(11), tree.cu_seqlens, *tree.keys[:2], None, None, 0.4, window, softcap)
     torch.library.opcheck(torch.ops.trl_packing.document_attention.default, (*arguments, 0.0))
+
+
+def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):
+    """In bf16, a sum over 600 segments would stop growing at 256."""
+    monkeypatch.setattr(prefix_keys, "_PART", 100)
+    row = torch.zeros(3, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([0, 2] * 300 + [0] * 300)
+    gather_keys(row, index).sum().backward()
+    assert row.grad[:, 0, 0].tolist() == [600, 0, 300]
+    assert row.grad.dtype == torch.bfloat16
+
+
+def test_gathering_is_one_op_for_any_number_of_keys():
+    compiled = torch.compile(gather_keys, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for number in (7, 40, 900):
+            row = torch.randn(6, 2, 4, requires_grad=True)
+            index = torch.randint(6, (number,))
+            assert torch.equal(compiled(row, index), row[index])
+    ops = torch.ops.trl_packing
+    torch.library.opcheck(ops.gather_keys.default, (row, index))
+    torch.library.opcheck(ops.sum_over_segments.default, (row[index].detach(), index, 6))

@@ -120,7 +120,7 @@ def test_every_document_is_in_one_group_that_fits(seed, capacity, most):
 
 def test_no_document_has_no_group():
     documents = ArrowDocuments(Dataset.from_dict({"input_ids": [[1]]}).select([]), ["input_ids"])
-    groups = group_documents(PrefixIndex.of(documents), documents.lengths(), 10)
+    groups = group_documents(PrefixIndex.of(documents), documents.lengths(), 10, 8)
     assert len(groups.documents) == 0
     assert len(groups.tokens) == 0
 

@@ -447,7 +447,7 @@ def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(packing, 
         "pad_to_multiple_of": 16,
         "include_num_input_tokens_seen": "non_padding",
     }
-    apart = trainer_of(rows, tmp_path / "a", **settings)
+    apart = trainer_of(rows, tmp_path / "a", prefix_sharing="off", **settings)
     expected = apart.train().metrics
     shared = trainer_of(rows, tmp_path / "b", cls=Sees, prefix_sharing="bin", **settings)
     found = shared.train().metrics

@@ -8,12 +8,23 @@ from datasets import Dataset, IterableDataset
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.prefix_groups import group_documents
+from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.tools.plan.planned_epoch import PlannedEpoch
 from trl_packing.training import prefix_savings as savings
 from trl_packing.training import prefix_sharing
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
+from trl_packing.training.run_report import plan_report
+
+
+@pytest.fixture(autouse=True)
+def sharing_is_asked_for(monkeypatch):
+    """`prefix_sharing` is what a user set, and not the default, whichever that is."""
+    monkeypatch.setattr("trl_packing.config.PackingOptions.prefix_sharing", "off")
 
 
 def rows_with_prompts(number=60, *, length=40, seed=0, own_labels=False):
@@ -54,6 +65,45 @@ def test_the_savings_are_those_of_the_collator_s_rows(name, own_labels):
     assert found.is_whole
     assert found.tokens == documents.lengths().sum()
     assert found.computed == computed_by_collator(documents, sampler) < 0.9 * found.tokens
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_groups_fill_bins_with_computed_tokens(name):
+    dataset = Dataset.from_list(rows_with_prompts(own_labels=True))
+    documents = ArrowDocuments(dataset, ["input_ids", "labels"])
+    lengths = documents.lengths()
+    groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
+    options = SAMPLERS[name]
+    sampler = PackedBatchSampler(lengths, groups=groups, **options)
+    found = prefix_savings(documents, sampler, "group")
+    assert found.computed == computed_by_collator(documents, sampler)
+    apart = PackedBatchSampler(lengths, **options)
+    assert found.computed < prefix_savings(documents, apart, "group").computed
+    # By hand: the groups of which a document is in each step.
+    batches = [batch.tolist() for batch in sampler.micro_batches()]
+    slots = sampler.num_ranks * sampler.accumulation
+    steps = [batches[at : at + slots] for at in range(0, len(batches), slots)]
+    per_step = [len({groups.numbers[d] for batch in step for d in batch}) for step in steps]
+    assert found.per_step == sum(per_step) / len(per_step)
+    assert str(found).endswith(f" · {found.per_step:.1f} prefixes a step")
+    assert prefix_savings(documents, apart, "bin").per_step is None
+    report = plan_report(
+        documents,
+        sampler,
+        attention=None,
+        loss=None,
+        preparation=PreparationCounts(),
+        prefix_sharing="group",
+    )
+    if name == "bins":
+        assert report.tokens_computed == sampler.plan().tokens.sum() < lengths.sum()
+        assert report.utilization == report.tokens_computed / (report.bins * 256) <= 1
+    else:
+        collate = PackedCollator(shares_prefixes=True)
+        rows = [documents.__getitems__(batch) for batch in batches if batch]
+        largest = max(collate(row)["input_ids"].shape[1] for row in rows)
+        assert report.largest_micro_batch == largest
+    assert PlannedEpoch.from_sampler(sampler).tokens.sum() == found.computed
 
 
 def test_documents_of_packed_rows_share():
@@ -150,12 +200,13 @@ def test_the_report_s_savings_are_those_of_the_run(tmp_path):
 
 def test_a_run_that_does_not_share_names_the_setting(tmp_path):
     data = Dataset.from_list(rows_with_prompts(length=60))
-    trainer = trainer_for(tmp_path, data)
+    trainer = trainer_for(tmp_path, data, prefix_sharing="off")
     assert line(trainer.packing_report).startswith("prefix_sharing='bin' would compute 1.")
-    without = trainer_for(tmp_path, Dataset.from_list(documents_of_lengths([20] * 30)))
+    apart = Dataset.from_list(documents_of_lengths([20] * 30))
+    without = trainer_for(tmp_path, apart, prefix_sharing="off")
     assert line(without.packing_report) is None
     # A model that cannot share is not advised to.
-    unable = trainer_for(tmp_path, data, attention="model")
+    unable = trainer_for(tmp_path, data, attention="model", prefix_sharing="off")
     assert line(unable.packing_report) is None
 
 

@@ -42,6 +42,13 @@ RUNS = {
     "TRL's kernels, padded": {"kernels": True, "attention": "padded"},
     "own head": {"own_head": True},
     "own head, padded": {"own_head": True, "attention": "padded"},
+    "shared prefixes": {"shared": True},
+    "shared prefixes, window": {"shared": True, "model": "mistral"},
+    "shared prefixes, soft-cap, checkpointing": {
+        "shared": True,
+        "model": "gemma2",
+        "gradient_checkpointing": True,
+    },
 }
 
 
@@ -54,6 +61,11 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
     rows = Dataset.from_list(
         [{"input_ids": [i % vocabulary for i in r["input_ids"]]} for r in rows]
     )
+    shared = options.pop("shared", False)
+    if shared:
+        prompt = rows[1]["input_ids"]
+        rows = Dataset.from_list([{"input_ids": prompt + r["input_ids"]} for r in rows])
+        options |= {"prefix_sharing": "bin", "max_length": 128}
     if options.pop("stream", False):
         rows = rows.to_iterable_dataset()
     own_head, peft_config = options.pop("own_head", False), options.pop("peft_config", None)
@@ -98,12 +110,15 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         processing_class=tiny_tokenizer(),
         peft_config=peft_config,
     )
+    if shared:  # `Watched` computes the loss of the class above it
+        trainer._loaders.sharing.loss_is_ours = lambda: True
     if own_head:
         from trl_packing.attention.install import install_attention
 
         use_native_head(unwrap_peft(trainer.model))
         install_attention(trainer.model, trainer.attention)
     trainer.train()
+    assert trainer.data_collator.shares_prefixes == shared
 
 
 def some(cases, fast):
@@ -223,7 +238,10 @@ def test_what_is_not_on_the_device_is_no_wait(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", some(["documents", "padded rows", "explicit mask", "own head"], {"documents"})
+    "name",
+    some(
+        ["documents", "shared prefixes", "padded rows", "explicit mask", "own head"], {"documents"}
+    ),
 )
 def test_without_what_the_collator_knows_every_micro_batch_waits(name, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.documents.host_row.cache_row", lambda *args: None)

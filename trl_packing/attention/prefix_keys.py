@@ -176,7 +176,7 @@ def _gather_op(tensor: Tensor, key_index: Tensor) -> Tensor:
 
 @_gather_op.register_fake
 def _(tensor, key_index):
-    return tensor.new_empty(len(key_index), *tensor.shape[1:])
+    return tensor.new_empty(key_index.shape[0], *tensor.shape[1:])
 
 
 @torch.library.custom_op("trl_packing::sum_over_segments", mutates_args=())
@@ -196,7 +196,7 @@ def _(grad, key_index, num_tokens):
 def _setup_context(ctx, inputs, output):
     tensor, key_index = inputs
     ctx.save_for_backward(key_index)
-    ctx.num_tokens = len(tensor)
+    ctx.num_tokens = tensor.shape[0]
 
 
 def _autograd_backward(ctx, grad):

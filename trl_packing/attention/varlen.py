@@ -165,7 +165,7 @@ class _Attention(torch.autograd.Function):
             window_size_right=0,
         )
         if index is not None:
-            d_key, d_value = (sum_over_segments(x, index, len(key)) for x in (d_key, d_value))
+            d_key, d_value = (sum_over_segments(x, index, key.shape[0]) for x in (d_key, d_value))
         d_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         return d_query, d_key, d_value, d_sinks, None, None, None, None
 

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from trl_packing.cli.output import print_json, quiet_libraries
 from trl_packing.cli.run_options import add_run_arguments
@@ -12,11 +13,13 @@ EPILOG = """\
 examples:
   trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --gradients
   trl-packing verify --config recipes/lora_8b.yaml --device cuda
+  trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --prefixes
   trl-packing verify --matrix --only llama qwen3
 
 exit status:
   0  training on packed documents is exact
-  1  no backend is exact; with --matrix: a difference is silent
+  1  no backend is exact; with --prefixes: prefixes cannot be shared; with --matrix: a difference
+     is silent
   2  the model cannot be checked; stderr has the reason in one line
 """
 
@@ -27,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="bfloat16, auto, ...; default: the run's, or float32")
     parser.add_argument("--device", help="cpu, cuda, ...; default: cuda if it is available")
     parser.add_argument("--gradients", action="store_true", help="compare gradients too")
+    parser.add_argument("--prefixes", action="store_true", help="check shared prefixes too")
     matrix = parser.add_argument_group("the matrix of architectures")
     matrix.add_argument("--matrix", action="store_true", help="tiny models instead of one model")
     matrix.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures")
@@ -54,13 +58,23 @@ def _verify_model(arguments: argparse.Namespace) -> int:
         results.append(result)
         say(result)
     exact = results[-1].backend if results[-1].is_exact else None
+    shared = None
+    if exact and arguments.prefixes:
+        shared = model.verify_prefixes(exact, gradients=arguments.gradients)
+        say(shared)
     if arguments.json:
-        print_json(model.to_dict() | {"exact": exact, "backends": [r.to_dict() for r in results]})
+        found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
+        if arguments.prefixes:
+            found["prefixes"] = shared and shared.to_dict()
+        print_json(model.to_dict() | found)
     elif exact:
         print(f"\nTraining on packed documents is exact with attention={exact!r}.")
+        if shared is not None:
+            verb = "is exact" if shared.is_exact else "is not possible: each document is computed"
+            print(f"Sharing the prefixes of documents {verb}.")
     else:
         print("\nNo attention backend keeps the documents of a packed row apart on this model.")
-    return 0 if exact else 1
+    return 0 if exact and (shared is None or shared.is_exact) else 1
 
 
 def _verify_all(arguments: argparse.Namespace) -> int:

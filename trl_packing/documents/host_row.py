@@ -183,6 +183,9 @@ def remember_row(batch: Mapping[str, Any]) -> None:
     row = host_row(batch)
     if row is not None:
         cache_row(batch["labels"], batch["cu_seq_lens_q"], row)
+        for name in _READ_BY_HOST & batch.keys():
+            if batch[name].is_cpu and cached_values(batch[name]) is None:
+                cache_values(batch[name], batch[name].numpy())
 
 
 def rows_alive() -> list[tuple[Tensor, dict[str, Any]]]:

@@ -179,7 +179,7 @@ class IsolationGuard:
         precision = precision or self._precision
         assert precision is not None, "no backend was selected"
         if collator != self._collator:  # a user may set another one between two runs
-            self._forget_checks()
+            self.forget_checks()
             self._collator = copy.copy(collator)
         if self.covers(documents, training=training, precision=precision):
             return
@@ -196,7 +196,7 @@ class IsolationGuard:
             choice = choice if result else self._accept(choice, result)
         except BaseException:
             if not is_selected:  # the first of `choices` is installed, and was not checked
-                self._forget_checks()
+                self.forget_checks()
                 self._precision = None
             raise
         if result:
@@ -233,12 +233,13 @@ class IsolationGuard:
     ) -> None:
         """Record that `choice` is installed; forget the checks of another backend."""
         if self._choices and choice.backend != self.attention.backend:
-            self._forget_checks()
+            self.forget_checks()
         backends = [known.backend for known in choices]
         after = choices[backends.index(choice.backend) + 1 :] if choice.backend in backends else []
         self._choices, self._precision = [choice, *after], precision
 
-    def _forget_checks(self) -> None:
+    def forget_checks(self) -> None:
+        """Check the backend in use again, such as on the model as it will be wrapped."""
         self.passed, self._results = [], {}
 
     def _search(

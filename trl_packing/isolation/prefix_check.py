@@ -11,6 +11,7 @@ siblings cannot go on from the same state.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
 from trl_packing.isolation.check import IsolationReport, severity, verdict_of
+from trl_packing.isolation.locate import gradient_difference
 from trl_packing.isolation.measure import (
     Measurement,
     Stage,
@@ -29,13 +31,14 @@ from trl_packing.isolation.measure import (
     round_differently,
     score_logits,
 )
-from trl_packing.isolation.probes import random_tokens
+from trl_packing.isolation.probes import Probe, random_tokens
 from trl_packing.models.introspection import unwrap_model
 from trl_packing.models.state import preserve_state, restore_state
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
-_MOST_POSITIONS = 64
+# The check compares so many of the first positions of a branch, and of the last ones.
+_POSITIONS = 32
 
 
 class Family(NamedTuple):
@@ -53,6 +56,19 @@ class Family(NamedTuple):
     branch: np.ndarray
     siblings: list[list[np.ndarray]]
 
+    @property
+    def document(self) -> np.ndarray:
+        """Token ids of B."""
+        return np.concatenate([self.prefix, self.branch])
+
+    def with_prefix(self, siblings: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return token ids of other documents, by their branches."""
+        return [np.concatenate([self.prefix, branch]) for branch in siblings]
+
+    def as_probe(self) -> Probe:
+        """Return B, and the documents that share its prefix in the first row."""
+        return Probe(self.name, [self.with_prefix(self.siblings[0])], self.document, 0)
+
 
 @torch.no_grad()
 def check_prefixes(
@@ -63,6 +79,7 @@ def check_prefixes(
     training: bool | None = None,
     attention: str | None = None,
     fused_head: bool = False,
+    gradients: bool = False,
 ) -> IsolationReport:
     """Return whether documents with a shared prefix affect each other on `model`.
 
@@ -74,12 +91,14 @@ def check_prefixes(
         training: the mode to check, by default the model's.
         attention: the name of the attention in the report.
         fused_head: score rows through TRL's fused LM head.
+        gradients: also compare the gradients of B's loss, shared and alone.
 
     Raises:
         Exception: any error that the model raises against a row with shared prefixes.
     """
     inner, collate = unwrap_model(model), collator.with_sharing(True)
     with preserve_state(model, training):
+        families = _families(inner, documents)
         reports = [
             verdict_of(
                 _measure(model, inner, family, fused_head, collate),
@@ -88,9 +107,14 @@ def check_prefixes(
                 attention,
                 model.training,
             )
-            for family in _families(inner, documents)
+            for family in families
         ]
-    return min(reports, key=severity)
+        report = min(reports, key=severity)
+        if gradients:
+            probe = families[reports.index(report)].as_probe()
+            error = gradient_difference(model, inner, probe, collate)
+            report = replace(report, gradient_difference=error)
+    return report
 
 
 def _families(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Family]:
@@ -115,9 +139,11 @@ def _families(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Family]
 def _measure(
     model: nn.Module, inner: Any, family: Family, fused_head: bool, collate: PackedCollator
 ) -> Measurement:
-    document = np.concatenate([family.prefix, family.branch])
-    # Positions that predict the tokens of the branch behind its first.
-    at = np.arange(len(family.prefix), len(document) - 1)[-_MOST_POSITIONS:]
+    document = family.document
+    # Positions that predict the tokens of the branch behind its first. Windows that reach across
+    # the fork end soon behind it.
+    at = np.arange(len(family.prefix), len(document) - 1)
+    at = np.unique(np.concatenate([at[:_POSITIONS], at[-_POSITIONS:]]))
 
     def alone() -> Tensor:
         ids = torch.from_numpy(document)[None]
@@ -126,7 +152,7 @@ def _measure(
         return score_logits(logits, document[at + 1]) if fused_head else logits
 
     def shared(siblings: Sequence[np.ndarray]) -> Tensor:
-        whole = [document, *(np.concatenate([family.prefix, x]) for x in siblings)]
+        whole = [document, *family.with_prefix(siblings)]
         rows = build_prefix_tree(whole).targets[at + 1] - 1
         return outputs_in_row(model, inner, whole, rows, fused_head, collate)
 

@@ -62,7 +62,7 @@ class DocumentSteps:
         cuts = np.flatnonzero(np.diff(self.groups.numbers[documents])) + 1
         pieces, costs = _pieces(costs, depths + self.attention_cost * depths**2, cuts, number)
         dealt = _equal_cost(np.arange(len(pieces)), costs, number)
-        return [documents[np.concatenate([pieces[i] for i in each])].tolist() for each in dealt]
+        return [[d for i in each for d in documents[pieces[i]].tolist()] for each in dealt]
 
     def documents_in_first(self, number: int) -> np.ndarray:
         """Return the documents of the first `number` steps."""

@@ -5,6 +5,7 @@ groups                  S Q a   S Q b | S R c | S T d   S T e        prefix_piec
 bins                    S Q a b T d e | S R c ...                    of whole groups
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +15,6 @@ from trl_packing.packing.bins import PackingPlan, checked_lengths, pack
 from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
 from trl_packing.packing.prefix_pieces import prefix_pieces
 from trl_packing.packing.tree_row import MIN_SHARED
-
-#: Documents with a common prefix that share a bin at most (docs/shared-prefixes.md).
-GROUP_SIZE = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +57,7 @@ class PrefixGroups:
         """Pairs of query and key that each document computes in its group, twice, ``(N,)``."""
         return self.lengths.astype(np.int64) ** 2 - self.depths**2
 
-    def pack(self, capacity: int, strategy: str, seed: tuple[int, int] | None) -> PackingPlan:
+    def pack(self, capacity: int, strategy: str, seed: Sequence[int] | None) -> PackingPlan:
         """Return a plan with each group in one bin; `tokens` are those that a bin computes.
 
         Args:
@@ -84,7 +82,7 @@ class PrefixGroups:
 
 
 def group_documents(
-    index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int = GROUP_SIZE
+    index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int
 ) -> PrefixGroups:
     """Return the groups of a data set; the same for every seed and epoch.
 

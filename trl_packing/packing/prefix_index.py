@@ -10,13 +10,15 @@ length of any row with shared prefixes (tree_row.py) without a look at tokens. D
 not share lie in other groups: of another source, or with labels that are not their tokens.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, SOURCE_IDS
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, SOURCE_IDS, document_labels
 from trl_packing.documents.list_columns import ListColumn
 from trl_packing.packing.prefix_order import prefix_order_of_rows
 from trl_packing.packing.range_minima import RangeMinima
@@ -53,7 +55,27 @@ class PrefixIndex:
         stored = documents.stored_rows(np.arange(len(documents)))
         order, common = prefix_order_of_rows(documents.readers["input_ids"].chunks, stored)
         index = cls(order, common.astype(np.int32))
-        groups = _groups(documents, stored)
+        is_own = np.zeros(len(stored), bool)
+        if "labels" in documents.columns:
+            is_own = _own_labels(documents.readers["input_ids"], documents.readers["labels"])[
+                stored
+            ]
+        groups = _groups(documents.scalars.get(SOURCE_IDS), is_own)
+        return index if groups is None else index.grouped(groups)
+
+    @classmethod
+    def of_loaded(cls, documents: Sequence[Mapping[str, Any]]) -> "PrefixIndex":
+        """Return the index of documents in memory, such as a window of a stream."""
+        ids = [np.asarray(document["input_ids"]) for document in documents]
+        offsets = np.cumsum([0, *map(len, ids)])
+        values = np.concatenate([np.zeros(0, np.int64), *ids]).astype(np.int64)
+        order, common = prefix_order_of_rows([(values, offsets)], np.arange(len(ids)))
+        index = cls(order, common.astype(np.int32))
+        labels = [document_labels(x, y) for x, y in zip(documents, ids, strict=True)]
+        targets = np.concatenate([np.zeros(0, np.int64), *labels])
+        is_own = _has_own_labels(values, targets, offsets)
+        sources = [document[SOURCE_IDS] for document in documents if SOURCE_IDS in document]
+        groups = _groups(np.array(sources) if sources else None, is_own)
         return index if groups is None else index.grouped(groups)
 
     @cached_property
@@ -135,32 +157,38 @@ def shared_depths(common: np.ndarray, lengths_before: np.ndarray) -> np.ndarray:
     return np.where(depths >= MIN_SHARED, depths, 0)
 
 
-def _groups(documents: ArrowDocuments, stored: np.ndarray) -> np.ndarray | None:
-    """Return a number for each document, as `tree_row._groups` does; None if all may share."""
-    sources = documents.scalars.get(SOURCE_IDS)
-    is_own = np.zeros(len(stored), bool)
-    if "labels" in documents.columns:
-        readers = documents.readers
-        is_own = _has_own_labels(readers["input_ids"], readers["labels"])[stored]
+def _groups(sources: np.ndarray | None, is_own: np.ndarray) -> np.ndarray | None:
+    """Return a number for each document, as `tree_row._groups` does; None if all may share.
+
+    Args:
+        sources: of each document, ``(N,)`` integers; None if losses are not told apart.
+        is_own: whether a document has labels of its own, ``(N,)`` bool.
+    """
     if sources is None and not is_own.any():
         return None
-    groups = np.zeros(len(stored), np.int64) if sources is None else np.asarray(sources).copy()
+    groups = np.zeros(len(is_own), np.int64) if sources is None else np.asarray(sources).copy()
     groups[is_own] = groups.min(initial=0) - 1 - np.arange(is_own.sum())
     return groups
 
 
-def _has_own_labels(ids: ListColumn, labels: ListColumn) -> np.ndarray:
+def _own_labels(ids: ListColumn, labels: ListColumn) -> np.ndarray:
     """Return for each stored row whether a label is another id than that of its token."""
     found = np.zeros(len(ids.lengths), bool)
     cuts = np.unique([*ids.first_row, *labels.first_row, *range(0, len(found), _AT_ONCE)])
     for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         (tokens, offsets), (targets, others) = (_slice(x, start, stop) for x in (ids, labels))
-        if len(tokens) != len(targets) or (offsets != others).any():
-            found[start:stop] = True  # the collator refuses them by name
-            continue
-        own = np.flatnonzero((targets != IGNORE_INDEX) & (targets != tokens))
-        row = np.searchsorted(offsets, own, side="right") - 1
-        found[start + row[own > offsets[row]]] = True  # the first token is never a target
+        # Where lengths differ, the collator refuses the document by name.
+        is_equal = np.array_equal(offsets, others)
+        found[start:stop] = not is_equal or _has_own_labels(tokens, targets, offsets)
+    return found
+
+
+def _has_own_labels(tokens: np.ndarray, targets: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return for each document whether a label is another id than that of its token."""
+    found = np.zeros(len(offsets) - 1, bool)
+    own = np.flatnonzero((targets != IGNORE_INDEX) & (targets != tokens))
+    row = np.searchsorted(offsets, own, side="right") - 1
+    found[row[own > offsets[row]]] = True  # the first token is never a target
     return found
 
 

@@ -213,6 +213,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
         """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
         return iter(self._document_steps())
 
+    def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
+        documents = np.concatenate([np.asarray(batch, np.int64) for batch in batches])
+        offsets = np.cumsum([0, *map(len, batches)])
+        if self.groups is not None:
+            return self.groups.index.computed_tokens(self.lengths, documents, offsets)
+        running = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
+        return np.diff(running[offsets])
+
     def documents_in_first_steps(self, number: int) -> np.ndarray:
         """Return the documents of this epoch's first `number` optimizer steps, in any order."""
         if self.documents_per_step is not None:
@@ -224,6 +233,24 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             return max(map(len, self.micro_batches()))
         return self._packed_steps().most_documents()
+
+    def tokens_of_bins(self) -> int | None:
+        """Return the tokens in all bins of epoch 0; None if nothing is packed into bins.
+
+        With `groups` they are those that rows with shared prefixes compute.
+        """
+        return None if self.documents_per_step is not None else int(self._plan_for(0).tokens.sum())
+
+    def groups_per_step(self) -> float | None:
+        """Return the mean number of `groups` with a document in a step; None without groups."""
+        if self.groups is None:
+            return None
+        if self.documents_per_step is None:  # a group lies in one bin
+            return len(self.groups.tokens) / -(-len(self) // self.accumulation)
+        steps = self._document_steps()
+        step = np.arange(len(steps.order)) // self.documents_per_step
+        numbers = step * len(self.groups.tokens) + self.groups.numbers[steps.order]
+        return len(np.unique(numbers)) / len(steps)
 
     def documents_by_bin(self) -> np.ndarray | None:
         """Return the number of documents in each bin of epoch 0, None if nothing is packed here."""

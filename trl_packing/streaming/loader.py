@@ -202,9 +202,10 @@ class StreamBatches(IterableDataset):
 
     def _checked(self, position: dict[str, Any]) -> dict[str, Any]:
         for name, value in self._identity().items():
-            if position[name] != value:
+            then = position.get(name)  # earlier versions saved no prefix_group_size
+            if then != value:
                 raise ValueError(
-                    f"the checkpoint was saved with a stream of {name}={position[name]}, and now "
+                    f"the checkpoint was saved with a stream of {name}={then}, and now "
                     f"it is {value}: documents would be lost or repeated. Resume with the former, "
                     "or set ignore_data_skip=True to restart the stream"
                 )

@@ -27,6 +27,9 @@ from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, take_counts
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.bins import pack
+from trl_packing.packing.group_order import keep_groups_together
+from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
+from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.streaming.shards import ShardAssignment, assign_shards
 from trl_packing.streaming.windows import DocumentSource, Window
 
@@ -45,6 +48,8 @@ class StreamSettings:
         seed: as in `packing.pack`; None also keeps the order of bins.
         window_bins: bins that are packed together. More bins are filled better and shuffled more
             widely, and take more memory.
+        prefix_group_size: most documents of a group with a common prefix, which shares a
+            micro-batch; groups are found within a window. None draws single documents.
     """
 
     capacity: int | None
@@ -53,6 +58,7 @@ class StreamSettings:
     strategy: str = "bfd"
     seed: int | None = None
     window_bins: int = 256
+    prefix_group_size: int | None = None
 
 
 class Place(NamedTuple):
@@ -189,7 +195,14 @@ class PackedStream(IterableDataset):
         settings, documents = self.settings, window.documents
         size = settings.bins_per_batch
         if settings.capacity is None:
-            return [documents[i : i + size] for i in range(0, len(documents), size)]
+            order = np.arange(len(documents))
+            if settings.prefix_group_size is not None:
+                groups = self._groups(documents, settings.prefix_group_size)
+                order = keep_groups_together(order, groups, size)
+            return [
+                [documents[i] for i in order[start : start + size]]
+                for start in range(0, len(documents), size)
+            ]
         bins = self._bins(window)
         # All of about equal size; otherwise every window would end with a small micro-batch.
         bounds = np.linspace(0, len(bins), -(-len(bins) // size) + 1).astype(int).tolist()
@@ -208,11 +221,25 @@ class PackedStream(IterableDataset):
         bins = [[i] for i in rows]
         if len(loose):
             lengths = [max(1, len(documents[i]["input_ids"])) for i in loose]
-            plan = pack(lengths, settings.capacity, settings.strategy, seed)
+            if settings.prefix_group_size is None:
+                plan = pack(lengths, settings.capacity, settings.strategy, seed)
+            else:
+                groups = self._groups([documents[i] for i in loose], settings.prefix_group_size)
+                plan = groups.pack(settings.capacity, settings.strategy, seed)
             bins += [loose[packed].tolist() for packed in plan]
         if seed is None:
             return bins
         return [bins[i] for i in np.random.default_rng([*seed, 1]).permutation(len(bins))]
+
+    def _groups(self, documents: list[Document], most: int) -> PrefixGroups:
+        if any(document.get(SEQ_LENGTHS) is not None for document in documents):
+            raise ValueError(
+                "prefix_sharing='group' cannot regroup rows that were packed before (they have "
+                f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
+            )
+        index = PrefixIndex.of_loaded(documents)
+        lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
+        return group_documents(index, lengths, self.settings.capacity, most)
 
     def _seed(self, window: Window) -> list[int] | None:
         if self.settings.seed is None:

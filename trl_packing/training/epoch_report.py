@@ -46,6 +46,7 @@ class PackingReport:
         lengths: tokens of documents; None for streams and for rows that were packed before.
         documents_by_bin: number of documents in bins.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
+        tokens_computed: in all bins, where these hold groups of documents; else None.
     """
 
     ranks: int
@@ -71,13 +72,14 @@ class PackingReport:
     lengths: Histogram | None = None
     documents_by_bin: Histogram | None = None
     prefixes: PrefixSavings | None = None
+    tokens_computed: int | None = None
 
     @property
     def utilization(self) -> float | None:
         """Real tokens / (bins × capacity); None without bins or without capacity."""
         if self.tokens is None or not self.bins or not self.capacity:
             return None
-        return self.tokens / (self.bins * self.capacity)
+        return (self.tokens_computed or self.tokens) / (self.bins * self.capacity)
 
     @property
     def padding(self) -> float | None:

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
+from trl_packing.attention.install import use_attention
 from trl_packing.config import PackingOptions
 from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.arrow import ArrowDocuments
@@ -81,6 +82,7 @@ class PackedLoaders:
         self.sources: Sources | None = None
         self._has_weights = False
         self.room: int | None = None
+        self._trains_groups = False
         self._evaluated_streams: list[StreamBatches] = []
         self._has_warned = False
         self._looked_at: dict[int, tuple[Dataset, bool]] = {}  # evaluation sets
@@ -111,6 +113,7 @@ class PackedLoaders:
         dataset = self.trainer.train_dataset
         self._has_weights = self.options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.forget()
+        self._decide_on_groups(dataset)
         if isinstance(dataset, IterableDataset):
             capacity = self.trainer.args.max_length if self.sampling.packing else None
             self.room = capacity and capacity * self.sampling.batch_size
@@ -134,6 +137,36 @@ class PackedLoaders:
             self._check_user_sampler(is_packed)
             self.report.plan(planned, len(dataloader))
         return dataloader
+
+    def _decide_on_groups(self, dataset: Any) -> None:
+        """Decide before an epoch is planned: bins of groups hold the tokens of shared rows."""
+        trainer, is_asked_for = self.trainer, self.sharing.mode == "group"
+        if is_asked_for and not self.report.samples_bins:
+            raise ValueError(
+                f"prefix_sharing='group', but _get_train_sampler of {type(trainer).__name__} draws "
+                "documents, not groups; set prefix_sharing='bin'"
+            )
+        self._trains_groups = self.sampling.draws_groups(True)
+        # A sharded model cannot run yet. It is checked before the first step, as any other.
+        if not self._trains_groups or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            return
+        attention = use_attention(trainer.model, self.guard.attention)
+        with attention, trainer.accelerator.autocast():
+            self.ensure_isolated(trainer.model, dataset, training=True, planned=False)
+        self._trains_groups = self.sampling.draws_groups(True)
+        if not self._trains_groups:
+            self.report.plan()
+        self.guard.forget_checks()  # the model will be wrapped before the first step
+        self.sharing.check_again()
+
+    def _check_groups_are_shared(self) -> None:
+        """Raise RuntimeError if rows of groups would hold more tokens than was planned."""
+        if self._trains_groups and not self.collators.packed.shares_prefixes:
+            raise RuntimeError(
+                "prefix_sharing='group' has filled bins by the tokens that groups compute together,"
+                f" but the model cannot share as it runs now: {self.sharing.reason}; set "
+                "prefix_sharing='bin' or 'off'"
+            )
 
     def _check_user_sampler(self, is_packed: bool) -> None:
         """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
@@ -212,13 +245,16 @@ class PackedLoaders:
         """Whether micro-batches have weights: of the training set, or sums over documents."""
         return self._has_weights or self.collators.packed.shares_prefixes
 
-    def ensure_isolated(self, model: Any, dataset: Any, *, training: bool) -> None:
+    def ensure_isolated(
+        self, model: Any, dataset: Any, *, training: bool, planned: bool = True
+    ) -> None:
         """Stop, or switch to a slower attention, before anything is computed on leaking documents.
 
         Args:
             model: wrapped as it will run.
             dataset: the documents to check it on.
             training: the mode of the model.
+            planned: whether the epoch is planned already, maybe in groups.
         """
         self.guard.check_head(model)
         if self.evaluates_padded and not training:
@@ -233,6 +269,8 @@ class PackedLoaders:
         self.collators.drop_shapes_of_padded_rows()
         pays = self.report.sharing_pays if training else self._evaluation_shares(dataset)
         self.sharing.decide(model, documents, training=training, pays=pays)
+        if training and planned:
+            self._check_groups_are_shared()
 
     def _evaluation_shares(self, dataset: Any) -> bool:
         """Return whether documents of an evaluation set share prefixes; look at each set once."""
@@ -253,6 +291,7 @@ class PackedLoaders:
     ) -> StreamBatches:
         args, (ranks, rank) = self.trainer.args, self.sampling.ranks
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
+        groups = self.sampling.draws_groups(training)
         return StreamBatches(
             dataset.select_columns(training_columns(dataset)),
             StreamSettings(
@@ -261,6 +300,7 @@ class PackedLoaders:
                 num_ranks=ranks,
                 strategy=find_strategy(args.packing_strategy).packs_as,
                 seed=packing_seed(args) if shuffles else None,
+                prefix_group_size=self.options.prefix_group_size if groups else None,
             ),
             self.trainer.data_collator,
             rank=rank,

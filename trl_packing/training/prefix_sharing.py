@@ -7,6 +7,7 @@ prefix_sharing="bin"      documents share within a bin, if
                             the attention in use takes keys of their own
                             the check of this model shows that siblings stay apart
                             documents of a row begin alike (prefix_savings.py)
+prefix_sharing="group"    the same; then bins and steps hold groups of documents that begin alike
 Otherwise the run trains as with "off", and a line of the report says why.
 """
 
@@ -36,7 +37,7 @@ class PrefixSharing:
         trainer: its model and loss are read.
         guard: knows the attention in use.
         collators: their packed rows share.
-        mode: "off" or "bin".
+        mode: "off", "bin" or "group".
         loss_is_ours: whether no method of a user computes the loss; asked before each run.
     """
 
@@ -60,8 +61,19 @@ class PrefixSharing:
     @property
     def reason(self) -> str | None:
         """Return why rows of the training set do not share; None if they do, or may."""
-        checked = (self.guard.attention.backend, True)
-        return self._why_not(training=True) or self._failures.get(checked)
+        return self._reason_in(training=True)
+
+    def _reason_in(self, *, training: bool) -> str | None:
+        checked = (self.guard.attention.backend, training)
+        return self._why_not(training=training) or self._failures.get(checked)
+
+    def draws_groups(self, training: bool) -> bool:
+        """Return whether bins and steps hold groups, as far as is known of the model."""
+        return self.mode == "group" and self._reason_in(training=training) is None
+
+    def check_again(self) -> None:
+        """Check models that could share once more when they are wrapped as they will run."""
+        self._failures = {key: why for key, why in self._failures.items() if why is not None}
 
     def decide(
         self, model: Any, documents: Sequence[np.ndarray], *, training: bool, pays: bool
@@ -74,6 +86,7 @@ class PrefixSharing:
             training: the mode of the model.
             pays: whether the documents have prefixes to share, as far as is known.
         """
+        pays = pays or self.mode == "group"  # its bins hold the tokens of shared rows
         shares = self.mode != "off" and pays and self._is_exact(model, documents, training)
         self.collators.share_prefixes(shares, training=training)
 

@@ -85,6 +85,7 @@ def plan_report(
         room=sampler.tokens_per_batch,
         lengths=None if sampler.rows else Histogram.of(documents.lengths()),
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
+        tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
         prefixes=None
         if tokens_per_micro_batch
         else prefix_savings(documents, sampler, prefix_sharing),
@@ -121,7 +122,7 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
     if sampler.documents_per_step is None:
         return None
     steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
-    return max(int(sampler.lengths[group].sum()) for step in steps for group in step if group)
+    return int(sampler.tokens_of([batch for step in steps for batch in step]).max())
 
 
 def report_of_any_sampler(

@@ -2,8 +2,12 @@
 
 training      a plan for every epoch: bins, or documents grouped by cost
 evaluation    the same in the order of the data set; a rank may have no document left
+
+With prefix_sharing="group", both draw groups of documents with a common prefix (prefix_groups.py),
+if the model can share prefixes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +16,14 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing.config import PackingOptions
 from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE_IDS
 from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.document_order import order_seed, packing_seed
+from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
+from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
+
+_MOST_INDEXES = 8  # data sets whose index is kept
 
 
 def training_sampler(
@@ -28,6 +37,7 @@ def training_sampler(
     hidden_size: int | None = None,
     torch_seed: int | None = None,
     subset: np.ndarray | None = None,
+    index: PrefixIndex | None = None,
 ) -> PackedBatchSampler:
     """Return the sampler of one rank's training micro-batches.
 
@@ -42,13 +52,16 @@ def training_sampler(
         torch_seed: seed of torch's global generator when training starts; None for `args.seed`.
         subset: numbers of the documents to sample from; the sampler counts them from 0. None for
             all documents.
+        index: of `documents`, if groups of documents with common prefixes are drawn.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
     """
     lengths = documents.lengths()
+    if subset is not None:
+        lengths, index = lengths[subset], index and index.subset(subset)
     return sampler_of_lengths(
-        lengths if subset is None else lengths[subset],
+        lengths,
         args,
         rows=is_packed(documents),
         packing=packing,
@@ -58,6 +71,7 @@ def training_sampler(
         hidden_size=hidden_size,
         torch_seed=torch_seed,
         allow_idle_ranks=subset is not None,
+        groups=None if index is None else _groups(index, lengths, args),
     )
 
 
@@ -73,6 +87,7 @@ def sampler_of_lengths(
     hidden_size: int | None = None,
     torch_seed: int | None = None,
     allow_idle_ranks: bool = False,
+    groups: PrefixGroups | None = None,
 ) -> PackedBatchSampler:
     """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
 
@@ -87,6 +102,7 @@ def sampler_of_lengths(
         hidden_size: the model's.
         torch_seed: seed of torch's global generator when training starts.
         allow_idle_ranks: fewer documents than ranks are no error.
+        groups: of documents with common prefixes; None draws single documents.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -121,10 +137,32 @@ def sampler_of_lengths(
         attention_cost=attention_cost(hidden_size),
         drop_last=args.dataloader_drop_last,
         allow_idle_ranks=allow_idle_ranks,
+        groups=groups,
     )
 
 
-def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int) -> dict[str, Any]:
+def prefix_index(documents: ArrowDocuments) -> PrefixIndex:
+    """Return the index of `documents`, of which groups are made.
+
+    Raises:
+        ValueError: the rows were packed before.
+    """
+    if is_packed(documents):
+        raise ValueError(
+            "prefix_sharing='group' cannot regroup rows that were packed before (they have "
+            f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
+        )
+    return PrefixIndex.of(documents)
+
+
+def _groups(index: PrefixIndex, lengths: np.ndarray, args: SFTConfig) -> PrefixGroups:
+    size = PackingOptions.of(args).prefix_group_size
+    return group_documents(index, lengths, args.max_length, size)
+
+
+def plan_settings(
+    args: SFTConfig, *, packing: bool, batch_size: int, ranks: int, groups: bool = False
+) -> dict[str, Any]:
     """Return the settings on which the micro-batches of an epoch depend.
 
     Settings by which documents are cut are among them.
@@ -134,7 +172,9 @@ def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int
         packing: pack documents into bins.
         batch_size: as for `training_sampler`.
         ranks: number of data-parallel ranks.
+        groups: draw groups of documents with common prefixes.
     """
+    options = PackingOptions.of(args)
     return {
         "ranks": ranks,
         "per_device_train_batch_size": batch_size,
@@ -143,7 +183,9 @@ def plan_settings(args: SFTConfig, *, packing: bool, batch_size: int, ranks: int
         "overflow": Overflow.from_args(args, packing).policy,
         "packing": packing,
         "packing_strategy": args.packing_strategy,
-        "documents_per_step": PackingOptions.of(args).documents_per_step,
+        "documents_per_step": options.documents_per_step,
+        # None where nothing is grouped, as in the checkpoints of earlier versions.
+        "prefix_group_size": options.prefix_group_size if groups else None,
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
         "seed": packing_seed(args),
@@ -160,6 +202,8 @@ class Sampling:
         packing: pack training documents into bins.
         eval_packing: the same for evaluation.
         torch_seed: seed of torch's global generator when training starts.
+        draws_groups: returns whether groups of documents with common prefixes are drawn, in
+            training or evaluation.
     """
 
     def __init__(self, trainer: SFTTrainer):
@@ -167,6 +211,8 @@ class Sampling:
         self.packing = False
         self.eval_packing = False
         self.torch_seed: int | None = None
+        self.draws_groups: Callable[[bool], bool] = lambda training: False
+        self._indexes: dict[tuple[int, bool], tuple[ArrowDocuments, PrefixIndex]] = {}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -207,14 +253,18 @@ class Sampling:
             hidden_size=self.hidden_size,
             torch_seed=self.torch_seed,
             subset=subset,
+            index=self._index(documents) if self.draws_groups(True) else None,
         )
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""
         args, size, (ranks, rank) = self.trainer.args, self.trainer.args.eval_batch_size, self.ranks
-        rows = is_packed(documents)
+        rows, lengths = is_packed(documents), documents.lengths()
+        groups = None
+        if self.draws_groups(False) and not rows:
+            groups = _groups(self._index(documents), lengths, args)
         return PackedBatchSampler(
-            documents.lengths(),
+            lengths,
             args.max_length,
             bins_per_batch=size,
             documents_per_step=None if self.eval_packing or rows else size * ranks,
@@ -225,7 +275,17 @@ class Sampling:
             shuffle=False,
             attention_cost=attention_cost(self.hidden_size),
             allow_idle_ranks=True,
+            groups=groups,
         )
+
+    def _index(self, documents: ArrowDocuments) -> PrefixIndex:
+        """Return the index of a data set, made once."""
+        key = id(documents.dataset), SOURCE_IDS in documents.scalars
+        if key not in self._indexes:
+            if len(self._indexes) == _MOST_INDEXES:
+                del self._indexes[next(iter(self._indexes))]
+            self._indexes[key] = documents, prefix_index(documents)
+        return self._indexes[key][1]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings on which the micro-batches of an epoch depend."""
@@ -234,4 +294,5 @@ class Sampling:
             packing=self.packing,
             batch_size=self.batch_size,
             ranks=self.ranks[0],
+            groups=self.draws_groups(True),
         )

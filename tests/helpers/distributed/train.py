@@ -27,6 +27,7 @@ class Scenario:
     leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
     weighted: documents have the `loss_weights` of `token_weights`.
+    prefixes: every document begins as one of so many prompts of up to 64 tokens.
     document_weights: the `loss_weight` of every document, of the evaluation set too.
     sources: the `source` of every document of the evaluation set.
     shards: of the stream; two ranks do not divide three, so each reads all of them.
@@ -53,6 +54,7 @@ class Scenario:
     leaks_on_rank: int | None = None
     ignores_loss_kwargs: bool = False
     weighted: bool = False
+    prefixes: int = 0
     document_weights: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     eval_lengths: list[int] = field(default_factory=list)
@@ -147,6 +149,11 @@ def _run(scenario: Scenario) -> dict:
 
     def data(lengths, seed):
         rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
+        prompts = documents_of_lengths([64] * scenario.prefixes, seed=7)
+        for number, row in enumerate(rows if prompts else []):
+            prompt = prompts[number % len(prompts)]["input_ids"][: 24 + 8 * (number % 6)]
+            labels = [-100] * len(prompt) if number % 4 else prompt
+            row["input_ids"], row["labels"] = prompt + row["input_ids"], labels + row["labels"]
         if scenario.weighted:
             rows = [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
         # An evaluation set may be shorter.
@@ -232,6 +239,7 @@ def _run(scenario: Scenario) -> dict:
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
         "largest_targets": largest_targets,
         "metrics": metrics,
+        "shares": trainer._loaders.sharing.reason is None,
         "documents_read": trainer.packing_report.preparation.before.documents,
         "saved": saved(trainer, scenario.output_dir) if scenario.saves else {},
         "is_sharded": is_sharded,

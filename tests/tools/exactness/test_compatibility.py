@@ -3,15 +3,22 @@
 `make matrix` (`trl-packing verify --matrix`) runs all of them and writes docs/compatibility.md.
 """
 
+import json
+
+import numpy as np
 import pytest
 
 from trl_packing.cli import main
+from trl_packing.packing import tree_row
 from trl_packing.tools.exactness.compatibility import (
     ONE_ROW_BACKENDS,
     Verdict,
     judge_architecture,
     summary,
 )
+from trl_packing.tools.exactness.shared_step import Sharing, judge_sharing
+from trl_packing.tools.exactness.tiny_models import tiny_model
+from trl_packing.training.prefix_sharing import PrefixSharing
 
 # (architecture, the backend that must be exact, the result of TRL's packing)
 DOZEN = [
@@ -37,9 +44,14 @@ DOZEN = [
 ]
 
 
+# Families that share prefixes; the others say why, and train the documents apart.
+SHARING = {"llama", "mistral", "gemma3", "deepseek_v3", "gpt_oss", "opt", "step3p7"}
+SHARING |= {"gemma4_text", "gemma4_text+experts"}
+
+
 @pytest.mark.parametrize(("name", "backend", "by_trl"), DOZEN, ids=[name for name, _, _ in DOZEN])
 def test_an_architecture_is_exact_with_its_backend(name, backend, by_trl):
-    verdict = judge_architecture(name)
+    verdict = judge_architecture(name, shares=False)
     assert verdict.outcome == "exact", verdict
     assert verdict.backend == backend
     assert verdict.by_trl.startswith(by_trl)
@@ -47,17 +59,54 @@ def test_an_architecture_is_exact_with_its_backend(name, backend, by_trl):
     assert max(errors) <= verdict.tolerance <= 1e-3
 
 
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "mistral" else pytest.param(n, marks=pytest.mark.slow) for n, *_ in DOZEN],
+)
+def test_an_architecture_shares_prefixes_exactly_or_says_why_not(name):
+    sharing = judge_sharing(tiny_model(name))
+    assert sharing.outcome == ("exact" if name in SHARING else "apart"), sharing
+    assert sharing.error <= sharing.tolerance <= 1e-3
+    assert bool(sharing.reason) == (name not in SHARING)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_shared_rows_without_their_check_differ_where_siblings_see_each_other(name, monkeypatch):
+    """The negative control of the column: a fault in the rows is a silent difference."""
+    make = tree_row.build_prefix_tree
+
+    def chain(*args, **options):
+        tree = make(*args, **options)
+        ends = tree.cu_seqlens[1:].astype(np.int64)
+        keys = {
+            "cu_seqlens_k": np.cumsum([0, *ends]).astype(np.int32),
+            "key_index": np.concatenate([np.arange(end) for end in ends]),
+        }
+        return type(tree)(**{**vars(tree), **keys})
+
+    monkeypatch.setattr(tree_row, "build_prefix_tree", chain)
+    model = tiny_model(name)
+    refused = judge_sharing(model)
+    assert refused.outcome == "apart"
+    assert "LEAK" in refused.reason
+    monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)
+    unchecked = judge_sharing(model)
+    assert unchecked.outcome == "differs"
+    assert unchecked.error > 100 * unchecked.tolerance
+    assert Verdict(name, "exact", "documents", sharing=unchecked).is_silent_difference
+
+
 @pytest.mark.parametrize("name", ["mamba", "bloom", "recurrent_gemma"])
 def test_without_the_check_the_same_models_differ(name):
     """The negative control."""
-    verdict = judge_architecture(name, isolation_check="off")
+    verdict = judge_architecture(name, isolation_check="off", shares=False)
     assert verdict.outcome in ("differs", "refused")
     if verdict.outcome == "differs":
         assert verdict.gradient_error > 100 * verdict.tolerance
 
 
 def test_shared_keys_are_shared_with_gradient_checkpointing_too():
-    verdict = judge_architecture("gemma4_text", gradient_checkpointing=True)
+    verdict = judge_architecture("gemma4_text", gradient_checkpointing=True, shares=False)
     assert (verdict.outcome, verdict.backend) == ("exact", "documents")
 
 
@@ -78,7 +127,7 @@ def test_a_named_backend_that_leaks_is_refused():
 
 def test_the_summary_counts_what_matters():
     verdicts = [
-        Verdict("a", "exact", "documents", by_trl="exact"),
+        Verdict("a", "exact", "documents", by_trl="exact", sharing=Sharing("exact")),
         Verdict("b", "exact", "padded", by_trl="differs (1)"),
         Verdict("c", "exact", "padded", by_trl="exact"),
         Verdict("d", "differs", "documents", by_trl="differs (1)"),
@@ -86,6 +135,7 @@ def test_the_summary_counts_what_matters():
     ]
     text = summary(verdicts)
     assert "1 packed-exact, 2 exact by padded rows, 0 refused, 1 not built" in text
+    assert "shared prefixes: 1 exact, 0 train the documents apart" in text
     assert "silent differences: 1" in text
     assert "padded here: c" in text
     assert {v.backend for v in verdicts if v.backend in ONE_ROW_BACKENDS} == {"documents"}
@@ -102,8 +152,6 @@ def test_the_command_judges_architectures_and_writes_the_table(tmp_path, capsys)
 
 @pytest.mark.parametrize(("name", "backend"), [("llama", "documents"), ("mamba", "padded")])
 def test_the_command_judges_a_model(name, backend, tmp_path, capsys):
-    from trl_packing.tools.exactness.tiny_models import tiny_model
-
     tiny_model(name).save_pretrained(tmp_path)
     assert main(["verify", "--model", str(tmp_path), "--device", "cpu", "--gradients"]) == 0
     printed = capsys.readouterr().out
@@ -113,3 +161,23 @@ def test_the_command_judges_a_model(name, backend, tmp_path, capsys):
         assert "first in backbone.layers.0" in printed
         code = main(["verify", "--model", str(tmp_path), "--device", "cpu", "--attention", "model"])
         assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"), [("llama", True), pytest.param("gptj", False, marks=pytest.mark.slow)]
+)
+def test_the_command_checks_shared_prefixes(name, shares, tmp_path, capsys):
+    tiny_model(name).save_pretrained(tmp_path)
+    words = ["verify", "--model", str(tmp_path), "--device", "cpu", "--prefixes", "--gradients"]
+    assert main(words) == (0 if shares else 1)
+    printed = capsys.readouterr().out
+    assert ("Sharing the prefixes of documents is exact." in printed) == shares
+    assert ("prefixes       isolated: max |Δlogit|" in printed) == shares
+    assert ("'model' has one set of boundaries for queries and keys" in printed) != shares
+    assert main([*words, "--json"]) == (0 if shares else 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["prefixes"]["verdict"] == ("isolated" if shares else "refused")
+    if shares:
+        assert found["prefixes"]["gradient_difference"] < 1e-5
+        assert main([*words[:-2], "--json"]) == 0
+        assert "prefixes" not in json.loads(capsys.readouterr().out)

@@ -13,15 +13,24 @@ from trl_packing.tools.exactness.page import (
     summary_table,
     table,
 )
+from trl_packing.tools.exactness.shared_step import Sharing
 from trl_packing.tools.exactness.tiny_models import names, vision_names
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 
+SHARED = Sharing("exact", 1e-6, 3e-5)
+APART = Sharing("apart", 1e-6, 3e-5, "attention='padded' | <one set>")
+SPOILED = Sharing("differs", 0.3, 3e-5)
+
 VERDICTS = [
-    Verdict("llama", "exact", "documents", 1e-7, 2e-7, 3e-6, 2e-5, "exact", 0.6),
-    Verdict("llama4", "exact", "padded", 1e-7, 2e-7, 3e-7, 2e-5, "refuses (ValueError)", 1, "by 3"),
+    Verdict("llama", "exact", "documents", 1e-7, 2e-7, 3e-6, 2e-5, "exact", 0.6, "", SHARED),
+    Verdict(
+        "llama4",
+        *("exact", "padded", 1e-7, 2e-7, 3e-7, 2e-5),
+        *("refuses (ValueError)", 1, "by 3", APART),
+    ),
     Verdict("mamba", "exact", "padded", 1e-7, 2e-7, 3e-7, 2e-5, "differs (4)", 1.0, "leaks by 4"),
-    Verdict("strange", "differs", "documents", 1, 1, 1, 2e-5, "differs (1)", 1.0),
+    Verdict("strange", "differs", "documents", 1, 1, 1, 2e-5, "differs (1)", 1.0, "", SPOILED),
     Verdict("gemma3n", "not built", reason="needs | <timm>"),
 ]
 
@@ -32,6 +41,9 @@ def test_the_page_counts_by_result():
     assert rows["exact as padded rows"] == "2 | –"
     assert rows["another loss, silently"] == "1 | 2"
     assert rows["refused with an error"] == "0 | 1"
+    assert rows["shares prefixes exactly"] == "1 | –"
+    assert rows["trains shared prefixes apart, exactly"] == "1 | –"
+    assert rows["another loss with shared prefixes, silently"] == "1 | –"
     assert rows["not built"] == "1 | 1"
     assert rows["**all**"] == "5 | 5"
 
@@ -48,9 +60,12 @@ def test_numbers_and_reasons_are_folded_and_escaped():
     lines = table(VERDICTS).splitlines()
     assert len(lines) == 2 + len(VERDICTS)
     assert lines[3].startswith(
-        "| `llama` | one row, `documents` | exact | <details><summary>error 3e-06"
+        "| `llama` | one row, `documents` | exact | exact | <details><summary>error 3e-06"
     )
-    assert "| **differs** by 4 | <details><summary>error 3e-07</summary>logits 1e-07" in lines[5]
+    assert "; shared prefixes 1e-06, rounding explains 3e-05; " in lines[3]
+    assert r"| padded rows, `padded` | attention='padded' \| &lt;one set> | refused: V" in lines[4]
+    assert lines[6].startswith("| `strange` | differs | **differs** by 3e-01 | **differs** by 1 |")
+    assert "|  | **differs** by 4 | <details><summary>error 3e-07</summary>logits 1e-07" in lines[5]
     assert lines[2].endswith(r"<details><summary>reason</summary>needs \| &lt;timm></details> |")
 
 

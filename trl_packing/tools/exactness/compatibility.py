@@ -16,11 +16,12 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from trl_packing.tools.exactness.shared_step import Sharing, judge_sharing
 from trl_packing.tools.exactness.tiny_models import NotBuilt, tiny_model
 from trl_packing.tools.exactness.tiny_step import (
     one_at_a_time,
@@ -50,6 +51,7 @@ class Verdict:
         by_trl: the result of TRL's padding-free batch, as `packed_by_trl` returns it.
         seconds: wall time of all of it.
         reason: why it was refused or not built, or why a backend that comes first was not used.
+        sharing: the result with shared prefixes.
     """
 
     name: str
@@ -62,21 +64,30 @@ class Verdict:
     by_trl: str = ""
     seconds: float = 0.0
     reason: str = ""
+    sharing: Sharing = field(default_factory=Sharing)
 
     @property
     def is_silent_difference(self) -> bool:
-        return self.outcome in ("differs", "error")
+        return self.outcome in ("differs", "error") or self.sharing.outcome == "differs"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON; numbers that were not measured are None."""
-        return {name: None if value != value else value for name, value in asdict(self).items()}
+        return _without_nan(asdict(self))
 
 
-def judge_architecture(name: str, **options: Any) -> Verdict:
+def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_nan(value) if isinstance(value, dict) else None if value != value else value
+        for name, value in values.items()
+    }
+
+
+def judge_architecture(name: str, *, shares: bool = True, **options: Any) -> Verdict:
     """Train one packed step of a tiny model of architecture `name`; compare it with the reference.
 
     Args:
         name: one of `names()` or `vision_names()` of `tiny_models.py`.
+        shares: train a step on documents with common prefixes too.
         options: options of `PackedSFTConfig`. ``isolation_check="off"`` shows what would go wrong
             without the check.
     """
@@ -99,6 +110,7 @@ def judge_architecture(name: str, **options: Any) -> Verdict:
     errors = packed.distance(reference)
     tolerance = rounding_tolerance(model, documents, reference)
     exact = all(error <= tolerance for error in errors)
+    sharing = judge_sharing(model, **options) if shares else Sharing()
     return Verdict(
         name,
         "exact" if exact else "differs",
@@ -107,7 +119,8 @@ def judge_architecture(name: str, **options: Any) -> Verdict:
         tolerance,
         by_trl,
         _since(began),
-        reason=choice.reason,
+        choice.reason,
+        sharing,
     )
 
 
@@ -167,6 +180,8 @@ def summary(verdicts: Sequence[Verdict]) -> str:
         f"{len(verdicts)} architectures: {len(packed)} packed-exact, "
         f"{len(exact) - len(packed)} exact by padded rows, "
         f"{_count(verdicts, 'refused')} refused, {_count(verdicts, 'not built')} not built",
+        f"shared prefixes: {_sharing(verdicts, 'exact')} exact, "
+        f"{_sharing(verdicts, 'apart')} train the documents apart",
         f"silent differences: {sum(v.is_silent_difference for v in verdicts)}",
         f"packed by TRL: {sum(v.by_trl == 'exact' for v in verdicts)} exact, "
         f"{sum(v.by_trl.startswith('differs') for v in verdicts)} silent differences, "
@@ -175,6 +190,10 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     if lost:
         lines.append(f"packed-exact in TRL, padded here: {', '.join(lost)}")
     return "\n".join(lines)
+
+
+def _sharing(verdicts: Sequence[Verdict], outcome: str) -> int:
+    return sum(v.sharing.outcome == outcome for v in verdicts)
 
 
 def _count(verdicts: Sequence[Verdict], outcome: str) -> int:

@@ -53,11 +53,15 @@ _TEXT = """# Supported architectures
 causal language model architecture that transformers knows, and of vision-language models on text
 alone. It compares logits, loss and every gradient with the same documents one at a time. TRL's
 packing is compared in the same way, on the untouched model. `trl-packing verify --model M` checks
-a model of yours.
+a model of yours, and with `--prefixes` its [shared prefixes](shared-prefixes.md) too.
 
 **One row**: the documents share a row, and an exact attention backend keeps them apart. **Padded
 rows**: no backend is exact on one row, so the trainer runs the same documents as padded rows: the
 same steps and the same loss, but slower. **Silently**: without an error or a warning. {lost}
+
+**Shared prefixes**: one more step, with `prefix_sharing="bin"` on documents that fork at two
+depths, is compared with the documents one at a time. An architecture that cannot share trains them
+apart, and the column says why.
 
 ## Families
 
@@ -109,6 +113,9 @@ def summary_table(verdicts: Sequence[Verdict]) -> str:
             sum(v.outcome == "refused" for v in verdicts),
             _by_trl(verdicts, "refuses"),
         ),
+        ("shares prefixes exactly", _sharing(verdicts, "exact"), "–"),
+        ("trains shared prefixes apart, exactly", _sharing(verdicts, "apart"), "–"),
+        ("another loss with shared prefixes, silently", _sharing(verdicts, "differs"), "–"),
         ("not built", not_built, not_built),
         ("**all**", len(verdicts), len(verdicts)),
     ]
@@ -137,9 +144,10 @@ def family_of(name: str) -> str:
 
 def table(verdicts: Sequence[Verdict]) -> str:
     """Return a Markdown table with one row for each architecture, its numbers folded."""
-    lines = ["| architecture | here | packed by TRL | details |", "| --- " * 4 + "|"]
+    header = "| architecture | here | shared prefixes | packed by TRL | details |"
+    lines = [header, "| --- " * 5 + "|"]
     for v in sorted(verdicts, key=lambda v: v.name):
-        cells = [f"`{v.name}`", _here(v), _trl_words(v.by_trl), _details(v)]
+        cells = [f"`{v.name}`", _here(v), _shared(v), _trl_words(v.by_trl), _details(v)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -148,6 +156,12 @@ def _here(v: Verdict) -> str:
     if v.outcome != "exact":
         return v.outcome
     return f"{'one row' if _in_one_row(v) else 'padded rows'}, `{v.backend}`"
+
+
+def _shared(v: Verdict) -> str:
+    """Return whether an architecture shares prefixes, or why it does not."""
+    words = {"exact": "exact", "differs": f"**differs** by {v.sharing.error:.0e}"}
+    return words.get(v.sharing.outcome, _cell(v.sharing.reason))
 
 
 def _details(v: Verdict) -> str:
@@ -160,8 +174,15 @@ def _details(v: Verdict) -> str:
     numbers = ", ".join(f"{name} {error:.0e}" for name, error in known.items())
     return (
         f"<details><summary>error {max(known.values()):.0e}</summary>{numbers}; rounding explains "
-        f"{v.tolerance:.0e}; {v.seconds:.1f} s.{reason}</details>"
+        f"{v.tolerance:.0e}{_error_of_sharing(v)}; {v.seconds:.1f} s.{reason}</details>"
     )
+
+
+def _error_of_sharing(v: Verdict) -> str:
+    shared = v.sharing
+    if not shared.outcome:
+        return ""
+    return f"; shared prefixes {shared.error:.0e}, rounding explains {shared.tolerance:.0e}"
 
 
 def _lost(verdicts: Sequence[Verdict]) -> str:
@@ -177,6 +198,10 @@ def _in_one_row(v: Verdict) -> bool:
 
 def _padded(v: Verdict) -> bool:
     return v.outcome == "exact" and v.backend not in ONE_ROW_BACKENDS
+
+
+def _sharing(verdicts: Sequence[Verdict], outcome: str) -> int:
+    return sum(v.sharing.outcome == outcome for v in verdicts)
 
 
 def _by_trl(verdicts: Sequence[Verdict], result: str) -> int:

@@ -334,18 +334,21 @@ def tiny_config(name: str) -> PreTrainedConfig:
         raise NotBuilt(f"{name} is not built: {_one_line(error)}") from error
 
 
-def tiny_model(name: str, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
+def tiny_model(name: str, seed: int = 0, device: str = "cpu", **settings: Any) -> PreTrainedModel:
     """Return a new tiny model in training mode.
 
     Args:
         name: one of `names()` or `vision_names()`.
         seed: equal seeds give equal weights.
         device: ``"meta"`` leaves out the weights.
+        settings: other values of its configuration.
 
     Raises:
         NotBuilt: there is no tiny model of this architecture.
     """
     model_class, config = _class_and_config(name, tiny_config(name))
+    for setting, value in settings.items():
+        setattr(config, setting, value)
     attention = {"": "sdpa" if model_class._supports_sdpa else "eager"}
     for part in config.sub_configs:  # SDPA for text does not imply SDPA for images
         attention[part] = "eager" if part.startswith(("vision", "audio")) else attention[""]

@@ -56,13 +56,17 @@ class StepResult(NamedTuple):
 
     def distance(self, other: "StepResult") -> tuple[float, float, float]:
         """Return the largest relative differences of logits, loss and gradients."""
+        logits = float((self.logits - other.logits).abs().max() / other.logits.abs().max())
+        return logits, *self.distance_of_step(other)
+
+    def distance_of_step(self, other: "StepResult") -> tuple[float, float]:
+        """Return the largest relative differences of loss and gradients."""
         if self.gradients.keys() != other.gradients.keys():
             missing = self.gradients.keys() ^ other.gradients.keys()
             raise RuntimeError(f"only one of two runs has gradients of {sorted(missing)[:3]}")
         scale = max((float(g.abs().max()) for g in other.gradients.values()), default=1.0)
         gradients = (float((self.gradients[n] - g).abs().max()) for n, g in other.gradients.items())
         return (
-            float((self.logits - other.logits).abs().max() / other.logits.abs().max()),
             abs(self.loss - other.loss) / abs(other.loss),
             max(gradients, default=0.0) / scale,
         )
@@ -154,6 +158,18 @@ def packed_step(
     Returns:
         The attention backend that the trainer chose (`PackedSFTTrainer.attention`), and the step.
     """
+    trainer, loss, gradients = train_step(model, documents, folder, **options)
+    batch = PackedCollator()(documents)
+    batch.pop("labels")
+    with torch.no_grad():
+        logits = trainer.model.train()(**batch).logits[0].float()
+    return trainer.attention, StepResult(logits, loss, gradients)
+
+
+def train_step(
+    model: Any, documents: Documents, folder: str, **options: Any
+) -> tuple[PackedSFTTrainer, float, dict[str, Tensor]]:
+    """Return the trainer of `packed_step`, which has trained, with its loss and gradients."""
     kept = _KeepGradients()
     trainer = PackedSFTTrainer(
         model,
@@ -183,11 +199,7 @@ def packed_step(
     )
     trainer.train()
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    batch = PackedCollator()(documents)
-    batch.pop("labels")
-    with torch.no_grad():
-        logits = trainer.model.train()(**batch).logits[0].float()
-    return trainer.attention, StepResult(logits, loss, kept.gradients)
+    return trainer, loss, kept.gradients
 
 
 def packed_by_trl(model: Any, documents: Documents, reference: StepResult) -> str:

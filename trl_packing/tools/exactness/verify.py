@@ -4,12 +4,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
+from trl_packing.attention.install import take_prefix_keys
 from trl_packing.config import PackingOptions
 from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, with_fallbacks
+from trl_packing.isolation.prefix_check import check_prefixes
+from trl_packing.isolation.probes import random_tokens
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.command.settings import check_path_exists
 
 # The longest probe of a run without a max_length, in tokens.
@@ -117,6 +122,32 @@ class VerifiedModel:
             yield result
             if result.is_exact:
                 return
+
+    def verify_prefixes(self, attention: str, *, gradients: bool = False) -> BackendResult:
+        """Return whether documents with a common prefix may share it, by an installed backend.
+
+        Args:
+            attention: the backend that `verify` has found to be exact.
+            gradients: compare gradients too.
+        """
+        result: CheckResult
+        if reason := take_prefix_keys(self.model, attention):
+            return BackendResult("prefixes", Refusal(reason))
+        longest = random_tokens(self.model, np.random.default_rng(1))(self.max_length)
+        try:
+            result = check_prefixes(
+                self.model,
+                [longest],
+                collator=PackedCollator(),
+                training=True,
+                attention=attention,
+                gradients=gradients,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # models raise all kinds of errors
+            result = Refusal.from_error(error)
+        return BackendResult("prefixes", result)
 
     def to_dict(self) -> dict[str, str]:
         """Return the model for JSON: name, class, data type, and type of device."""

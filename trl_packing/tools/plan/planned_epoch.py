@@ -21,7 +21,8 @@ class PlannedEpoch:
     Attributes:
         members: documents of each micro-batch.
         documents: their number, ``(micro-batches,)`` int64.
-        tokens: of each micro-batch, ``(micro-batches,)`` int64.
+        tokens: of each micro-batch, ``(micro-batches,)`` int64; with groups of documents, those
+            that it computes.
         costs: of each micro-batch in tokens, ``(micro-batches,)`` float64.
         ranks: data-parallel ranks.
         slots: micro-batches of a full step.
@@ -40,14 +41,19 @@ class PlannedEpoch:
         members = [np.asarray(batch, np.int64) for batch in sampler.micro_batches()]
         documents = np.array([len(batch) for batch in members], np.int64)
         ends = np.cumsum(documents)
-        lengths = sampler.lengths[np.concatenate(members)].astype(np.int64)
+        drawn = np.concatenate(members)
+        squares = (
+            sampler.lengths[drawn].astype(np.int64) ** 2
+            if sampler.groups is None
+            else sampler.groups.squares[drawn]
+        )
 
         def sums(values: np.ndarray) -> np.ndarray:
             running = np.concatenate([[0], np.cumsum(values)])
             return running[ends] - running[ends - documents]
 
-        tokens = sums(lengths)
-        costs = tokens + sampler.attention_cost * sums(lengths**2)
+        tokens = sampler.tokens_of(members)
+        costs = tokens + sampler.attention_cost * sums(squares)
         slots = sampler.num_ranks * sampler.accumulation
         return cls(members, documents, tokens, costs, sampler.num_ranks, slots)
 

@@ -23,7 +23,7 @@ from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.run_report import plan_report, settings_in_steps
-from trl_packing.training.sampling import training_sampler
+from trl_packing.training.sampling import prefix_index, training_sampler
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,12 @@ def sampler_of(
         batch_size=run.args.per_device_train_batch_size,
         ranks=ranks,
         hidden_size=run.hidden_size,
+        index=prefix_index(documents) if _groups(run.args) else None,
     )
+
+
+def _groups(args: Any) -> bool:
+    return PackingOptions.of(args).prefix_sharing == "group"
 
 
 def report_on(

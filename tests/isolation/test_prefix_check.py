@@ -1,0 +1,66 @@
+"""The check of shared prefixes finds a fault at either end of a long branch, and in gradients."""
+
+import numpy as np
+import pytest
+from helpers.tiny import tiny_model
+
+from trl_packing.attention import tiles
+from trl_packing.attention.backends import resolve_attention
+from trl_packing.attention.install import install_attention
+from trl_packing.isolation.prefix_check import check_prefixes
+from trl_packing.packing import tree_row
+from trl_packing.packing.collator import PackedCollator
+
+DOCUMENT = np.random.default_rng(0).integers(6, 300, 400)
+
+
+def check(name="mistral", **options):
+    """Check a model with a window of 8 tokens in two layers: 14 tokens behind the fork see it."""
+    model = tiny_model(name)
+    install_attention(model, resolve_attention(model, "documents"))
+    return check_prefixes(model, [DOCUMENT], collator=PackedCollator(), training=True, **options)
+
+
+def spoil_positions(monkeypatch, first: int, last: int) -> None:
+    """Count positions wrongly in tokens ``[first, last)`` of the long branches only."""
+    make = tree_row.build_prefix_tree
+
+    def spoiled(*args, **options):
+        tree = make(*args, **options)
+        positions = tree.position_ids.copy()
+        behind = positions - len(DOCUMENT) // 2
+        if len(positions) > len(DOCUMENT):
+            positions[(behind >= first) & (behind < last)] += 5
+        return type(tree)(**{**vars(tree), "position_ids": positions})
+
+    monkeypatch.setattr(tree_row, "build_prefix_tree", spoiled)
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama"])
+def test_a_model_that_shares_passes_with_its_gradients(name):
+    report = check(name, gradients=True)
+    assert report, report
+    assert report.gradient_difference < 1e-5
+    assert report.attention
+
+
+@pytest.mark.parametrize(("first", "last"), [(2, 6), (190, 200)])
+def test_a_fault_at_either_end_of_a_long_branch_is_found(first, last, monkeypatch):
+    spoil_positions(monkeypatch, first, last)
+    report = check()
+    assert report.verdict == "leaks"
+    assert report.probe == "documents that share 200 tokens"
+
+
+def test_a_fault_in_the_backward_alone_is_found_in_the_gradients(monkeypatch):
+    """The control: the outputs are right, and so is the verdict on them."""
+    backward = tiles.fused_backward
+
+    def halved(*args):
+        tile = args[6]
+        return tuple(x / 2 if tile.merges else x for x in backward(*args))
+
+    monkeypatch.setattr(tiles, "fused_backward", halved)
+    report = check("llama", gradients=True)
+    assert report
+    assert report.gradient_difference > 1e-3

@@ -1,0 +1,148 @@
+"""Whole runs on rows with shared prefixes: two ranks are one, and a resumed run is uninterrupted.
+
+The reference is the same run with prefix_sharing="off" on one rank. Tolerance, float32: as in
+test_distributed, and the sums of a prefix are added in another order, a few roundings of 6e-8 more.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.distributed.train import Scenario, run, run_on_ranks
+
+TOLERANCE = 2e-5
+MANY = [3 + (i * 11) % 29 for i in range(41)]
+SGD = {"optim": "sgd", "learning_rate": 0.05}
+EVALUATED = {"eval_lengths": MANY[:9], "evaluates": "after"}
+
+# Each as one rank with two accumulated micro-batches; two ranks accumulate none.
+SAME_STEPS = {
+    "packed": {"batch_size": 2, **EVALUATED},
+    "packed, weighted": {
+        "batch_size": 2,
+        "weighted": True,
+        "options": {"loss_weighting": "document"},
+        **EVALUATED,
+    },
+    "padding-free": {"packing": False, "batch_size": 4, **EVALUATED},
+    "documents_per_step": {"batch_size": 2, "options": {"documents_per_step": 12}},
+    "a stream": {"stream": True, "batch_size": 2, "max_steps": 6},
+    # One bin: rank 1 has no document, and no weights.
+    "a rank with an empty micro-batch": {"lengths": [3, 5, 9], "prefixes": 1, "epochs": 3},
+    # The only prefix is on one rank, so only its micro-batches have weights.
+    "a rank without prefixes": {
+        "lengths": [40, 3, 5, 50],
+        "prefixes": 2,
+        "packing": False,
+        "batch_size": 2,
+        "options": {"train_sampling_strategy": "sequential"},
+    },
+    "FSDP2": {"engine": "fsdp2", "batch_size": 2, **EVALUATED},
+}
+
+
+def scenario(folder: Path, name: str, accumulation: int, sharing: str) -> Scenario:
+    arguments = {"lengths": MANY, "prefixes": 3} | SAME_STEPS[name]
+    options = SGD | {"max_length": 128, "prefix_sharing": sharing} | arguments.pop("options", {})
+    if accumulation > 1:  # one process
+        arguments.pop("engine", None)
+    folder = folder / f"{accumulation} {sharing} {name}".replace(" ", "-")
+    return Scenario(str(folder), accumulation=accumulation, options=options, **arguments)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
+    base = tmp_path_factory.mktemp("ranks")
+    made = {name: scenario(base, name, 1, "bin") for name in SAME_STEPS}
+    return run_on_ranks(made, base / "results", timeout_seconds=400)
+
+
+def assert_same_training(found: dict, expected: dict) -> None:
+    close = {"rtol": 0, "atol": TOLERANCE}
+    torch.testing.assert_close(found["losses"], expected["losses"], **close)
+    torch.testing.assert_close(found["grad_norms"], expected["grad_norms"], **close)
+    torch.testing.assert_close(found["parameters"], expected["parameters"], **close)
+    assert found["metrics"].keys() == expected["metrics"].keys()
+    for name, value in expected["metrics"].items():
+        if "loss" in name or "entropy" in name or "accuracy" in name:
+            assert found["metrics"][name] == pytest.approx(value, abs=TOLERANCE), name
+
+
+def computed(*ranks: dict) -> int:
+    return sum(len(batch) for rank in ranks for batch in rank["batches"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_STEPS)
+def test_two_ranks_that_share_train_as_one_that_does_not(name, two_ranks, tmp_path):
+    torch.manual_seed(0)
+    alone = run(scenario(tmp_path, name, 2, "off"))
+    ranks = two_ranks[name]
+    for rank in ranks:
+        assert rank["shares"]
+        assert_same_training(rank, alone)
+    assert computed(*ranks) < 0.9 * computed(alone)
+
+
+@pytest.mark.slow
+def test_ranks_that_train_other_documents_fail_the_same_comparison(two_ranks, tmp_path):
+    torch.manual_seed(0)
+    alone = run(scenario(tmp_path, "packed, weighted", 2, "off"))
+    with pytest.raises(AssertionError):
+        assert_same_training(two_ranks["packed"][0], alone)
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+OFF = {"prefix_sharing": "off"}
+RESUMED = {
+    "packed": {"batch_size": 2, "accumulation": 2},
+    "padding-free": {"packing": False, "batch_size": 3, "accumulation": 2},
+    "documents_per_step": {"batch_size": 2, "options": {"documents_per_step": 7}},
+    "a worker": {"batch_size": 2, "workers": 1},
+    "a stream": {"stream": True, "batch_size": 2, "max_steps": 12},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
+    arguments = {"prefixes": 3, "epochs": 3, "save_steps": 5} | RESUMED[name]
+    # AdamW divides rounding errors by their own size.
+    options = SGD | {"max_length": 128, "prefix_sharing": "bin"} | arguments.pop("options", {})
+    whole = run(Scenario(str(tmp_path), MANY, options=options, **arguments))
+    step = whole["steps"] // 2 // 5 * 5
+    resumed = run(
+        Scenario(
+            str(tmp_path),
+            MANY,
+            options=options,
+            resume=str(tmp_path / f"checkpoint-{step}"),
+            **arguments,
+        )
+    )
+    count = len(resumed["batches"])
+    assert 0 < count < len(whole["batches"])
+    assert resumed["shares"]
+    assert resumed["batches"] == whole["batches"][-count:]
+    for parameter, value in whole["parameters"].items():
+        assert torch.equal(resumed["parameters"][parameter], value), parameter
+    apart = run(Scenario(str(tmp_path / "off"), MANY, options=options | OFF, **arguments))
+    assert computed(whole) < 0.9 * computed(apart)
+    torch.testing.assert_close(whole["losses"], apart["losses"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_run_may_begin_to_share_when_it_is_resumed(tmp_path):
+    """The steps are the same, so a checkpoint of a run without sharing goes on."""
+    arguments = {"prefixes": 3, "epochs": 3, "save_steps": 5, "batch_size": 2}
+    options = SGD | {"max_length": 128}
+    whole = run(Scenario(str(tmp_path), MANY, options=options | OFF, **arguments))
+    checkpoint = str(tmp_path / f"checkpoint-{whole['steps'] // 2 // 5 * 5}")
+    shared = options | {"prefix_sharing": "bin"}
+    resumed = run(Scenario(str(tmp_path), MANY, options=shared, resume=checkpoint, **arguments))
+    count = len(resumed["losses"])
+    torch.testing.assert_close(resumed["losses"], whole["losses"][-count:], rtol=0, atol=TOLERANCE)
+    assert sum(map(len, resumed["batches"])) < 0.9 * sum(
+        map(len, whole["batches"][-len(resumed["batches"]) :])
+    )
