@@ -10,7 +10,8 @@
 Chat templates of such models drop the reasoning of earlier turns, so one text of a conversation
 cannot train them all. With `--train_on every_turn`, each turn becomes a document: the messages
 before it as the model reads them at inference, then its reasoning and its answer, which alone are
-trained (docs/every-turn.md). A row is a conversation:
+trained (docs/every-turn.md). Turns of a conversation come in one bin, where the messages that they
+share are computed once (`--prefix_sharing group`). A row is a conversation:
 
     {"messages": [{"role": "user", "content": "7 × 8?"},
                   {"role": "assistant", "reasoning_content": "7 × 7 = 49. 49 + 7 = 56.",
@@ -34,6 +35,8 @@ Expected output (the demo, a minute on a busy CPU core):
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     turns        400 conversations → 1,582 documents, one for each turn
     documents    1,582 · 138,085 tokens · 34,029 trained (25%)
+    packed into  161 bins of 512 tokens · 96.70% filled
+    prefixes     1.73× fewer tokens computed · 30.8 prefixes a step
     …
     ──────────────────────────────────────────────────────────────────────────────────────
     …
@@ -94,13 +97,15 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     parser = TrlParser(
         (Arguments, PackedSFTConfig), usage="every_turn.py [--config FILE] [--OPTION VALUE]"
     )
-    parser.set_defaults(output_dir="outputs/every_turn", train_on="every_turn")
+    parser.set_defaults(
+        output_dir="outputs/every_turn", train_on="every_turn", prefix_sharing="group"
+    )
     if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     words = sys.argv[1:] if argv is None else argv
     is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
     if is_demo:
-        parser.set_defaults(**DEMO, prefix_sharing="bin")
+        parser.set_defaults(**DEMO)
     arguments, training_args = parser.parse_args_and_config(argv)
 
     model, tokenizer, data = arguments.model_name_or_path, None, arguments.dataset_name
