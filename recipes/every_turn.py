@@ -26,9 +26,7 @@ Expected output (the demo, a minute on a busy CPU core):
     document · 42 tokens · 21 trained (50%) · ends in '</s>', trained
     user: 14 plums</s>
     assistant: <think>⟦0 + 14 = 14</think>14 in all</s>⟧
-    document · 64 tokens · 21 trained (33%) · ends in '</s>', trained
-    user: 14 plums</s>
-    assistant: 14 in all</s>
+    …
     user: 3 lemons</s>
     assistant: <think>⟦14 + 3 = 17</think>17 in all</s>⟧
 
@@ -94,9 +92,8 @@ def demo_rows(number: int = 400) -> Dataset:
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show the documents of two turns, train, save the model, and return the trainer."""
-    parser = TrlParser(
-        (Arguments, PackedSFTConfig), usage="every_turn.py [--config FILE] [--OPTION VALUE]"
-    )
+    usage = "every_turn.py [--config FILE] [--OPTION VALUE]"
+    parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
     parser.set_defaults(
         output_dir="outputs/every_turn", train_on="every_turn", prefix_sharing="group"
     )
