@@ -12,6 +12,7 @@ from helpers import flash_attn_double, varlen_double
 from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import WINDOW, tiny_model, tiny_tokenizer
 from helpers.trees import dense, outcome, random_tree, tensors_of
+from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -337,3 +338,24 @@ def test_a_run_does_not_share_on_a_kernel_whose_backward_fails(tmp_path, monkeyp
     trainer, _, _ = run_on_flash_attention(tmp_path, "bin", monkeypatch, "leaks")
     assert not trainer.data_collator.shares_prefixes
     assert "reaches into the documents before it" in trainer._loaders.sharing.reason
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_one_graph_for_any_tree():
+    model = tiny_model("llama").train()
+    install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for branches, shared in ((3, 20), (5, 30), (9, 25)):
+            prompt = rng.integers(6, 300, shared)
+            rows = [np.concatenate([prompt, rng.integers(6, 300, 4 + n)]) for n in range(branches)]
+            batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in rows])
+            for name in ("labels", "loss_weights", "target_counts"):
+                del batch[name]
+            assert "key_index" in batch
+            expected = model(**batch).logits
+            torch.testing.assert_close(compiled(**batch).logits, expected, rtol=0, atol=TOLERANCE)
+    # One for the first row, and one for any number of tokens, segments and keys.
+    assert counter.frame_count == 2

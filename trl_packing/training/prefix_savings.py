@@ -61,6 +61,11 @@ class PrefixSavings:
         """Return whether sharing is worth its check; unknown savings may be."""
         return not self.tokens or self.saved >= _WORTH_SHARING
 
+    @property
+    def is_shared(self) -> bool:
+        """Return whether the run shares prefixes, of which something is known."""
+        return self.sharing != "off" and self.tokens > 0 and self.pays and not self.reason
+
     def __str__(self) -> str:
         """Return the line of the report; "" where there is nothing to say."""
         if not self.tokens:
@@ -72,7 +77,7 @@ class PrefixSavings:
             return f"prefix_sharing='bin' would compute {fewer}" if worth else ""
         if self.pays and self.reason:
             return f"not shared: {self.reason}"
-        if self.pays:
+        if self.is_shared:
             prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
             return f"{about}{times_fewer(self.tokens, self.computed)} tokens computed{prefixes}"
         asked = self.sharing != PackingOptions.prefix_sharing

@@ -249,10 +249,10 @@ class RunReport:
 
     def _prefixes(self, planned: PrefixSavings | None) -> PrefixSavings | None:
         """Return the planned savings, and the reason if the run does not share."""
-        reason, mode = self.sharing.reason, self.sharing.mode
+        mode = self.sharing.mode
         if mode == "off":
-            return None if reason else planned
-        return replace(planned or PrefixSavings(mode), reason=reason)
+            return planned if planned and str(planned) and not self.sharing.reason else None
+        return replace(planned or PrefixSavings(mode), reason=self.sharing.reason)
 
     @property
     def sharing_pays(self) -> bool:
