@@ -17,8 +17,7 @@ share are computed once (`--prefix_sharing group`). A row is a conversation:
                   {"role": "assistant", "reasoning_content": "7 × 7 = 49. 49 + 7 = 56.",
                    "content": "56"}, …]}
 
-Reasoning may also stand in the content (<think>…</think>). In the demo, a small model keeps count
-of a shelf, and thinks before each answer.
+Reasoning may also stand in the content (<think>…</think>). The demo counts things on a shelf.
 
 Expected output (the demo, a minute on a busy CPU core):
 
