@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from helpers.by_hand import by_hand
 from helpers.distributed.same_steps import Run, on_ranks, trained
+from helpers.shared_prefixes import (
+    build_model,
+    forked_documents,
+    one_shared_step,
+    relative_error,
+)
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -106,6 +113,49 @@ def test_steps_are_those_of_their_documents_apart(kind, tmp_path):
     other = trainer_of(tmp_path, prefix_sharing="off", learning_rate=1e-3, **KINDS[kind])
     other.train()
     assert abs(steps_of(other)[0][0] - steps_of(trainer)[0][0]) > 1e-4
+
+
+STEPS = {
+    "packed": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
+    "padding-free": {
+        "packing": False,
+        "per_device_train_batch_size": 7,
+        "gradient_accumulation_steps": 3,
+    },
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["packed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*STEPS][1:])]
+)
+def test_gradients_are_those_of_documents_one_at_a_time(kind, tmp_path):
+    """See test_prefix_gradients.py for the reference and the tolerance."""
+    model, rows = build_model("llama"), forked_documents(weighted=True)
+    groups = {"prefix_sharing": "group", "prefix_group_size": 4}
+    step = one_shared_step(model, rows, tmp_path, **groups, **STEPS[kind])
+    loss, gradients = by_hand(model, rows, weighting="token")
+    assert step.documents == len(rows)
+    assert step.computed * 1.2 < step.tokens
+    assert step.loss == pytest.approx(loss, rel=2e-6)
+    assert relative_error(step.gradients, gradients) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False])
+def test_losses_of_sources_stay_in_an_evaluation(packing, tmp_path):
+    data = documents()
+    data = data.add_column("source", ["a" if i % 3 else "b" for i in range(len(data))])
+
+    def evaluate(sharing):
+        options = {"eval_packing": packing, "source_column": "source", "prefix_sharing": sharing}
+        return trainer_of(tmp_path, data, per_device_eval_batch_size=4, **options).evaluate()
+
+    grouped, apart = evaluate("group"), evaluate("off")
+    for name in ("eval_loss", "eval_loss_a", "eval_loss_b", "eval_entropy"):
+        assert grouped[name] == pytest.approx(apart[name], rel=2e-6), name
+    for name in ("eval_num_documents_a", "eval_num_tokens"):
+        assert grouped[name] == apart[name]
 
 
 @pytest.mark.slow
