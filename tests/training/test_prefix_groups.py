@@ -1,5 +1,7 @@
 """Runs of prefix_sharing="group": groups in bins and steps, and the losses of their documents."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -205,6 +207,41 @@ def test_a_stream_is_grouped_within_its_windows(packing, tmp_path):
     np.testing.assert_allclose(steps_of(shared), steps_of(apart), rtol=1e-5)
     assert sum(shared.rows) < 0.5 * sum(apart.rows)
     assert steps_of(off)[0] != steps_of(apart)[0]
+
+
+@pytest.mark.slow
+def test_a_stream_of_groups_resumes_to_the_bit(tmp_path):
+    def trainer(folder, **options):
+        constant = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        data = documents().to_iterable_dataset()
+        return trainer_of(folder, data, **{"max_steps": 6} | constant | options)
+
+    whole = trainer(tmp_path / "a")
+    whole.train()
+    first = trainer(tmp_path / "b", max_steps=2, save_steps=2)
+    first.args.save_strategy = "steps"
+    first.train()
+    resumed = trainer(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed) == losses_of(whole)
+    other = trainer(tmp_path / "b", prefix_group_size=3)
+    with pytest.raises(ValueError, match="a stream of prefix_group_size=8, and now it is 3"):
+        other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.slow
+def test_a_stream_of_an_earlier_version_resumes(tmp_path):
+    options = {"prefix_sharing": "off", "max_steps": 2, "save_steps": 2}
+    first = trainer_of(tmp_path, documents().to_iterable_dataset(), **options)
+    first.args.save_strategy = "steps"
+    first.train()
+    saved = tmp_path / "checkpoint-2" / "stream_0.json"
+    position = json.loads(saved.read_text())
+    assert position.pop("prefix_group_size") is None
+    saved.write_text(json.dumps(position))
+    resumed = trainer_of(tmp_path, documents().to_iterable_dataset(), **options | {"max_steps": 3})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
 
 
 @pytest.mark.slow
