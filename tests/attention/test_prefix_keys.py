@@ -131,7 +131,11 @@ def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):
     monkeypatch.setattr(prefix_keys, "_PART", 100)
     row = torch.zeros(3, 1, 2, dtype=torch.bfloat16, requires_grad=True)
     index = torch.tensor([0, 2] * 300 + [0] * 300)
-    gather_keys(row, index).sum().backward()
+    torch.use_deterministic_algorithms(True)  # raises for sums in no fixed order
+    try:
+        gather_keys(row, index).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert row.grad[:, 0, 0].tolist() == [600, 0, 300]
     assert row.grad.dtype == torch.bfloat16
 

@@ -122,6 +122,7 @@ FEATURES = (
     ),
     Feature("resuming", {"save_strategy": "steps", "save_steps": 1}, resumes=True),
     Feature("train_on", {"train_on": "assistant"}),
+    Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
     Feature("response_template", {"response_template": "<|im_start|>assistant\n"}),
     Feature("loss_weighting", {"loss_weighting": "document"}),

@@ -11,6 +11,7 @@ from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.plan.page import plan_page
 from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 
@@ -71,6 +72,23 @@ def test_the_page_shows_the_ways_and_what_the_run_shares():
     assert str(plan.report.prefixes) in html.unescape(page)
     widths = re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)
     assert all(float(left) + float(width) <= 100.01 for left, width in widths)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_plan_names_groups_where_they_save_clearly_more(name):
+    off = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "off"))
+    found = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "bin")).prefixes
+    grouped = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "group"))
+    words = re.fullmatch(
+        r"prefix_sharing='group' would compute ([\d.]+)× fewer tokens", str(off.prefixes)
+    )
+    shared = grouped.prefixes
+    assert float(words[1]) == pytest.approx(shared.tokens / shared.computed, rel=0.1)
+    assert str(found).endswith(f" · {words[0]}")
+    assert "would compute" not in str(shared)
+    alike = [{"input_ids": [*range(6, 46), 50 + n % 9, n % 40]} for n in range(120)]
+    every = preview_epoch(previewed(alike, *STEPS[name], "--prefix_sharing", "off")).prefixes
+    assert every.saved_by_groups is None, "the prefix of all is shared in any row"
 
 
 def test_documents_without_common_prefixes_have_no_section():
