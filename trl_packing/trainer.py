@@ -171,7 +171,9 @@ class PackedSFTTrainer(SFTTrainer):
         reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
         self._images = RunImages()
         if reason is None and has_images(train_dataset):
-            reason = self._images.why_not_packed(model, train_dataset, args)
+            reason = self._images.why_not_packed(
+                model, train_dataset, eval_dataset, args, processing_class
+            )
         self._run_path = RunPath(reason, is_fixed=reason is not None)
         self._options = PackingOptions.of(args)
         check_loss_options(self._options, kwargs.get("compute_loss_func"), reason)
@@ -230,7 +232,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _check_settings_and_data(self) -> None:
         """Raise ValueError for settings and data that cannot be trained as they are."""
-        self._images.check_engine(self)
         shards_sequences = self._shards_sequences()
         check_parallelism(
             self.args,

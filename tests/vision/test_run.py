@@ -2,15 +2,19 @@
 
 import copy
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.one_step import ONE_STEP
-from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
 from peft import LoraConfig
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, TOLERANCE, alone, difference, packed
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.vision import run_images
 
 NAME = "qwen2_5_vl"
 
@@ -127,7 +131,6 @@ def test_documents_per_step_and_weights_reach_the_loss(model, processor, tmp_pat
     [
         {"append_eos": True},
         {"static_shapes": True},
-        {"packing_strategy": "wrapped"},
         {"response_template": "Answer"},
     ],
 )
@@ -136,7 +139,46 @@ def test_settings_that_images_cannot_serve_are_refused(options, model, processor
         trainer_of(model, processor, tmp_path, **options)
 
 
-def test_a_stream_with_images_takes_trls_path(model, processor, tmp_path):
-    stream = image_dataset().to_iterable_dataset()
-    trainer = trainer_of(model, processor, tmp_path, stream, packing=False)
-    assert "stream" in trainer._run_path.reason
+def with_payload():
+    part = {"type": "image", "image": noise(9, 9, 0)}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]
+    return Dataset.from_list([{"images": [], "messages": messages}] * 8)
+
+
+TRLS = {
+    "stream": {"dataset": lambda: image_dataset().to_iterable_dataset()},
+    "stream with images": {"eval_dataset": lambda: image_dataset().to_iterable_dataset()},
+    "wrapped": {"packing_strategy": lambda: "wrapped"},
+    "several forms": {"dataset": lambda: image_dataset().add_column("text", ["a"] * 8)},
+    "tools": {"dataset": lambda: image_dataset().add_column("tools", [None] * 8)},
+    "skip_prepare_dataset": {"dataset_kwargs": lambda: {"skip_prepare_dataset": True}},
+    "hold data of their own": {"dataset": with_payload},
+}
+
+
+@pytest.mark.parametrize("reason", TRLS)
+def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tmp_path):
+    changes = {name: make() for name, make in TRLS[reason].items()}
+    collator = DataCollatorForVisionLanguageModeling
+    settings = {"max_length": 320, **ONE_STEP} | {
+        name: value for name, value in changes.items() if not name.endswith("dataset")
+    }
+    trainer = PackedSFTTrainer(
+        model=copy.deepcopy(model),
+        args=PackedSFTConfig(output_dir=str(tmp_path), **settings),
+        train_dataset=changes.get("dataset", image_dataset()),
+        eval_dataset=changes.get("eval_dataset"),
+        processing_class=processor,
+    )
+    assert reason in trainer._run_path.reason
+    assert isinstance(trainer.data_collator, collator)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "ZeRO-3"])
+def test_engines_that_shard_the_tower_take_trls_path(engine, model, monkeypatch):
+    args = SimpleNamespace(world_size=2, fsdp=engine == "FSDP")
+    if engine == "ZeRO-3":
+        monkeypatch.setattr(run_images, "is_deepspeed_zero3_enabled", lambda: True)
+    images = run_images.RunImages()
+    assert engine in images.why_not_packed(model, image_dataset(), None, args, None)
+    assert not images.packs

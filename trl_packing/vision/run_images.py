@@ -6,14 +6,16 @@ yes                      in `FAMILIES`, a data set in memory    packed
 yes                      any other                              TRL's, unchanged, with the reason
 """
 
-from collections.abc import Mapping
+import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -26,7 +28,6 @@ from trl_packing.documents.labels import IMAGE_ROW, SEQ_LENGTHS, document_column
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
 from trl_packing.isolation.guard import IsolationGuard
-from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
@@ -67,37 +68,25 @@ class RunImages:
         self.packs = False
         self.store = ImageStore()
 
-    def why_not_packed(self, model: Any, dataset: Any, args: Any) -> str | None:
+    def why_not_packed(
+        self, model: Any, train: Any, evaluated: Any, args: Any, processor: Any
+    ) -> str | None:
         """Return why a training set with images takes TRL's path, or None if it is packed.
 
         Args:
             model: a model or its name.
-            dataset: the training set.
+            train: the training set, with images.
+            evaluated: the evaluation sets, which may be None.
             args: settings of the run, which may be None.
+            processor: the user's, which may be None.
         """
-        if isinstance(dataset, IterableDataset):
-            return "the data set is a stream with images, whose lengths are unknown"
-        name = _model_type(model, getattr(args, "model_init_kwargs", None) or {})
-        if name not in FAMILIES:
-            return f"the data set has images, which are not packed for {name} models"
-        self.packs = True
-        return None
-
-    def check_engine(self, trainer: Any) -> None:
-        """Raise ValueError for an engine whose ranks would wait for each other for ever.
-
-        A rank without an image in its micro-batch does not call the tower, whose parameters the
-        other ranks gather.
-        """
-        plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-        gathers = trainer.is_fsdp_enabled or getattr(plugin, "zero_stage", 0) == 3
-        if self.packs and gathers and trainer.args.world_size > 1:
-            engine = "FSDP" if trainer.is_fsdp_enabled else "ZeRO-3"
-            raise ValueError(
-                f"{engine} cannot train documents with images yet: a rank whose micro-batch has no "
-                "image would keep the others waiting; use DDP or ZeRO-2, with LoRA if memory is "
-                "short"
-            )
+        reason = (
+            _why_no_data(train, evaluated, args)
+            or _why_no_model(model, args, processor)
+            or _why_no_engine(args)
+        )
+        self.packs = reason is None
+        return reason
 
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images; without images, as it is.
@@ -141,11 +130,6 @@ class RunImages:
         """
         if not isinstance(dataset, Dataset):
             return dataset
-        if has_images(dataset) and not self.packs:
-            raise ValueError(
-                f"the {name} dataset has images, but the training set has none; give both images, "
-                "or remove the column"
-            )
         dataset, processor = self.take(dataset, name), rules.processing_class
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
@@ -153,6 +137,9 @@ class RunImages:
         chat = ChatTemplate(processor.tokenizer, chat_template or template_of(processor))
         placeholders = Placeholders(processor)
         row_format = replace(rules.row_format, chat=chat)
+        weighted = has_flags(dataset, dataset[0])
+        if weighted and row_format.flags_decide:
+            row_format = replace(row_format, train_on="assistant")
         rows = ImageRows.of(row_format, placeholders.token, placeholders.feature_id)
         sizes = [self.store.sizes(row) for row in dataset[IMAGE_ROW]]
         documents = tokenize_rows(
@@ -161,12 +148,13 @@ class RunImages:
             _learn(placeholders, sizes, name),
             sizes,
             kept=document_columns(dataset.column_names, rules.options.source_column),
-            weighted=has_flags(dataset, dataset[0]) and row_format.train_on is not None,
+            weighted=weighted and row_format.train_on in ("assistant", "last_assistant"),
             num_proc=rules.args.dataset_num_proc,
             name=name,
         )
         if placeholders.counts_images:
             _check_no_row_is_cut(documents, sizes, rules, name)
+        rules = replace(rules, row_format=row_format)
         self._verify(dataset, documents, sizes, rules, chat_template, name)
         return documents
 
@@ -210,12 +198,80 @@ class RunImages:
                     )
 
 
-def _model_type(model: Any, init_kwargs: Mapping[str, Any]) -> str:
+def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
+    """Return why data or settings of TRL need TRL's path, or None."""
+    sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    sets = [dataset for dataset in sets if has_images(dataset)]
+    if any(isinstance(dataset, IterableDataset) for dataset in sets):
+        return "a data set is a stream with images, whose lengths are unknown"
+    if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        return "skip_prepare_dataset=True leaves rows with images as they are"
+    strategy = getattr(args, "packing_strategy", None)
+    if getattr(args, "packing", False) and strategy == "wrapped":
+        return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
+    text_field = getattr(args, "dataset_text_field", "text")
+    for dataset in sets:
+        columns = set(dataset.column_names)
+        forms = [{"messages"}, {text_field}, {"prompt", "completion"}]
+        if sum(form <= columns for form in forms) > 1:
+            return "rows with images have several forms of text"
+        if found := {"tools", "chat_template_kwargs"} & columns:
+            return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
+        if found := _keys_of_parts(dataset) & {*_PAYLOADS}:
+            return f"parts of messages hold data of their own ({sorted(found)[0]!r})"
+    return None
+
+
+_PAYLOADS = ("image", "url", "path", "base64", "video", "audio")
+
+
+def _keys_of_parts(dataset: Dataset) -> set[str]:
+    """Return the keys of the parts of all messages, as the Arrow table has them."""
+    found: set[str] = set()
+    for name in {"messages", "prompt", "completion"} & set(dataset.column_names):
+        kind = dataset.data.schema.field(name).type
+        parts = _fields(_fields(kind).get("content"))
+        found |= parts.keys()
+    return found
+
+
+def _fields(kind: pa.DataType | None) -> dict[str, pa.DataType]:
+    """Return the fields of the structures in a list, none of any other type."""
+    entry = getattr(kind, "value_type", None)
+    if entry is None or not pa.types.is_struct(entry):
+        return {}
+    return {field.name: field.type for field in entry}
+
+
+def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
+    """Return why a model or its processor needs TRL's path, or None."""
     config = getattr(model, "config", None)
     if config is None:
-        chosen = {k: v for k, v in init_kwargs.items() if k in ("revision", "trust_remote_code")}
+        given = getattr(args, "model_init_kwargs", None) or {}
+        chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
         config = AutoConfig.from_pretrained(model, **chosen)
-    return str(config.model_type)
+    if config.model_type not in FAMILIES:
+        return f"the data set has images, which are not packed for {config.model_type} models"
+    names = ("image_token", "image_token_ids", "_process_images")
+    is_known = processor is None or all(hasattr(processor, name) for name in names)
+    if not is_known:
+        return f"the data set has images, and {type(processor).__name__} has no image_token"
+    return None
+
+
+def _why_no_engine(args: Any) -> str | None:
+    """Return why the engine of several ranks needs TRL's path, or None.
+
+    A rank without an image in its micro-batch does not call the tower, whose parameters the other
+    ranks gather.
+    """
+    if getattr(args, "world_size", 1) == 1:
+        return None
+    if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        return "the data set has images, and FSDP would wait for ranks without an image"
+    if is_deepspeed_zero3_enabled():
+        return "the data set has images, and ZeRO-3 would wait for ranks without an image"
+    return None
 
 
 def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
@@ -238,11 +294,6 @@ def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
             raise ValueError(
                 f"{setting}={value!r} is not available for data sets with images; leave it out"
             )
-    if rules.packing and find_strategy(rules.args.packing_strategy).overflow == "wrapped":
-        raise ValueError(
-            f"packing_strategy={rules.args.packing_strategy!r} cuts documents anywhere, also in an "
-            "image; take another packing_strategy for data sets with images"
-        )
     if not isinstance(rules.processing_class, ProcessorMixin):
         raise ValueError(
             f"the {name} dataset has images, but processing_class is a "
