@@ -11,6 +11,7 @@ table compares its time with that of the preparation of the same rows from text.
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
 import warnings
@@ -75,6 +76,9 @@ def found(kind: str, number: int, folder: Path) -> list[str]:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         taken, gib, share = pool.apply(measure, (path,))
     path.unlink()
+    print(
+        f"{number:,} documents, {kind}: {taken:.1f} s, {gib:.2f} GiB", file=sys.stderr, flush=True
+    )
     return [f"{number:,}", kind, f"{taken:.1f}", f"{gib:.2f}", f"{share:.0%}"]
 
 

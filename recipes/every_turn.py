@@ -10,14 +10,14 @@
 Chat templates of such models drop the reasoning of earlier turns, so one text of a conversation
 cannot train them all. With `--train_on every_turn`, each turn becomes a document: the messages
 before it as the model reads them at inference, then its reasoning and its answer, which alone are
-trained (docs/every-turn.md). A row is a conversation:
+trained (docs/every-turn.md). Turns of a conversation come in one bin, where the messages that they
+share are computed once (`--prefix_sharing group`). A row is a conversation:
 
     {"messages": [{"role": "user", "content": "7 × 8?"},
                   {"role": "assistant", "reasoning_content": "7 × 7 = 49. 49 + 7 = 56.",
                    "content": "56"}, …]}
 
-Reasoning may also stand in the content (<think>…</think>). In the demo, a small model keeps count
-of a shelf, and thinks before each answer.
+Reasoning may also stand in the content (<think>…</think>). The demo counts things on a shelf.
 
 Expected output (the demo, a minute on a busy CPU core):
 
@@ -25,15 +25,15 @@ Expected output (the demo, a minute on a busy CPU core):
     document · 42 tokens · 21 trained (50%) · ends in '</s>', trained
     user: 14 plums</s>
     assistant: <think>⟦0 + 14 = 14</think>14 in all</s>⟧
-    document · 64 tokens · 21 trained (33%) · ends in '</s>', trained
-    user: 14 plums</s>
-    assistant: 14 in all</s>
+    …
     user: 3 lemons</s>
     assistant: <think>⟦14 + 3 = 17</think>17 in all</s>⟧
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     turns        400 conversations → 1,582 documents, one for each turn
     documents    1,582 · 138,085 tokens · 34,029 trained (25%)
+    packed into  161 bins of 512 tokens · 96.70% filled
+    prefixes     1.73× fewer tokens computed · 30.8 prefixes a step
     …
     ──────────────────────────────────────────────────────────────────────────────────────
     …
@@ -91,16 +91,17 @@ def demo_rows(number: int = 400) -> Dataset:
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show the documents of two turns, train, save the model, and return the trainer."""
-    parser = TrlParser(
-        (Arguments, PackedSFTConfig), usage="every_turn.py [--config FILE] [--OPTION VALUE]"
+    usage = "every_turn.py [--config FILE] [--OPTION VALUE]"
+    parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
+    parser.set_defaults(
+        output_dir="outputs/every_turn", train_on="every_turn", prefix_sharing="group"
     )
-    parser.set_defaults(output_dir="outputs/every_turn", train_on="every_turn")
     if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     words = sys.argv[1:] if argv is None else argv
     is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
     if is_demo:
-        parser.set_defaults(**DEMO, prefix_sharing="bin")
+        parser.set_defaults(**DEMO)
     arguments, training_args = parser.parse_args_and_config(argv)
 
     model, tokenizer, data = arguments.model_name_or_path, None, arguments.dataset_name

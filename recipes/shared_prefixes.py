@@ -16,20 +16,20 @@ Each answer becomes a document behind its prompt. Losses and gradients are those
 model names one thing of an order, and each thing is an answer. `trl-packing inspect
 recipes/shared_prefixes.py --micro_batches 1` draws its rows; "═" is computed once:
 
-    ═══════════G                         document 113        69 tokens
-               H                         document 110        69 tokens, 65 above
+    ════════A                            document 1,844      51 tokens
+            B                            document 1,851      51 tokens, 48 above
 
-Expected output (the demo, half a minute on a busy CPU core):
+Expected output (the demo, half a minute on a CPU core):
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     documents    2,170 · 149,000 tokens · 6,510 trained (4%)
-    packed into  294 bins of 512 tokens · 98.98% filled
-    prefixes     1.31× fewer tokens computed
+    packed into  31 bins of 1,024 tokens · 94.19% filled
+    prefixes     5.0× fewer tokens computed · 13.6 prefixes a step
     …
     ──────────────────────────────────────────────────────────────────────────────────────
-    {'loss': '5.428', … 'epoch': '0.1351'} …
+    {'loss': … 'epoch': '0.3226'} …
     Tokens of documents: 149,000.
-    Tokens computed: 113,432.
+    Tokens computed: 29,899.
     The model is in outputs/shared_prefixes.
 """
 
@@ -49,7 +49,7 @@ from trl_packing.recipes.make_demo_data import order
 from trl_packing.recipes.sft_packed import load_model
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
-DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 5, "num_train_epochs": 1}
+DEMO = {"max_length": 1024, "per_device_train_batch_size": 1, "num_train_epochs": 1}
 
 
 @dataclass
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train, print the tokens that were computed, save the model, and return the trainer."""
     usage = "shared_prefixes.py [--config FILE] [--OPTION VALUE]"
     parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
-    parser.set_defaults(output_dir="outputs/shared_prefixes", prefix_sharing="bin")
+    parser.set_defaults(output_dir="outputs/shared_prefixes", prefix_sharing="group")
     if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     words = sys.argv[1:] if argv is None else argv

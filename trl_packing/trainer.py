@@ -257,7 +257,7 @@ class PackedSFTTrainer(SFTTrainer):
         restore_implementation(guard.base_model)
         samples_bins = type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler
         sharing = PrefixSharing(
-            self, guard, collators, options.prefix_sharing, loss_is_ours=self._loss_is_ours
+            self, guard, collators, options.prefix_sharing, loss_is_ours=self._step_loss_is_ours
         )
         self._sampling.draws_groups = sharing.draws_groups
         self._run_report = report = RunReport(
@@ -533,6 +533,13 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _loss_is_ours(self) -> bool:
         return getattr(self.compute_loss, "__func__", None) is PackedSFTTrainer.compute_loss
+
+    def _step_loss_is_ours(self) -> bool:
+        """Return whether a user's `training_step`, if there is one, takes its loss from ours."""
+        step = getattr(self.training_step, "__func__", self.training_step)
+        names = getattr(getattr(step, "__code__", None), "co_names", ())
+        calls_ours = not {"compute_loss", "training_step"}.isdisjoint(names)
+        return self._loss_is_ours() and (step is PackedSFTTrainer.training_step or calls_ours)
 
     @packed_runs_only
     def _prepare_inputs(self, inputs: Any) -> Any:

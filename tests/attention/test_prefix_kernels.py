@@ -12,6 +12,7 @@ from helpers import flash_attn_double, varlen_double
 from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import WINDOW, tiny_model, tiny_tokenizer
 from helpers.trees import dense, outcome, random_tree, tensors_of
+from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -205,6 +206,20 @@ def test_rows_without_prefixes_reach_flash_attention_as_before(monkeypatch):
     assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is function, "wrapped once"
 
 
+def test_a_kernel_from_the_hub_gathers_keys_too(monkeypatch):
+    name, seen = "kernels-community/flash-attn2", []
+    model = tiny_model("llama")
+    assert "has one set of boundaries" in take_prefix_keys(model, name), "it is not loaded"
+    AttentionInterface.register(name, lambda module, q, k, v, *_, **kwargs: seen.append((q, k, v)))
+    assert take_prefix_keys(model, name) is None
+    query, row, index = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.tensor([0, 0, 2, 1])
+    ALL_ATTENTION_FUNCTIONS[name](None, query, row, row, None, key_index=index)
+    (q, k, v) = seen[0]
+    assert q is query
+    assert torch.equal(k, row[:, :, index])
+    assert torch.equal(v, k)
+
+
 @pytest.mark.parametrize(
     ("backward", "fault"),
     [
@@ -337,3 +352,24 @@ def test_a_run_does_not_share_on_a_kernel_whose_backward_fails(tmp_path, monkeyp
     trainer, _, _ = run_on_flash_attention(tmp_path, "bin", monkeypatch, "leaks")
     assert not trainer.data_collator.shares_prefixes
     assert "reaches into the documents before it" in trainer._loaders.sharing.reason
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_one_graph_for_any_tree():
+    model = tiny_model("llama").train()
+    install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for branches, shared in ((3, 20), (5, 30), (9, 25)):
+            prompt = rng.integers(6, 300, shared)
+            rows = [np.concatenate([prompt, rng.integers(6, 300, 4 + n)]) for n in range(branches)]
+            batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in rows])
+            for name in ("labels", "loss_weights", "target_counts"):
+                del batch[name]
+            assert "key_index" in batch
+            expected = model(**batch).logits
+            torch.testing.assert_close(compiled(**batch).logits, expected, rtol=0, atol=TOLERANCE)
+    # One for the first row, and one for any number of tokens, segments and keys.
+    assert counter.frame_count == 2

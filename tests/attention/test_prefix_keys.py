@@ -9,6 +9,7 @@ from trl_packing.attention import prefix_keys, tiles
 from trl_packing.attention.document_sdpa import document_attention
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
+from trl_packing.attention.sdpa_by_document import sdpa_by_document
 
 OPTIONS = {
     "plain": {},
@@ -130,7 +131,11 @@ def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):
     monkeypatch.setattr(prefix_keys, "_PART", 100)
     row = torch.zeros(3, 1, 2, dtype=torch.bfloat16, requires_grad=True)
     index = torch.tensor([0, 2] * 300 + [0] * 300)
-    gather_keys(row, index).sum().backward()
+    torch.use_deterministic_algorithms(True)  # raises for sums in no fixed order
+    try:
+        gather_keys(row, index).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert row.grad[:, 0, 0].tolist() == [600, 0, 300]
     assert row.grad.dtype == torch.bfloat16
 
@@ -145,3 +150,27 @@ def test_gathering_is_one_op_for_any_number_of_keys():
     ops = torch.ops.trl_packing
     torch.library.opcheck(ops.gather_keys.default, (row, index))
     torch.library.opcheck(ops.sum_over_segments.default, (row[index].detach(), index, 6))
+
+
+@pytest.mark.parametrize("block", [512, 4], ids=["one tile", "tiles of 4"])
+@pytest.mark.parametrize("window", [None, 1, 3, 12])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_other_devices_than_cpus_share_prefixes_by_sdpa(kv_heads, window, block, monkeypatch):
+    monkeypatch.setattr(tiles, "BLOCK", block)
+    rng = np.random.default_rng(4)
+    for _ in range(6):
+        tree = random_tree(rng, int(rng.integers(1, 12)))
+        tensors = tensors_of(tree.starts[-1], kv_heads=kv_heads)
+        upstream = torch.randn(len(tensors[0]), 4, 8)
+
+        def shared(q, k, v, sinks, tree=tree):
+            return sdpa_by_document(q, k, v, tree.cu_seqlens, 0.4, window or 0, tree.keys)
+
+        def reference(q, k, v, sinks, tree=tree):
+            return dense(tree, q, k, v, 0.4, window)
+
+        found = outcome(shared, tensors, upstream, None)
+        expected = outcome(reference, [x.double() for x in tensors], upstream.double(), None)
+        for got, wanted in zip(found, expected, strict=True):
+            size = 1 + wanted.abs().max().item()
+            torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-5 * size)

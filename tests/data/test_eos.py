@@ -145,7 +145,7 @@ def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
     assert found.note(append_eos=False) == counted + set_it
     warning = found.warning(append_eos=False)
     assert warning.startswith(counted + set_it + ": the model may not learn to stop there")
-    assert "(the first is row 12, ending '" in warning
+    assert "(the first is document 12, ending '" in warning
     assert "say, but is it so?')" in warning
     assert found.note(append_eos=True) == counted + (
         "their last tokens are not trained: check the completion or assistant masks"

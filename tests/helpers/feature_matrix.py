@@ -135,6 +135,7 @@ FEATURES = (
         instead_of=("prefixes in a bin",),
     ),
     Feature("train_on", {"train_on": "assistant"}),
+    Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
     Feature("response_template", {"response_template": "<|im_start|>assistant\n"}),
     Feature("loss_weighting", {"loss_weighting": "document"}),
@@ -193,7 +194,7 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
 
 
 def _shares(trainer: PackedSFTTrainer) -> bool:
-    """Return whether the run computed fewer tokens than its documents have; else one line said why."""
+    """Return whether fewer tokens were computed than documents have; if not, one line says why."""
     shares = trainer._meter.so_far()[0].shared > 0
     assert shares == (trainer._loaders.sharing.reason is None), "one line must say why"
     return shares

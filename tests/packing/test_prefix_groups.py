@@ -209,3 +209,27 @@ def test_micro_batches_of_a_step_cost_about_the_same():
     for step in sampler.steps():
         tokens = [computed(documents, batch) for batch in step]
         assert max(tokens) < 1.4 * np.mean(tokens)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_few_documents_are_packed(number):
+    groups = grouped([[7] * 30] * number, 64)
+    sampler = PackedBatchSampler(groups.lengths, 64, groups=groups)
+    assert [sorted(batch) for batch in sampler] == [list(range(number))]
+    assert sampler.plan().tokens.tolist() == [30]
+
+
+def test_documents_that_are_dropped_leave_full_steps():
+    lists, _ = answers(21, 5)
+    groups = grouped(lists)
+    options = {"documents_per_step": 16, "accumulation": 2, "drop_last": True}
+    sampler = PackedBatchSampler(groups.lengths, groups=groups, **options)
+    steps = [[i for batch in step for i in batch] for step in sampler.steps()]
+    assert [*map(len, steps)] == [16] * 6 + [8]
+    assert len({i for step in steps for i in step}) == 104
+
+
+def test_rows_that_were_packed_before_have_no_groups():
+    groups = grouped([[7] * 30] * 3)
+    with pytest.raises(ValueError, match="packed before stay as they are"):
+        PackedBatchSampler(groups.lengths, rows=True, groups=groups)

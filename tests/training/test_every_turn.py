@@ -69,7 +69,7 @@ def by_hand(rows, tokenizer):
     return documents
 
 
-def trainer_for(folder, rows, evaluated=None, **settings):
+def trainer_for(folder, rows, evaluated=None, tokenizer=None, **settings):
     defaults = {"max_length": 256, "max_steps": 3, "use_cpu": True, "save_strategy": "no"}
     args = PackedSFTConfig(
         str(folder),
@@ -84,7 +84,7 @@ def trainer_for(folder, rows, evaluated=None, **settings):
         args,
         train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
         eval_dataset=evaluated,
-        processing_class=thinking_tokenizer(),
+        processing_class=tokenizer or thinking_tokenizer(),
     )
 
 
@@ -116,6 +116,29 @@ def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, settings):
     assert turns.train_dataset["input_ids"][:] == apart.train_dataset["input_ids"][:]
     assert turns.train_dataset["labels"][:] == apart.train_dataset["labels"][:]
     assert losses(turns) == losses(apart)
+
+
+def test_shared_prefixes_compute_an_answer_once_that_one_document_trains_and_others_read(tmp_path):
+    """ChatML keeps answers as they are, so an answer is a prefix of the documents after it."""
+    settings = {"packing": False, "documents_per_step": 24, "learning_rate": 0.0, "max_steps": 1}
+
+    def run(sharing):
+        tokenizer = tiny_tokenizer(chat=True)
+        args = {"train_on": "every_turn", "prefix_sharing": sharing, "tokenizer": tokenizer}
+        rows = [
+            {"messages": [{k: m[k] for k in ("role", "content")} for m in row["messages"]]}
+            for row in conversations()
+        ]
+        trainer = trainer_for(tmp_path / sharing, rows, **settings, **args)
+        trainer.train()
+        return trainer.state.log_history
+
+    (apart, whole), (shared, saved) = run("off"), run("bin")
+    for name in ("loss", "grad_norm", "entropy"):
+        assert shared[name] == pytest.approx(apart[name], rel=2e-6)
+    assert saved["train_documents"] == whole["train_documents"] == 24
+    assert saved["train_tokens"] == whole["train_tokens"]
+    assert saved["train_computed_tokens"] < 0.7 * whole["train_tokens"]
 
 
 def test_training_on_the_last_turn_alone_is_another_run(tmp_path):

@@ -1,12 +1,23 @@
 """Runs of prefix_sharing="group": groups in bins and steps, and the losses of their documents."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from helpers.by_hand import by_hand
+from helpers.distributed.same_steps import Run, on_ranks, trained
+from helpers.shared_prefixes import (
+    build_model,
+    forked_documents,
+    one_shared_step,
+    relative_error,
+)
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.exactness import tiny_models as architectures
 from trl_packing.training import prefix_sharing
 
@@ -107,6 +118,49 @@ def test_steps_are_those_of_their_documents_apart(kind, tmp_path):
     assert abs(steps_of(other)[0][0] - steps_of(trainer)[0][0]) > 1e-4
 
 
+STEPS = {
+    "packed": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
+    "padding-free": {
+        "packing": False,
+        "per_device_train_batch_size": 7,
+        "gradient_accumulation_steps": 3,
+    },
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["packed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*STEPS][1:])]
+)
+def test_gradients_are_those_of_documents_one_at_a_time(kind, tmp_path):
+    """See test_prefix_gradients.py for the reference and the tolerance."""
+    model, rows = build_model("llama"), forked_documents(weighted=True)
+    groups = {"prefix_sharing": "group", "prefix_group_size": 4}
+    step = one_shared_step(model, rows, tmp_path, **groups, **STEPS[kind])
+    loss, gradients = by_hand(model, rows, weighting="token")
+    assert step.documents == len(rows)
+    assert step.computed * 1.2 < step.tokens
+    assert step.loss == pytest.approx(loss, rel=2e-6)
+    assert relative_error(step.gradients, gradients) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False])
+def test_losses_of_sources_stay_in_an_evaluation(packing, tmp_path):
+    data = documents()
+    data = data.add_column("source", ["a" if i % 3 else "b" for i in range(len(data))])
+
+    def evaluate(sharing):
+        options = {"eval_packing": packing, "source_column": "source", "prefix_sharing": sharing}
+        return trainer_of(tmp_path, data, per_device_eval_batch_size=4, **options).evaluate()
+
+    grouped, apart = evaluate("group"), evaluate("off")
+    for name in ("eval_loss", "eval_loss_a", "eval_loss_b", "eval_entropy"):
+        assert grouped[name] == pytest.approx(apart[name], rel=2e-6), name
+    for name in ("eval_num_documents_a", "eval_num_tokens"):
+        assert grouped[name] == apart[name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "documents_per_step"])
 def test_a_run_resumes_within_an_epoch_to_the_bit(kind, tmp_path):
@@ -157,6 +211,67 @@ def test_a_stream_is_grouped_within_its_windows(packing, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stream_of_groups_resumes_to_the_bit(tmp_path):
+    def trainer(folder, **options):
+        constant = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        data = documents().to_iterable_dataset()
+        return trainer_of(folder, data, **{"max_steps": 6} | constant | options)
+
+    whole = trainer(tmp_path / "a")
+    whole.train()
+    first = trainer(tmp_path / "b", max_steps=2, save_steps=2)
+    first.args.save_strategy = "steps"
+    first.train()
+    resumed = trainer(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed) == losses_of(whole)
+    other = trainer(tmp_path / "b", prefix_group_size=3)
+    with pytest.raises(ValueError, match="a stream of prefix_group_size=8, and now it is 3"):
+        other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.slow
+def test_a_stream_of_an_earlier_version_resumes(tmp_path):
+    options = {"prefix_sharing": "off", "max_steps": 2, "save_steps": 2}
+    first = trainer_of(tmp_path, documents().to_iterable_dataset(), **options)
+    first.args.save_strategy = "steps"
+    first.train()
+    saved = tmp_path / "checkpoint-2" / "stream_0.json"
+    position = json.loads(saved.read_text())
+    assert position.pop("prefix_group_size") is None
+    saved.write_text(json.dumps(position))
+    resumed = trainer_of(tmp_path, documents().to_iterable_dataset(), **options | {"max_steps": 3})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_steps_of_one(tmp_path):
+    """Two ranks sum over a step in another order; see test_distributed.py for the tolerance."""
+    settings = {"prefix_sharing": "group", "max_length": 256, "per_device_train_batch_size": 1}
+    kinds = {"packed": {"packing": True}, "documents_per_step": {"documents_per_step": 16}}
+
+    def runs(accumulation):
+        steps = {"gradient_accumulation_steps": accumulation}
+        return {
+            name: Run(
+                str(tmp_path / name),
+                "PackedSFTTrainer",
+                documents().to_list(),
+                settings=settings | kind | steps,
+            )
+            for name, kind in kinds.items()
+        }
+
+    of_ranks = on_ranks(runs(1), tmp_path / "results")
+    for name, run in runs(2).items():
+        alone, (first, second) = trained(run), of_ranks[name]
+        assert len(alone["losses"]) > 2
+        assert first["losses"] == second["losses"]
+        np.testing.assert_allclose(first["losses"], alone["losses"], atol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_model_that_cannot_share_trains_single_documents(tmp_path, caplog):
     def train(sharing):
         torch.manual_seed(0)
@@ -180,6 +295,20 @@ def test_a_model_that_fails_the_check_trains_single_documents(tmp_path, monkeypa
     assert planned < trainer.packing_report.bins == 14
     assert max(trainer.rows) <= 256
     assert "not shared: RuntimeError: no" in str(trainer.packing_report)
+
+
+@pytest.mark.slow
+def test_a_collator_that_is_set_later_gets_single_documents(tmp_path):
+    class Own(PackedCollator):
+        def __call__(self, rows):
+            return super().__call__(rows)
+
+    trainer = trainer_of(tmp_path)
+    planned = trainer.packing_report.bins
+    trainer.data_collator = Own(0)
+    trainer.train()
+    assert planned < trainer.packing_report.bins == 14
+    assert max(trainer.rows) <= 256
 
 
 @pytest.mark.slow

@@ -19,6 +19,12 @@ SLOW = ["qwen3", "gemma2", "gemma3_text", "mistral", "cohere2"]
 FAMILIES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
+@pytest.fixture(autouse=True)
+def sharing_is_asked_for(monkeypatch):
+    """`prefix_sharing` is what a user set, and not the default, whichever that is."""
+    monkeypatch.setattr("trl_packing.config.PackingOptions.prefix_sharing", "off")
+
+
 def documents(number=40, *, shared=True):
     rng = np.random.default_rng(0)
     size = len(tiny_tokenizer())
@@ -43,7 +49,8 @@ def train(
     evaluates=True,
     **options,
 ):
-    options = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1} | options
+    defaults = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1}
+    options = defaults | {"prefix_sharing": "off"} | options
     args = PackedSFTConfig(
         str(folder),
         logging_steps=1,
@@ -188,6 +195,26 @@ def test_a_loss_of_the_user_counts_each_document(tmp_path, caplog):
     data = documents()
     Own(tiny_model("llama"), args, train_dataset=data, processing_class=tiny_tokenizer()).train()
     assert "the loss is your own" in caplog.text
+
+
+def test_a_step_of_the_user_that_calls_the_model_itself_counts_each_document(tmp_path, caplog):
+    """It would compute the loss of a row, in which a shared token counts once."""
+
+    class Own(PackedSFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs = self._prepare_inputs(inputs)
+            loss = model(**{k: v for k, v in inputs.items() if "weight" not in k}).loss
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    class Timed(PackedSFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    own = train(tmp_path / "a", trainer=Own, evaluates=False, prefix_sharing="bin")
+    assert not own.data_collator.shares_prefixes
+    assert "the loss is your own" in caplog.text
+    assert train(tmp_path / "b", trainer=Timed, prefix_sharing="bin").data_collator.shares_prefixes
 
 
 def test_noise_for_each_document_is_not_shared(tmp_path):

@@ -62,9 +62,9 @@ def document_attention(
             f"shared prefixes have no attention dropout (got {dropout}); set the model's "
             "attention_dropout to 0, or prefix_sharing='off'"
         )
-    plain = sinks is None and not softcap and not dropout and keys is None
+    plain = sinks is None and not softcap and not dropout
     if plain and query.device.type != "cpu" and not torch.compiler.is_compiling():
-        return sdpa_by_document(query, key, value, cu_seqlens, scale, window or 0)
+        return sdpa_by_document(query, key, value, cu_seqlens, scale, window or 0, keys)
     # The seed is a tensor, so that a compiled graph gets a new one in each call.
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout else None
     output, _ = torch.ops.trl_packing.document_attention(

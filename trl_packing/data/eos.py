@@ -126,8 +126,8 @@ class MissingEos:
     def warning(self, append_eos: bool) -> str:
         """Return the same with what it means, and the end of the first such document."""
         return (
-            f"{self.note(append_eos)}: the model may not learn to stop there (the first is row "
-            f"{self.row}, ending {quote(self.ending)})"
+            f"{self.note(append_eos)}: the model may not learn to stop there (the first is "
+            f"document {self.row}, ending {quote(self.ending)})"
         )
 
 

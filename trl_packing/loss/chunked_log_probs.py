@@ -4,7 +4,8 @@ The gradient of a sum of log-probabilities is known in the forward, so it is com
 the logits of a chunk exist. The backward scales it by the incoming gradient. For the hidden states
 this is always exact. For the weight it is exact only if all positions get the same gradient (plain
 negative log-likelihood). Otherwise (DFT, weights), and on accelerators, where the comparison would
-wait for the device, the backward computes the weight's gradient again.
+wait for the device, the backward computes the weight's gradient again. In a row with shared
+prefixes, most positions have one gradient, and only those of several documents are computed again.
 
 Shape letters: P positions, H hidden size, V vocabulary, C positions of a chunk.
 """
@@ -26,6 +27,7 @@ def trained_log_probs(
     targets: Tensor,
     scale: float,
     softcap: float | None,
+    mostly_equal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability, entropy and whether the target has the highest logit, ``(P,)`` each.
 
@@ -38,15 +40,16 @@ def trained_log_probs(
         targets: target ids, ``(P,)`` int64.
         scale: factor of the logits.
         softcap: bound of the logits, as ``softcap * tanh(logit / softcap)``; None: none.
+        mostly_equal: most positions will get the same gradient.
     """
-    return _TrainedLogProbs.apply(hidden, weight, bias, targets, scale, softcap)
+    return _TrainedLogProbs.apply(hidden, weight, bias, targets, scale, softcap, mostly_equal)
 
 
 class _TrainedLogProbs(torch.autograd.Function):
     """`trained_log_probs` with its backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap):
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, mostly_equal):
         dtype = _compute_dtype(hidden)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # On other devices the backward cannot compare its gradients without a sync.
@@ -74,6 +77,7 @@ class _TrainedLogProbs(torch.autograd.Function):
                 _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
         ctx.save_for_backward(hidden, weight, bias, targets, d_hidden, d_weight, d_bias)
         ctx.options = (dtype, scale, softcap)
+        ctx.mostly_equal = mostly_equal
         ctx.mark_non_differentiable(entropy, is_top1)
         return log_probs, entropy, is_top1
 
@@ -84,10 +88,7 @@ class _TrainedLogProbs(torch.autograd.Function):
         if d_hidden is not None:
             d_hidden = (d_hidden * grad[:, None]).to(hidden.dtype)
         if needs_weight or needs_bias:
-            if ctx.keeps_weight_grads and len(grad) and bool((grad == grad[0]).all()):
-                d_weight, d_bias = (None if x is None else x * grad[0] for x in (d_weight, d_bias))
-            else:
-                d_weight, d_bias = _weighted_weight_grads(ctx, grad)
+            d_weight, d_bias = _weight_grads(ctx, grad, d_weight, d_bias)
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -95,17 +96,43 @@ class _TrainedLogProbs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _weighted_weight_grads(ctx, grad):
+def _weight_grads(ctx, grad, d_weight, d_bias):
     """Return the gradients of weight ``(V, H)`` and bias ``(V,)``, float32, or None if not needed.
 
     Args:
         ctx: context of `_TrainedLogProbs`.
         grad: gradients of the log-probabilities, ``(P,)``.
+        d_weight: gradient of the weight if all gradients were 1; None if not kept.
+        d_bias: the same of the bias.
+    """
+    everywhere = slice(None)
+    if not ctx.keeps_weight_grads or not len(grad):
+        return _weighted_weight_grads(ctx, grad, everywhere)
+    most = grad.median() if ctx.mostly_equal else grad[0]
+    others = torch.nonzero(grad != most)[:, 0]
+    if len(others) and not (ctx.mostly_equal and 2 * len(others) <= len(grad)):
+        return _weighted_weight_grads(ctx, grad, everywhere)
+    found = [None if x is None else x * most for x in (d_weight, d_bias)]
+    if len(others):
+        more = _weighted_weight_grads(ctx, grad[others] - most, others)
+        found = [x if x is None else x + y for x, y in zip(found, more, strict=True)]
+    return found
+
+
+def _weighted_weight_grads(ctx, grad, at):
+    """Return the same, computed again.
+
+    Args:
+        ctx: context of `_TrainedLogProbs`.
+        grad: gradients of the log-probabilities of some positions, ``(P,)``.
+        at: index of these positions.
     """
     hidden, weight, bias, targets, *_ = ctx.saved_tensors
+    hidden, targets = hidden[at], targets[at]
     dtype, scale, softcap = ctx.options
     _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     with maybe_gather_lm_head_ctx(weight, bias):  # partitioned by ZeRO-3, the weight has no shape

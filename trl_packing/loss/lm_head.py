@@ -60,7 +60,8 @@ def add_trained_positions_head(model: Any) -> None:
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         backbone = self.base_model(*args, **kwargs)
-        output = _score(backbone.last_hidden_state, head, labels, num_items, scale, softcap)
+        shares = kwargs.get("key_index") is not None
+        output = _score(backbone.last_hidden_state, head, labels, num_items, scale, softcap, shares)
         if kwargs.get("output_router_logits"):
             output.aux_loss = _aux_loss(backbone, config, kwargs.get("attention_mask"))
             coefficient = getattr(config, "router_aux_loss_coef", 0.0)
@@ -149,6 +150,7 @@ def _score(
     num_items: Any,
     scale: float,
     softcap: float | None,
+    shares_prefixes: bool,
 ) -> FusedCausalLMOutput:
     """Return the output for the last hidden states of a batch.
 
@@ -159,6 +161,7 @@ def _score(
         num_items: divisor of the summed loss; None: the number of trained targets.
         scale: factor of the logits.
         softcap: bound of the logits; None: none.
+        shares_prefixes: whether positions of several documents weigh more than others.
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
@@ -169,8 +172,11 @@ def _score(
         if not torch.is_grad_enabled():  # else the forward would compute gradients
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         chosen, targets = hidden.flatten(0, 1)[at], labels.flatten()[at + 1]
-        score = _score_by_trl_kernels if _has_triton(weight) else trained_log_probs
-        scored = score(chosen, weight, bias, targets, scale, softcap)
+        arguments = (chosen, weight, bias, targets, scale, softcap)
+        if _has_triton(weight):
+            scored = _score_by_trl_kernels(*arguments)
+        else:
+            scored = trained_log_probs(*arguments, mostly_equal=shares_prefixes)
     return _row_output(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
 
 

@@ -60,9 +60,9 @@ class DocumentSteps:
             return _equal_cost(documents, costs, number)
         depths = self.groups.depths[documents].astype(float)
         cuts = np.flatnonzero(np.diff(self.groups.numbers[documents])) + 1
-        pieces, costs = _pieces(costs, depths + self.attention_cost * depths**2, cuts, number)
-        dealt = _equal_cost(np.arange(len(pieces)), costs, number)
-        return [[d for i in each for d in documents[pieces[i]].tolist()] for each in dealt]
+        parts, costs = _parts(costs, depths + self.attention_cost * depths**2, cuts, number)
+        dealt = _equal_cost(np.arange(len(parts)), costs, number)
+        return [[d for i in each for d in documents[parts[i]].tolist()] for each in dealt]
 
     def documents_in_first(self, number: int) -> np.ndarray:
         """Return the documents of the first `number` steps."""
@@ -74,7 +74,7 @@ def micro_batches_per_rank(num_documents: int, documents_per_step: int, accumula
     return -(-num_documents * accumulation // documents_per_step)
 
 
-def _pieces(
+def _parts(
     costs: np.ndarray, saved: np.ndarray, cuts: np.ndarray, number: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Return groups of a step, cut where one costs more than a mean micro-batch, and their costs.
@@ -87,19 +87,19 @@ def _pieces(
     """
     costs_before = np.concatenate([[0], np.cumsum(costs - saved)]).tolist()
 
-    def cost(piece: np.ndarray) -> float:
-        return costs_before[piece[-1] + 1] - costs_before[piece[0]] + saved[piece[0]]
+    def cost(part: np.ndarray) -> float:
+        return costs_before[part[-1] + 1] - costs_before[part[0]] + saved[part[0]]
 
     todo = np.split(np.arange(len(costs)), cuts)[::-1]
-    limit, pieces = sum(map(cost, todo)) / number, []
+    limit, parts = sum(map(cost, todo)) / number, []
     while todo:
-        piece = todo.pop()
-        if len(piece) > 1 and cost(piece) > limit:
-            todo += [piece[len(piece) // 2 :], piece[: len(piece) // 2]]
+        part = todo.pop()
+        if len(part) > 1 and cost(part) > limit:
+            todo += [part[len(part) // 2 :], part[: len(part) // 2]]
         else:
-            pieces.append(piece)
-    pieces = split_bins(pieces, number)
-    return pieces, np.array([cost(piece) for piece in pieces])
+            parts.append(part)
+    parts = split_bins(parts, number)
+    return parts, np.array([cost(part) for part in parts])
 
 
 def _equal_cost(documents: np.ndarray, costs: np.ndarray, num_groups: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Groups of documents with a long common prefix, which are packed as one.
 
 documents by tokens     S Q a   S Q b   S R c   S T d   S T e        S: a prefix of most of them
-groups                  S Q a   S Q b | S R c | S T d   S T e        prefix_pieces.py
+groups                  S Q a   S Q b | S R c | S T d   S T e        prefix_clusters.py
 bins                    S Q a b T d e | S R c ...                    of whole groups
 """
 
@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from trl_packing.packing.bins import PackingPlan, checked_lengths, pack
+from trl_packing.packing.prefix_clusters import prefix_clusters
 from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
-from trl_packing.packing.prefix_pieces import prefix_pieces
 from trl_packing.packing.tree_row import MIN_SHARED
 
 
@@ -93,7 +93,7 @@ def group_documents(
             group of its own.
         most: documents that a group may have.
     """
-    number_of = prefix_pieces(index.common, lengths[index.order], capacity, most)
+    number_of = prefix_clusters(index.common, lengths[index.order], capacity, most)
     order = np.argsort(number_of, kind="stable")
     documents, sizes = index.order[order], np.bincount(number_of)
     firsts = np.cumsum(sizes) - sizes

@@ -35,8 +35,9 @@ def describe_packing(card: Path, report: PackingReport) -> None:
 
 
 def paragraph(report: PackingReport) -> str:
-    """Return what was packed, lost and checked, in three sentences."""
-    return " ".join([_packed(report), _lost(report), f"Checked before training: {report.checked}."])
+    """Return what was packed, shared, lost and checked, a sentence for each."""
+    checked = f"Checked before training: {report.checked}."
+    return " ".join(filter(None, [_packed(report), _shared(report), _lost(report), checked]))
 
 
 def _packed(report: PackingReport) -> str:
@@ -50,6 +51,13 @@ def _packed(report: PackingReport) -> str:
     return (
         f"{by}: {counted} in {report.bins:,} rows of up to {report.capacity or 0:,} tokens{filled}."
     )
+
+
+def _shared(report: PackingReport) -> str:
+    prefixes = report.prefixes
+    if prefixes is None or not prefixes.is_shared:
+        return ""
+    return f"Prefixes that documents share were computed once: {prefixes}."
 
 
 def _lost(report: PackingReport) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS
+from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.prefix_order import prefix_order_of_rows
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -27,7 +28,7 @@ _FEWEST_BATCHES = 8
 
 # A share of the tokens below which rows are not worth a check of the model.
 _WORTH_SHARING = 0.005
-# The report of a run that does not share names the setting above this share.
+# The report names another setting if that saves a larger share.
 _WORTH_A_LINE = 0.05
 
 
@@ -42,6 +43,8 @@ class PrefixSavings:
         is_whole: whether all micro-batches of the epoch were looked at.
         reason: why the run does not share; None if it does, or if it was not asked to.
         per_step: mean number of different prefixes in an optimizer step, if they were grouped.
+        saved_by_groups: share of the tokens that "group" would save at least, if that is clearly
+            more than this run does; only `trl-packing plan` looks for it.
     """
 
     sharing: str
@@ -50,6 +53,7 @@ class PrefixSavings:
     is_whole: bool = False
     reason: str | None = None
     per_step: float | None = None
+    saved_by_groups: float | None = None
 
     @property
     def saved(self) -> float:
@@ -61,22 +65,51 @@ class PrefixSavings:
         """Return whether sharing is worth its check; unknown savings may be."""
         return not self.tokens or self.saved >= _WORTH_SHARING
 
+    @property
+    def is_shared(self) -> bool:
+        """Return whether the run shares prefixes, of which something is known."""
+        return self.sharing != "off" and self.tokens > 0 and self.pays and not self.reason
+
     def __str__(self) -> str:
         """Return the line of the report; "" where there is nothing to say."""
         if not self.tokens:
             return f"not shared: {self.reason}" if self.reason else ""
         about = "" if self.is_whole else "about "
+        groups = ""
+        if self.saved_by_groups is not None:
+            fewer = times_fewer(self.tokens, round(self.tokens * (1 - self.saved_by_groups)))
+            groups = f"prefix_sharing='group' would compute {fewer} tokens"
         if self.sharing == "off":
             fewer = f"{about}{times_fewer(self.tokens, self.computed)} tokens"
             worth = self.saved >= _WORTH_A_LINE
-            return f"prefix_sharing='bin' would compute {fewer}" if worth else ""
+            return groups or (f"prefix_sharing='bin' would compute {fewer}" if worth else "")
         if self.pays and self.reason:
             return f"not shared: {self.reason}"
-        if self.pays:
+        if self.is_shared:
             prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
-            return f"{about}{times_fewer(self.tokens, self.computed)} tokens computed{prefixes}"
+            fewer = f"{about}{times_fewer(self.tokens, self.computed)} tokens computed{prefixes}"
+            return f"{fewer} · {groups}" if groups else fewer
+        if groups:
+            return groups
         asked = self.sharing != PackingOptions.prefix_sharing
         return "nothing to share: documents of a row begin differently" * asked
+
+
+def with_groups(
+    found: PrefixSavings, index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int
+) -> PrefixSavings:
+    """Return `found` with what groups of documents would save, if that is clearly more.
+
+    Args:
+        found: the savings of a run without groups.
+        index: of its documents.
+        lengths: tokens of each document.
+        capacity: as for `group_documents`, and so is the next.
+        most: documents of a group.
+    """
+    groups = group_documents(index, lengths, capacity, most)
+    saved = 1 - float(groups.tokens.sum() / lengths.sum())
+    return replace(found, saved_by_groups=saved) if saved > found.saved + _WORTH_A_LINE else found
 
 
 def times_fewer(tokens: int, computed: int) -> str:

@@ -249,16 +249,22 @@ class RunReport:
 
     def _prefixes(self, planned: PrefixSavings | None) -> PrefixSavings | None:
         """Return the planned savings, and the reason if the run does not share."""
-        reason, mode = self.sharing.reason, self.sharing.mode
+        mode = self.sharing.mode
         if mode == "off":
-            return None if reason else planned
-        return replace(planned or PrefixSavings(mode), reason=reason)
+            return planned if planned and str(planned) and not self.sharing.reason else None
+        return replace(planned or PrefixSavings(mode), reason=self.sharing.reason)
 
     @property
     def sharing_pays(self) -> bool:
         """Return whether the training set has common prefixes, as far as is known."""
         planned = None if self._planned is None else self._planned.prefixes
         return planned is None or planned.pays
+
+    @property
+    def plans_groups(self) -> bool:
+        """Return whether the planned epoch holds groups of documents with a common prefix."""
+        planned = None if self._planned is None else self._planned.prefixes
+        return planned is not None and planned.per_step is not None
 
     def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
         """Plan the first epoch anew.

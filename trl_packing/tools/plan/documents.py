@@ -140,8 +140,10 @@ def strips(plan: RunPlan) -> str:
     """Return the first micro-batches of the epoch as strips of equal scale."""
     epoch, parts = plan.epoch, 0
     rows: list[str] = []
-    shown = epoch.tokens[:_MOST_STRIPS]
-    width = max(int(shown.max()), _room(plan))
+    # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
+    lengths = plan.documents.lengths()
+    shown = [int(lengths[members].sum()) for members in epoch.members[:_MOST_STRIPS]]
+    width = max(*shown, _room(plan))
     for at in range(len(shown)):
         strip = _strip(plan, epoch.members[at], width)
         parts += strip.count("<b ") + strip.count("<i ")

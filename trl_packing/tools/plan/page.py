@@ -26,6 +26,7 @@ from trl_packing.pages.page import (
 from trl_packing.tools.plan.documents import example_documents, strips
 from trl_packing.tools.plan.run_plan import RunPlan
 from trl_packing.tools.plan.what_if import WhatIf
+from trl_packing.training.prefix_savings import times_fewer
 from trl_packing.training.run_settings import all_settings, installed_versions
 
 _MOST_RANKS = 64  # with a bar of their own
@@ -50,6 +51,7 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
         _shapes(plan),
         _max_lengths(plan),
         _ways(plan),
+        _sharing(plan),
         _ranks(plan),
         _losses(plan),
         _rows(plan),
@@ -83,6 +85,10 @@ def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
             f"{report.utilization:.2%}",
             f"full: {report.bins:,} bins of {report.capacity:,} tokens",
         )
+    prefixes = report.prefixes
+    if prefixes is not None and prefixes.is_shared:
+        fewer = times_fewer(prefixes.tokens, prefixes.computed)
+        yield fewer.removesuffix(" fewer"), "fewer tokens computed, as documents share prefixes"
     padded = report.padded_steps
     beside = f"; padded: {padded:,}" if padded not in (None, report.steps_per_epoch) else ""
     size = f"{report.documents_per_step:,.1f} documents"
@@ -165,6 +171,8 @@ def _max_lengths(plan: RunPlan) -> str:
             f" The longest document has {longest:,} tokens, and the config of the model names "
             f"{positions:,} positions."
         )
+    if plan.grouped:
+        said += " These plans bring no documents with a common prefix together."
     content = table(head, rows, marked=marked), f'<p class="what">{said}</p>'
     return section("If max_length were …", *content, note=note)
 
@@ -213,6 +221,34 @@ def _ways(plan: RunPlan) -> str:
         "Padded, packed, or a fixed number of documents a step",
         _beside(table(head, rows, marked=marked), "<h3>Tokens computed</h3>" + drawn),
         note="the same documents in an epoch",
+    )
+
+
+def _sharing(plan: RunPlan) -> str:
+    if not plan.sharing:
+        return ""
+    head = ["prefix_sharing", "steps an epoch", "prefixes a step", "tokens computed", "", "peak"]
+    rows = [
+        [
+            way.name,
+            f"{way.steps:,}",
+            "–" if way.prefixes_per_step is None else f"{way.prefixes_per_step:,.1f}",
+            f"{way.computed:,}",
+            times_fewer(way.tokens, way.computed) if way.computed < way.tokens else "",
+            f"{way.largest:,}",
+        ]
+        for way in plan.sharing
+    ]
+    marked = next((i for i, way in enumerate(plan.sharing) if way.is_run), None)
+    drawn = bars((way.name, way.computed, f"{way.computed:,}") for way in plan.sharing)
+    return section(
+        "Shared prefixes",
+        _beside(table(head, rows, marked=marked), "<h3>Tokens computed</h3>" + drawn),
+        '<p class="what">Documents that begin alike compute their common tokens once in a row. The '
+        "losses and gradients of a step stay those of its documents. With “group”, a step has "
+        "documents of fewer different prefixes. Peak tokens are those of the largest micro-batch."
+        "</p>",
+        note="if the model can share; this run is in bold",
     )
 
 

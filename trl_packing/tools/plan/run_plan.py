@@ -17,6 +17,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.packing.bins import PackingPlan
 from trl_packing.tools.plan.planned_epoch import PlannedEpoch
+from trl_packing.tools.plan.sharing import Sharing, ways_to_share
 from trl_packing.tools.plan.what_if import (
     MAX_LENGTHS,
     OnRanks,
@@ -76,6 +77,7 @@ class RunPlan:
         what_if: plans with other values of max_length.
         ways: plans of padded batches, bins, and a fixed number of documents a step.
         ranks: plans on other numbers of ranks.
+        sharing: plans with each value of `prefix_sharing`; none where documents share nothing.
     """
 
     run: PreviewedRun
@@ -87,6 +89,12 @@ class RunPlan:
     what_if: tuple[WhatIf, ...]
     ways: tuple[Way, ...]
     ranks: tuple[OnRanks, ...]
+    sharing: tuple[Sharing, ...]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether bins or steps hold groups of documents with a common prefix."""
+        return self.report.prefixes is not None and self.report.prefixes.per_step is not None
 
     @property
     def tokenizer(self) -> Any:
@@ -115,7 +123,7 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     whole = run.unfitted()
     prepared, counts = run.documents() if whole is None else fit(whole, run.preparation)
     documents, sampler = plan_of(run, prepared, ranks=ranks)
-    setup = Setup(run.args, ranks, run.hidden_size)
+    setup = Setup(run.args, ranks, run.hidden_size, sampler.groups)
     lengths, own = documents.lengths(), run.args.max_length
     limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
     return RunPlan(
@@ -125,9 +133,11 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         epoch=PlannedEpoch.from_sampler(sampler),
         bins=None if sampler.rows else sampler.plan(),
         cut=None if whole is None else CutDocuments.of(whole),
-        what_if=() if whole is None else _what_if(whole, run, setup, limits),
+        # Documents that are cut elsewhere have other prefixes.
+        what_if=() if whole is None else _what_if(whole, run, setup.with_groups(None), limits),
         ways=() if sampler.rows else tuple(ways_to_batch(lengths, setup)),
         ranks=tuple(on_ranks(lengths, setup, sorted({*RANKS, ranks}), rows=sampler.rows)),
+        sharing=ways_to_share(documents, setup),
     )
 
 

@@ -19,6 +19,7 @@ from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import TOKEN_COLUMNS
 from trl_packing.packing.document_order import document_order
+from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.plan.planned_epoch import PlannedEpoch
 from trl_packing.training.sampling import sampler_of_lengths
@@ -34,11 +35,17 @@ class Setup:
         args: the settings of the run.
         ranks: data-parallel processes.
         hidden_size: the model's, which the balance of ranks depends on.
+        groups: documents with common prefixes that share a bin; None for single documents.
     """
 
     args: Any
     ranks: int = 1
     hidden_size: int | None = None
+    groups: PrefixGroups | None = None
+
+    def with_groups(self, groups: PrefixGroups | None) -> "Setup":
+        """Return the same setup for other groups."""
+        return replace(self, groups=groups)
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Setup":
         """Return the same setup with other ranks or `args`."""
@@ -57,6 +64,7 @@ class Setup:
             batch_size=self.args.per_device_train_batch_size,
             ranks=self.ranks,
             hidden_size=self.hidden_size,
+            groups=self.groups,
         )
 
     def computed(self, tokens: np.ndarray) -> np.ndarray:
@@ -170,7 +178,7 @@ class Way:
         name: of the way.
         steps: optimizer steps of an epoch.
         documents_per_step: mean over them.
-        tokens: real ones of an epoch.
+        tokens: real ones of an epoch; with groups, those that their rows compute.
         computed: the same with padding.
         is_run: the run takes this way.
     """
@@ -197,7 +205,7 @@ def ways_to_batch(lengths: np.ndarray, setup: Setup) -> Sequence[Way]:
     """
     args = setup.args
     given = getattr(args, "documents_per_step", None)
-    padded = setup.changed(packing=False, documents_per_step=None)
+    padded = setup.changed(packing=False, documents_per_step=None).with_groups(None)
     sampler = padded.sampler(lengths)
     of_padded = sampler.documents_per_step
     assert of_padded is not None

@@ -6,7 +6,7 @@ all documents  →  bins and optimizer steps          →  the report that the t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,12 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
+from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
 from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.prefix_savings import with_groups
 from trl_packing.training.run_report import plan_report, settings_in_steps
 from trl_packing.training.sampling import prefix_index, training_sampler
 
@@ -156,7 +158,7 @@ def report_on(
 ) -> PackingReport:
     """Return the report on what `plan_of` returns."""
     options = PackingOptions.of(run.args)
-    return plan_report(
+    report = plan_report(
         documents,
         sampler,
         attention=None,
@@ -166,6 +168,12 @@ def report_on(
         tokens_per_micro_batch=_static_tokens(run.args),
         given_in_steps=settings_in_steps(run.args),
     )
+    may_group = sampler.groups is None and find_strategy(run.args.packing_strategy).shuffles
+    if report.prefixes is None or sampler.rows or not may_group:
+        return report
+    index, lengths = prefix_index(documents), documents.lengths()
+    found = (report.prefixes, index, lengths, run.args.max_length, options.prefix_group_size)
+    return replace(report, prefixes=with_groups(*found))
 
 
 def _static_tokens(args: Any) -> int | None:

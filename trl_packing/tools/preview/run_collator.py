@@ -6,7 +6,7 @@ The trainer's own (training/collators.py) belongs to a trainer, which has a mode
 import copy
 from types import SimpleNamespace
 
-from trl_packing.attention.backends import PADDED
+from trl_packing.attention.backends import NATIVE_ATTENTION
 from trl_packing.config import PackingOptions
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -49,5 +49,5 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
 def _may_share(options: PackingOptions, collator: PackedCollator) -> bool:
     """Return whether documents share prefixes, as far as it is known without the model."""
     is_ours = type(collator).__call__ is PackedCollator.__call__
-    takes_keys = options.attention not in (*PADDED, "model")
+    takes_keys = options.attention not in NATIVE_ATTENTION
     return options.prefix_sharing != "off" and not options.static_shapes and is_ours and takes_keys

@@ -161,7 +161,7 @@ def _cards(epoch: PackedEpoch) -> str:
         (f"{len(epoch.groups()):,}", "bins" if epoch.capacity else "micro-batches"),
     ]
     if (computed := epoch.computed_tokens()) is not None:
-        shown.insert(2, (f"{computed:,}", "computed, prefixes once"))
+        shown.insert(3, (f"{computed:,}", "computed, prefixes once"))
     for name in (CUT, NO_STOP_TOKEN):
         shown.append((f"{int(found[name].sum()):,}", name))
     return cards(shown)

@@ -2,16 +2,16 @@
 
     documents by tokens     S Q a   S Q b   S R c   S T d   S T e        S: a prefix of most of them
     common beyond S             Q       0       0       T
-    pieces                  S Q a   S Q b | S R c | S T d   S T e
+    clusters                S Q a   S Q b | S R c | S T d   S T e
 
 Sorted neighbors are linked if they share a substantial part of the shorter one, beyond the
 background: the longest prefix that over half of all documents share. The background links nobody,
-because nearly every bin shares it anyway. Linked documents are a piece if they fit into a bin and
+because nearly every bin shares it anyway. Linked documents are a cluster if they fit into a bin and
 are not too many.
 
-Larger sets are searched again, with the tokens that all documents of a set share as its background.
-The pieces of a set then join at random. Documents that share tool definitions thus meet at random,
-and not by the first words of their questions.
+Larger sets are searched again, and the tokens that all documents of a set share are its background.
+The clusters of a set then join at random. Documents that share tool definitions thus meet at
+random, and not by the first words of their questions.
 """
 
 from typing import NamedTuple
@@ -23,17 +23,17 @@ from trl_packing.packing.tree_row import MIN_SHARED
 
 _SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
 _DEEPEST = 100  # documents of sets that are searched more often than that join at random
-_SCALE = 1 << 16  # of one document, in shares of a full piece
+_SCALE = 1 << 16  # of one document, in shares of a full cluster
 
 
-class _Pieces(NamedTuple):
-    """Documents in pieces, P of them.
+class _Clusters(NamedTuple):
+    """Documents in C clusters.
 
     Attributes:
-        of: number of the piece of each document, ``(documents,)``.
-        sizes: documents of each piece, ``(P,)``.
-        tokens: tokens that a row of each piece computes, at most, ``(P,)``.
-        sets: the set that each piece is a part of, ``(P,)``.
+        of: number of the cluster of each document, ``(documents,)``.
+        sizes: documents of each cluster, ``(C,)``.
+        tokens: tokens that a row of each cluster computes, at most, ``(C,)``.
+        sets: the set that each cluster is a part of, ``(C,)``.
     """
 
     of: np.ndarray
@@ -42,20 +42,20 @@ class _Pieces(NamedTuple):
     sets: np.ndarray
 
 
-def prefix_pieces(
+def prefix_clusters(
     common: np.ndarray, lengths: np.ndarray, capacity: int | None, most: int
 ) -> np.ndarray:
-    """Return the number of the piece of each document, ``(N,)`` int64; O(N log N) in a search.
+    """Return the number of the cluster of each document, ``(N,)`` int64; O(N log N) in a search.
 
     Args:
         common: tokens that sorted documents share with the one before, ``(N,)``.
         lengths: tokens of the sorted documents, ``(N,)``.
-        capacity: tokens that a row of a piece may compute; None sets no limit. A longer document is
-            a piece of its own.
-        most: documents of a piece.
+        capacity: tokens that a row of a cluster may compute; None sets no limit. A longer document
+            is a cluster of its own.
+        most: documents of a cluster.
     """
     search = _Search(common.astype(np.int64), lengths.astype(np.int64), capacity, most)
-    return search.pieces_of_sets(
+    return search.clusters_of_sets(
         np.arange(len(common)), np.zeros(len(common), np.int64), background(common, lengths)
     ).of
 
@@ -68,12 +68,12 @@ def background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     before = np.minimum.accumulate(common[middle:0:-1])[::-1]
     behind = np.minimum.accumulate(common[middle + 1 :])
     with_middle = np.concatenate([before, lengths[middle : middle + 1], behind])
-    most = np.partition(with_middle, -(middle + 1))[-(middle + 1)]
-    return np.where(with_middle >= most, most, 0)
+    shared = np.partition(with_middle, -(middle + 1))[-(middle + 1)]
+    return np.where(with_middle >= shared, shared, 0)
 
 
 class _Search:
-    """Finds pieces among sorted documents, which it calls by their places."""
+    """Finds clusters among sorted documents, which it calls by their places."""
 
     def __init__(self, common: np.ndarray, lengths: np.ndarray, capacity: int | None, most: int):
         self.common = common
@@ -85,10 +85,10 @@ class _Search:
         self.depths[1:] = shared_depths(common[1:], lengths[:-1])
         self.own = np.concatenate([[0], np.cumsum(lengths - self.depths)])
 
-    def pieces_of_sets(
+    def clusters_of_sets(
         self, places: np.ndarray, sets: np.ndarray, base: np.ndarray, level: int = 0
-    ) -> _Pieces:
-        """Return all of `places` in pieces.
+    ) -> _Clusters:
+        """Return all of `places` in clusters.
 
         Args:
             places: the documents of some sets, ascending.
@@ -101,14 +101,14 @@ class _Search:
             is_linked[1:] = self._links(places, base) & (sets[1:] == sets[:-1])
         firsts = np.flatnonzero(~is_linked)
         sizes, first = np.diff(firsts, append=len(places)), places[firsts]
-        # The first document of a piece shares with nobody.
+        # The first document of a cluster shares with nobody.
         tokens = self.own[first + sizes] - self.own[first] + self.depths[first]
         fits = sizes <= self.most
         if self.capacity is not None:
             fits &= (tokens <= self.capacity) | (sizes == 1)
         number = np.repeat(np.cumsum(fits) - 1, sizes)
         if fits.all():
-            return _Pieces(number, sizes, tokens, sets[firsts])
+            return _Clusters(number, sizes, tokens, sets[firsts])
 
         is_large = np.repeat(~fits, sizes)
         large, size = places[is_large], sizes[~fits]
@@ -117,10 +117,10 @@ class _Search:
         shared[start] = self.lengths[large[start]]
         shared = np.minimum.reduceat(shared, start)
         within = np.repeat(np.arange(len(size)), size)
-        found = self.pieces_of_sets(large, within, shared[within], level + 1)
+        found = self.clusters_of_sets(large, within, shared[within], level + 1)
         joined = self._joined(found, shared)
         number[is_large] = fits.sum() + joined.of
-        return _Pieces(
+        return _Clusters(
             number,
             np.concatenate([sizes[fits], joined.sizes]),
             np.concatenate([tokens[fits], joined.tokens]),
@@ -134,15 +134,15 @@ class _Search:
         shorter = np.minimum(self.lengths[places[1:]], self.lengths[places[:-1]]) - base
         return (beyond >= MIN_SHARED) & (beyond * _SUBSTANTIAL >= shorter)
 
-    def _joined(self, pieces: _Pieces, shared: np.ndarray) -> _Pieces:
-        """Join pieces of each set, large ones first, equal ones in random order (next fit).
+    def _joined(self, clusters: _Clusters, shared: np.ndarray) -> _Clusters:
+        """Join clusters of each set, large ones first, equal ones in random order (next fit).
 
         Args:
-            pieces: of sets of documents.
+            clusters: of sets of documents.
             shared: tokens that the documents of each set share.
         """
-        _, sizes, tokens, sets = pieces
-        # Each piece but the first adds at most what is behind these tokens.
+        _, sizes, tokens, sets = clusters
+        # Each cluster but the first adds at most what is behind these tokens.
         saved = np.where(shared > MIN_SHARED, shared - 1, 0)[sets]
         full = self.most * _SCALE
         weights = sizes * _SCALE
@@ -163,8 +163,8 @@ class _Search:
         joined = np.empty(len(order), np.int64)
         joined[order] = np.cumsum(is_start) - 1
         computed = np.add.reduceat((tokens - saved)[order], starts) + saved[order][starts]
-        return _Pieces(
-            joined[pieces.of],
+        return _Clusters(
+            joined[clusters.of],
             np.add.reduceat(sizes[order], starts),
             computed,
             sets[order][starts],

@@ -1,0 +1,103 @@
+"""The plan of each way to share prefixes is that of a run with it."""
+
+import html
+import re
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_tokenizer
+
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.tools.plan.page import plan_page
+from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.preview.preview import preview_epoch
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def previewed(rows, *settings):
+    given = ["--max_length", "160", "--per_device_train_batch_size", "1", *settings]
+    return PreviewedRun.from_settings(Dataset.from_list(rows), tiny_tokenizer(chat=True), given)
+
+
+def answers(number=120, per_prompt=6):
+    """Return prompts of 30 tokens with several answers each, shuffled."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(6, 90, 30).tolist() for _ in range(number // per_prompt)]
+    rows = [{"input_ids": prompts[n % len(prompts)] + [7 + n % 50] * 9} for n in range(number)]
+    return [rows[n] for n in rng.permutation(number)]
+
+
+STEPS = {
+    "bins": [],
+    "documents": ["--documents_per_step", "12"],
+    "accumulated": ["--gradient_accumulation_steps", "3", "--per_device_train_batch_size", "2"],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_way_is_the_plan_of_a_run_with_it(name):
+    plan = plan_run(previewed(answers(), *STEPS[name]))
+    assert [way.name for way in plan.sharing] == ["off", "bin", "group"]
+    for way in plan.sharing:
+        run = plan_run(previewed(answers(), *STEPS[name], "--prefix_sharing", way.name))
+        assert way.steps == run.report.steps_per_epoch
+        collate = PackedCollator(shares_prefixes=way.name != "off")
+        rows = [run.documents.__getitems__(batch) for batch in run.epoch.members]
+        sizes = [collate(row)["input_ids"].shape[1] for row in rows]
+        assert (way.computed, way.largest) == (sum(sizes), max(sizes))
+        assert way.prefixes_per_step == run.report.prefixes.per_step
+        assert [other.is_run for other in run.sharing] == [
+            other.name == way.name for other in run.sharing
+        ]
+    off, shared, grouped = (way.computed for way in plan.sharing)
+    assert grouped < 0.6 * off
+    assert grouped < shared < off
+
+
+def test_the_page_shows_the_ways_and_what_the_run_shares():
+    settings = ["--prefix_sharing", "group"]
+    plan = plan_run(previewed(answers(), *settings))
+    page = plan_page(plan)
+    part = page[page.index("<h2>Shared prefixes") :]
+    body = part[part.index("<tbody>") : part.index("</tbody>")]
+    cells = [
+        [html.unescape(c) for c in re.findall(r"<td>(.*?)</td>", row)]
+        for row in re.findall(r"<tr.*?</tr>", body)
+    ]
+    assert [row[0] for row in cells] == ["off", "bin", "group"]
+    assert [row[3] for row in cells] == [f"{way.computed:,}" for way in plan.sharing]
+    assert "fewer tokens computed, as documents share prefixes" in page
+    assert plan.report.utilization <= 1
+    assert str(plan.report.prefixes) in html.unescape(page)
+    widths = re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)
+    assert all(float(left) + float(width) <= 100.01 for left, width in widths)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_plan_names_groups_where_they_save_clearly_more(name):
+    off = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "off"))
+    found = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "bin")).prefixes
+    grouped = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "group"))
+    words = re.fullmatch(
+        r"prefix_sharing='group' would compute ([\d.]+)× fewer tokens", str(off.prefixes)
+    )
+    shared = grouped.prefixes
+    assert float(words[1]) == pytest.approx(shared.tokens / shared.computed, rel=0.1)
+    assert str(found).endswith(f" · {words[0]}")
+    assert "would compute" not in str(shared)
+    alike = [{"input_ids": [*range(6, 46), 50 + n % 9, n % 40]} for n in range(120)]
+    every = preview_epoch(previewed(alike, *STEPS[name], "--prefix_sharing", "off")).prefixes
+    assert every.saved_by_groups is None, "the prefix of all is shared in any row"
+
+
+def test_documents_without_common_prefixes_have_no_section():
+    plan = plan_run(previewed(documents_of_lengths([12, 9, 14] * 9)))
+    assert plan.sharing == ()
+    assert "Shared prefixes" not in plan_page(plan)
+
+
+def test_packed_rows_and_static_shapes_have_no_section():
+    rows = [{"input_ids": list(range(6, 46)) * 2, "seq_lengths": [40, 40]}] * 8
+    assert plan_run(previewed(rows)).sharing == ()
+    assert plan_run(previewed(answers(), "--static_shapes", "true")).sharing == ()
