@@ -29,7 +29,7 @@ Expected output (the demo, half a minute on a CPU core):
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': … 'epoch': '0.3226'} …
     Tokens of documents: 149,000.
-    Tokens computed: 29,903.
+    Tokens computed: 29,899.
     The model is in outputs/shared_prefixes.
 """
 
