@@ -206,6 +206,20 @@ def test_rows_without_prefixes_reach_flash_attention_as_before(monkeypatch):
     assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is function, "wrapped once"
 
 
+def test_a_kernel_from_the_hub_gathers_keys_too(monkeypatch):
+    name, seen = "kernels-community/flash-attn2", []
+    model = tiny_model("llama")
+    assert "has one set of boundaries" in take_prefix_keys(model, name), "it is not loaded"
+    AttentionInterface.register(name, lambda module, q, k, v, *_, **kwargs: seen.append((q, k, v)))
+    assert take_prefix_keys(model, name) is None
+    query, row, index = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.tensor([0, 0, 2, 1])
+    ALL_ATTENTION_FUNCTIONS[name](None, query, row, row, None, key_index=index)
+    (q, k, v) = seen[0]
+    assert q is query
+    assert torch.equal(k, row[:, :, index])
+    assert torch.equal(v, k)
+
+
 @pytest.mark.parametrize(
     ("backward", "fault"),
     [

@@ -126,7 +126,7 @@ def test_nothing_is_claimed_without_a_check(tmp_path):
 def test_evidence_is_forgotten_with_its_check(tmp_path):
     trainer = trainer_for(tiny_model("llama"), tmp_path)
     trainer.train()
-    trainer._guard._forget_checks()
+    trainer._guard.forget_checks()
     assert trainer.packing_report.checked.verdict == "not checked"
 
 

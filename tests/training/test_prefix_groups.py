@@ -1,5 +1,7 @@
 """Runs of prefix_sharing="group": groups in bins and steps, and the losses of their documents."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from helpers.shared_prefixes import (
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.exactness import tiny_models as architectures
 from trl_packing.training import prefix_sharing
 
@@ -208,6 +211,41 @@ def test_a_stream_is_grouped_within_its_windows(packing, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stream_of_groups_resumes_to_the_bit(tmp_path):
+    def trainer(folder, **options):
+        constant = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        data = documents().to_iterable_dataset()
+        return trainer_of(folder, data, **{"max_steps": 6} | constant | options)
+
+    whole = trainer(tmp_path / "a")
+    whole.train()
+    first = trainer(tmp_path / "b", max_steps=2, save_steps=2)
+    first.args.save_strategy = "steps"
+    first.train()
+    resumed = trainer(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed) == losses_of(whole)
+    other = trainer(tmp_path / "b", prefix_group_size=3)
+    with pytest.raises(ValueError, match="a stream of prefix_group_size=8, and now it is 3"):
+        other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.slow
+def test_a_stream_of_an_earlier_version_resumes(tmp_path):
+    options = {"prefix_sharing": "off", "max_steps": 2, "save_steps": 2}
+    first = trainer_of(tmp_path, documents().to_iterable_dataset(), **options)
+    first.args.save_strategy = "steps"
+    first.train()
+    saved = tmp_path / "checkpoint-2" / "stream_0.json"
+    position = json.loads(saved.read_text())
+    assert position.pop("prefix_group_size") is None
+    saved.write_text(json.dumps(position))
+    resumed = trainer_of(tmp_path, documents().to_iterable_dataset(), **options | {"max_steps": 3})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
+@pytest.mark.slow
 def test_two_ranks_train_the_steps_of_one(tmp_path):
     """Two ranks sum over a step in another order; see test_distributed.py for the tolerance."""
     settings = {"prefix_sharing": "group", "max_length": 256, "per_device_train_batch_size": 1}
@@ -257,6 +295,20 @@ def test_a_model_that_fails_the_check_trains_single_documents(tmp_path, monkeypa
     assert planned < trainer.packing_report.bins == 14
     assert max(trainer.rows) <= 256
     assert "not shared: RuntimeError: no" in str(trainer.packing_report)
+
+
+@pytest.mark.slow
+def test_a_collator_that_is_set_later_gets_single_documents(tmp_path):
+    class Own(PackedCollator):
+        def __call__(self, rows):
+            return super().__call__(rows)
+
+    trainer = trainer_of(tmp_path)
+    planned = trainer.packing_report.bins
+    trainer.data_collator = Own(0)
+    trainer.train()
+    assert planned < trainer.packing_report.bins == 14
+    assert max(trainer.rows) <= 256
 
 
 @pytest.mark.slow

@@ -146,18 +146,17 @@ class PackedLoaders:
                 f"prefix_sharing='group', but _get_train_sampler of {type(trainer).__name__} draws "
                 "documents, not groups; set prefix_sharing='bin'"
             )
-        self._trains_groups = self.sampling.draws_groups(True)
         # A sharded model cannot run yet. It is checked before the first step, as any other.
-        if not self._trains_groups or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            return
-        attention = use_attention(trainer.model, self.guard.attention)
-        with attention, trainer.accelerator.autocast():
-            self.ensure_isolated(trainer.model, dataset, training=True, planned=False)
+        is_whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+        if self.sampling.draws_groups(True) and is_whole:
+            attention = use_attention(trainer.model, self.guard.attention)
+            with attention, trainer.accelerator.autocast():
+                self.ensure_isolated(trainer.model, dataset, training=True, planned=False)
+            self.guard.forget_checks()  # the model will be wrapped before the first step
+            self.sharing.check_again()
         self._trains_groups = self.sampling.draws_groups(True)
-        if not self._trains_groups:
+        if isinstance(dataset, Dataset) and self.report.plans_groups != self._trains_groups:
             self.report.plan()
-        self.guard.forget_checks()  # the model will be wrapped before the first step
-        self.sharing.check_again()
 
     def _check_groups_are_shared(self) -> None:
         """Raise RuntimeError if rows of groups would hold more tokens than was planned."""

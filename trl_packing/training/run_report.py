@@ -260,6 +260,12 @@ class RunReport:
         planned = None if self._planned is None else self._planned.prefixes
         return planned is None or planned.pays
 
+    @property
+    def plans_groups(self) -> bool:
+        """Return whether the planned epoch holds groups of documents with a common prefix."""
+        planned = None if self._planned is None else self._planned.prefixes
+        return planned is not None and planned.per_step is not None
+
     def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
         """Plan the first epoch anew.
 
