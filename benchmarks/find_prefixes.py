@@ -11,6 +11,7 @@ table compares its time with that of the preparation of the same rows from text.
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
+    load = os.getloadavg()[0]
     disable_caching()
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +126,8 @@ def main() -> None:
     header = ["documents", f"of {LENGTH} tokens", "CPU s", "GiB above the data", "shared"]
     rows_of = f"{len(lines):,} rows of GSM8K"
     text = (
-        f"# Finding common prefixes\n\n{table(header, rows)}\n"
+        f"# Finding common prefixes\n\nLoad average {load:.1f} before, {os.getloadavg()[0]:.1f} "
+        f"after.\n\n{table(header, rows)}\n"
         f"{table([rows_of, 'preparation, s', 'index, s', 'share', 'shared'], shares)}\n"
     )
     publish(text + provenance(("datasets", "numpy", "pyarrow")), arguments.output)

@@ -26,7 +26,7 @@ def test_micro_batches_are_drawn_with_the_prefixes_that_they_share(command, caps
     prompt = "one two three four five six seven eight nine ten " * 2
     rows = [{"prompt": prompt, "completion": answer} for answer in ("Yes.", "No.", "Yes, and no.")]
     Dataset.from_list(rows).to_json(command[4])
-    assert main([*command, "--micro_batches", "1"]) == 0
+    assert main([*command, "--prefix_sharing", "off", "--micro_batches", "1"]) == 0
     apart = capsys.readouterr().out
     assert apart.startswith("micro-batch 1, bin 1 · ")
     assert "═" not in apart

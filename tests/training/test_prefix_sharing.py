@@ -331,8 +331,8 @@ def test_a_loss_that_is_set_later_counts_each_document(tmp_path, saved):
 
 
 def test_a_collator_of_the_user_makes_its_own_rows(tmp_path):
-    args = PackedSFTConfig(str(tmp_path), prefix_sharing="bin", use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match=r"prefix_sharing='bin', but data_collator is your own"):
+    args = PackedSFTConfig(str(tmp_path), prefix_sharing="group", use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"prefix_sharing='group', but data_collator is your own"):
         PackedSFTTrainer(
             tiny_model("llama"),
             args,

@@ -18,8 +18,8 @@ examples:
 
 exit status:
   0  training on packed documents is exact
-  1  no backend is exact; with --prefixes: prefixes cannot be shared; with --matrix: a difference
-     is silent
+  1  no backend is exact; with --prefixes: prefixes cannot be shared;
+     with --matrix: a difference is silent
   2  the model cannot be checked; stderr has the reason in one line
 """
 
