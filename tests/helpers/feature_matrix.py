@@ -3,6 +3,7 @@
 python tests/helpers/feature_matrix.py      tries all pairs (a few minutes) and writes the page
 
 ✓   one optimizer step trained, with an evaluation and a resumed run where the pair has them
+A   trained with documents apart: their common prefixes are not shared
 T   trained on TRL's path, which is not packed
 ✗   refused, by the sentence that the page quotes
 –   alternatives of each other
@@ -96,6 +97,11 @@ def _with_weights(dataset: Dataset) -> Dataset:
     return dataset.add_column("loss_weight", [2.0] * len(dataset))
 
 
+def _with_system_prompt(dataset: Dataset) -> Dataset:
+    system = {"role": "system", "content": "Be kind."}
+    return dataset.map(lambda row: {"messages": [system, *row["messages"]]})
+
+
 _EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
 
 FEATURES = (
@@ -121,6 +127,13 @@ FEATURES = (
         instead_of=("evaluation",),
     ),
     Feature("resuming", {"save_strategy": "steps", "save_steps": 1}, resumes=True),
+    Feature("prefixes in a bin", {"prefix_sharing": "bin"}, data=_with_system_prompt),
+    Feature(
+        "groups of prefixes",
+        {"prefix_sharing": "group"},
+        data=_with_system_prompt,
+        instead_of=("prefixes in a bin",),
+    ),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
@@ -174,7 +187,17 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
                 _trainer(folder, first, second, max_steps=2).train(checkpoint)
     except ValueError as error:
         return Outcome("✗", " ".join(str(error).split()))
-    return Outcome("T" if trainer._run_path.reason else "✓")
+    if trainer._run_path.reason:
+        return Outcome("T")
+    asked = trains and trainer._options.prefix_sharing != "off"
+    return Outcome("A" if asked and not _shares(trainer) else "✓")
+
+
+def _shares(trainer: PackedSFTTrainer) -> bool:
+    """Return whether fewer tokens were computed than documents have; if not, one line says why."""
+    shares = trainer._meter.so_far()[0].shared > 0
+    assert shares == (trainer._loaders.sharing.reason is None), "one line must say why"
+    return shares
 
 
 def _trainer(folder: str, first: Feature, second: Feature, **more: Any) -> PackedSFTTrainer:
@@ -252,6 +275,7 @@ the row with the feature. torch_compile ran with the backend "eager".
 | mark | meaning |
 | --- | --- |
 | ✓ | trained |
+| A | trained with documents apart: their prefixes are not shared, and one line says why |
 | T | trained on TRL's path, with a warning: your collator makes batches and reads weights |
 | ✗ | refused before training, by the sentence [below](#refusals) |
 | – | alternatives of each other |

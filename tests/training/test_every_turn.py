@@ -97,12 +97,18 @@ def losses(trainer):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"packing": False, "documents_per_step": 5},
-        {"prefix_sharing": "bin", "packing": False, "documents_per_step": 8},
-        {"loss_weighting": "document", "source_column": "source", "eval_strategy": "steps"},
+        pytest.param({}, id="packed", marks=pytest.mark.slow),
+        pytest.param({"packing": False, "documents_per_step": 5}, id="padding-free"),
+        pytest.param(
+            {"prefix_sharing": "group", "packing": False, "documents_per_step": 8},
+            id="grouped",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"loss_weighting": "document", "source_column": "source", "eval_strategy": "steps"},
+            id="evaluated",
+        ),
     ],
-    ids=["packed", "padding-free", "shared", "evaluated"],
 )
 def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, settings):
     rows = conversations()

@@ -59,8 +59,26 @@ STEPS = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "a worker": {"dataloader_num_workers": 1},
     "first-fit bins": {"packing_strategy": "bfd_split", "overflow": "split"},
+    "groups": {"prefix_sharing": "group"},
+    "groups, accumulated": {
+        "prefix_sharing": "group",
+        "prefix_group_size": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    },
+    "groups, padding-free": {
+        "prefix_sharing": "group",
+        "packing": False,
+        "per_device_train_batch_size": 7,
+        "gradient_accumulation_steps": 3,
+    },
+    "groups, documents_per_step": {
+        "prefix_sharing": "group",
+        "documents_per_step": 19,
+        "per_device_train_batch_size": 3,
+    },
 }
-QUICK = ("accumulated", "padding-free, accumulated")
+QUICK = ("accumulated", "groups, padding-free")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +89,7 @@ QUICK = ("accumulated", "padding-free, accumulated")
 def test_every_kind_of_step_trains_each_document_as_alone(options, tmp_path):
     model, documents = build_model("llama"), forked_documents(weighted=True)
     step = one_shared_step(model, documents, tmp_path, **options)
+    assert step.documents == len(documents)
     weighting = options.get("loss_weighting", "token")
     assert_is_one_at_a_time(step, by_hand(model, documents, weighting=weighting), shares=1.2)
 

@@ -39,10 +39,20 @@ SAME_STEPS = {
     },
     "FSDP2": {"engine": "fsdp2", "batch_size": 2, **EVALUATED},
 }
+# The same, but one rank makes groups too: they change the steps.
+GROUPS = {"prefix_sharing": "group", "prefix_group_size": 4}
+SAME_GROUPS = {
+    "groups": {"batch_size": 2, "options": GROUPS, **EVALUATED},
+    "groups, padding-free": {"packing": False, "batch_size": 6, "options": GROUPS},
+    "groups, documents_per_step": {
+        "batch_size": 2,
+        "options": GROUPS | {"documents_per_step": 12},
+    },
+}
 
 
 def scenario(folder: Path, name: str, accumulation: int, sharing: str) -> Scenario:
-    arguments = {"lengths": MANY, "prefixes": 3} | SAME_STEPS[name]
+    arguments = {"lengths": MANY, "prefixes": 3} | (SAME_STEPS | SAME_GROUPS)[name]
     options = SGD | {"max_length": 128, "prefix_sharing": sharing} | arguments.pop("options", {})
     if accumulation > 1:  # one process
         arguments.pop("engine", None)
@@ -53,7 +63,7 @@ def scenario(folder: Path, name: str, accumulation: int, sharing: str) -> Scenar
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp("ranks")
-    made = {name: scenario(base, name, 1, "bin") for name in SAME_STEPS}
+    made = {name: scenario(base, name, 1, "bin") for name in SAME_GROUPS | SAME_STEPS}
     return run_on_ranks(made, base / "results", timeout_seconds=400)
 
 
@@ -85,6 +95,16 @@ def test_two_ranks_that_share_train_as_one_that_does_not(name, two_ranks, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_GROUPS)
+def test_two_ranks_train_the_groups_of_one(name, two_ranks, tmp_path):
+    torch.manual_seed(0)
+    alone = run(scenario(tmp_path, name, 2, "group"))
+    for rank in two_ranks[name]:
+        assert rank["shares"]
+        assert_same_training(rank, alone)
+
+
+@pytest.mark.slow
 def test_ranks_that_train_other_documents_fail_the_same_comparison(two_ranks, tmp_path):
     torch.manual_seed(0)
     alone = run(scenario(tmp_path, "packed, weighted", 2, "off"))
@@ -101,6 +121,8 @@ RESUMED = {
     "documents_per_step": {"batch_size": 2, "options": {"documents_per_step": 7}},
     "a worker": {"batch_size": 2, "workers": 1},
     "a stream": {"stream": True, "batch_size": 2, "max_steps": 12},
+    "groups": {"batch_size": 2, "options": GROUPS},
+    "groups, documents_per_step": {"batch_size": 2, "options": GROUPS | {"documents_per_step": 7}},
 }
 
 
@@ -127,6 +149,8 @@ def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
     assert resumed["batches"] == whole["batches"][-count:]
     for parameter, value in whole["parameters"].items():
         assert torch.equal(resumed["parameters"][parameter], value), parameter
+    if "groups" in name:  # which change the steps
+        return
     apart = run(Scenario(str(tmp_path / "off"), MANY, options=options | OFF, **arguments))
     assert computed(whole) < 0.9 * computed(apart)
     torch.testing.assert_close(whole["losses"], apart["losses"], rtol=0, atol=TOLERANCE)
