@@ -87,7 +87,9 @@ def test_the_stored_page_holds_every_architecture_once_and_its_counts_add_up():
     rows = re.findall(r"^\| `([^`]+)` \| ([^|,]+?)(?:,[^|]+)? \| ", page, re.M)
     stored = [name for name, _ in rows]
     assert len(set(stored)) == len(stored) > 250
+    shared = re.findall(r"^\| `[^`]+` \| [^|]+ \| exact \| ", page, re.M)
     counted = {
+        "shares prefixes exactly": len(shared),
         "exact in one row": sum(here == "one row" for _, here in rows),
         "exact as padded rows": sum(here == "padded rows" for _, here in rows),
         "not built": sum(here == "not built" for _, here in rows),

@@ -180,7 +180,7 @@ def _details(v: Verdict) -> str:
 
 def _error_of_sharing(v: Verdict) -> str:
     shared = v.sharing
-    if not shared.outcome:
+    if shared.error != shared.error:
         return ""
     return f"; shared prefixes {shared.error:.0e}, rounding explains {shared.tolerance:.0e}"
 
