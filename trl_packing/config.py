@@ -109,9 +109,9 @@ class PackingOptions:
     )
     prefix_sharing: str = _choice(
         "off",
-        "Compute tokens with which documents of a bin begin alike (a system prompt, many answers "
-        "to a question) once: 'off', 'bin' (those that happen to lie in one bin; no step changes) "
-        "or 'group' (bins and steps are made of groups of documents with a long common prefix). "
+        "Compute tokens with which documents of a micro-batch begin alike (a system prompt, many "
+        "answers to a question) once: 'off', 'bin' (no document moves, no step changes) or 'group' "
+        "(bins and steps are made of groups of documents with a long common prefix). "
         "Losses and gradients of a step stay those of its documents. Models that cannot share "
         "train as with 'off'.",
         PREFIX_SHARING,
