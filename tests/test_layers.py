@@ -42,6 +42,29 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"accelerate", "datasets", "numpy", "torch"},
     ),
     "streaming": ({"data", "documents", "models", "packing"}, {"datasets", "numpy", "torch"}),
+    "vision": (
+        {
+            "attention",
+            "config",
+            "data",
+            "documents",
+            "formatting",
+            "isolation",
+            "models",
+            "packing",
+        },
+        {
+            "PIL",
+            "accelerate",
+            "datasets",
+            "numpy",
+            "pyarrow",
+            "torch",
+            "tqdm",
+            "transformers",
+            "trl",
+        },
+    ),
     "training": (
         {
             "attention",
@@ -89,6 +112,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "recognition",
             "training",
             "versions",
+            "vision",
         },
         {"accelerate", "torch", "transformers", "trl"},
     ),

@@ -40,6 +40,8 @@ METHODS = {
         "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, "
         "trial"
     ),
+    "_load_best_model": "self",
+    "_load_from_checkpoint": "self, resume_from_checkpoint, model",
     "_maybe_log_save_evaluate": (
         "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
         "learning_rate"
@@ -93,6 +95,7 @@ FUNCTIONS = {
     "trl.data_utils.get_dataset_column_names": "dataset",
     "trl.data_utils.is_conversational": "example",
     "trl.data_utils.maybe_convert_to_chatml": "example",
+    "trl.data_utils.prepare_multimodal_messages": "messages, images",
     "trl.kernels.chunked_logprob._use_triton": "device",
     "trl.trainer.utils.add_fused_lm_head": "model, temperature, cast_lm_head_to_fp32, outputs",
     "trl.trainer.utils.global_then_local_main_first": "",
@@ -121,6 +124,10 @@ ATTRIBUTES = {
     "current_gradient_accumulation_steps": "transformers.Trainer",
     "label_smoother": "transformers.Trainer",
     "model_accepts_loss_kwargs": "transformers.Trainer",
+    "_forward_pre_hooks": "torch.nn.Module",
+    "_get_num_multimodal_tokens": "transformers.LlavaProcessor",
+    "_merge_kwargs": "transformers.ProcessorMixin",
+    "_process_images": "transformers.ProcessorMixin",
     "_models": "accelerate.Accelerator",
     "_distributed": "datasets.IterableDataset",
     "_ex_iterable": "datasets.IterableDataset",
@@ -155,9 +162,13 @@ NAMES = (
     "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
+    "transformers.integrations.is_deepspeed_zero3_enabled",
+    "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",
+    "transformers.utils.SAFE_WEIGHTS_NAME",
     "transformers.utils.import_utils",
     "transformers.utils.logging",
     "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
+    "trl.trainer.sft_trainer.DataCollatorForVisionLanguageModeling",
     "trl.trainer.utils",
     "trl.trainer.utils.FusedCausalLMOutput",
     "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE",

@@ -44,7 +44,7 @@ from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
 from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
-from trl_packing.isolation.guard import IsolationGuard, Precision
+from trl_packing.isolation.guard import Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.step_loss import StepLoss
 from trl_packing.models.neftune import announce_documents, scale_noise_by_document
@@ -85,11 +85,13 @@ from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
 from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
 from trl_packing.training.prefix_sharing import PrefixSharing
+from trl_packing.training.renamed_weights import load_renamed, loads_by_name
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.run_report import ReportCallback, RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.versions import warn_of_untested_versions
+from trl_packing.vision.run_images import RunImages, has_images
 
 logger = get_logger(__name__)
 
@@ -128,9 +130,9 @@ class PackedSFTTrainer(SFTTrainer):
     tokens. With ``packing=False`` an optimizer step holds the documents of the padded run. Either
     way a micro-batch is one flat row of isolated documents.
 
-    A user's data collator, a data set with images, and a data set with `with_transform` take TRL's
-    path unchanged, with a warning. A `DataCollatorForCompletionOnlyLM` labels the documents, which
-    are then packed as usual.
+    A user's data collator, a data set with `with_transform`, and images of a model type that is not
+    in docs/images.md take TRL's path unchanged, with a warning. A
+    `DataCollatorForCompletionOnlyLM` labels the documents, which are then packed as usual.
 
     Documents may have `loss_weights`, a number for each token, and `loss_weight`, one for the whole
     document; `loss_weighting` says how the length of a document enters. The loss of a step is the
@@ -166,7 +168,12 @@ class PackedSFTTrainer(SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ):
-        reason = reason_for_trl_path(train_dataset, data_collator)
+        reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
+        self._images = RunImages()
+        if reason is None and has_images(train_dataset):
+            reason = self._images.why_not_packed(
+                model, train_dataset, eval_dataset, args, processing_class
+            )
         self._run_path = RunPath(reason, is_fixed=reason is not None)
         self._options = PackingOptions.of(args)
         check_loss_options(self._options, kwargs.get("compute_loss_func"), reason)
@@ -197,6 +204,8 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
+        train_dataset = self._images.take(train_dataset, "train")
+        eval_dataset = self._images.take(eval_dataset, "eval")
         # Data sets are prepared before `self.model` is set.
         self._generation_config = generation_config_of(model, args)
         with hide_packing(args) as (packing, eval_packing):
@@ -240,7 +249,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _build_packed_run(self, collator: PackedCollator | None, *, takes_count: bool) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         args, options, rows = self.args, self._options, self._pad_to_multiple_of()
-        self._guard = guard = IsolationGuard(
+        self._guard = guard = self._images.guard(
             self.model,
             attention=options.attention,
             isolation_check=options.isolation_check,
@@ -250,6 +259,7 @@ class PackedSFTTrainer(SFTTrainer):
         guard.select_backend(Precision(args.device.type, dtype))
         if collator is None:
             collator = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
+        collator = self._images.add_to(collator, self.processing_class, self.model)
         self._collators = collators = RunCollators(
             self, guard, self._sampling, options, collator, rows
         )
@@ -362,7 +372,10 @@ class PackedSFTTrainer(SFTTrainer):
         )
         with global_then_local_main_first():  # one rank writes the cache, the others read it
             documents, counts = prepare(
-                dataset, rules, formatting_func=formatting_func, name=dataset_name
+                self._images.tokenize(dataset, rules, self.chat_template, dataset_name),
+                rules,
+                formatting_func=formatting_func,
+                name=dataset_name,
             )
         if counts is not None:
             self._preparation[dataset_name] = counts
@@ -604,6 +617,22 @@ class PackedSFTTrainer(SFTTrainer):
             self._epochs.save(checkpoint)
             self._recorder.save(checkpoint)
             super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights also where files have other names than the model."""
+        model = self.model if model is None else model
+        if loads_by_name(self, resume_from_checkpoint, model):
+            load_renamed(Path(resume_from_checkpoint), model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Load weights also where files have other names than the model."""
+        best = self.state.best_model_checkpoint
+        if loads_by_name(self, best, self.model):
+            load_renamed(Path(best), self.model)
+        else:
+            super()._load_best_model()
 
     def create_model_card(
         self,

@@ -1,4 +1,4 @@
-"""Images take TRL's path; text trains a vision model."""
+"""Images train as in TRL, packed or on TRL's path; text trains a vision model."""
 
 import math
 
@@ -15,9 +15,14 @@ from helpers.tiny import tiny_dataset, tiny_vlm
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from trl_packing.vision import run_images
 
-def test_images_take_the_path_of_trl(tmp_path):
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "TRL's path"])
+def test_images_train_as_in_trl(tmp_path, monkeypatch, is_packed):
     pytest.importorskip("PIL")
+    if not is_packed:
+        monkeypatch.setattr(run_images, "FAMILIES", ())
 
     def run(cls):
         model, processor = tiny_vlm("llava")
@@ -38,7 +43,8 @@ def test_images_take_the_path_of_trl(tmp_path):
         return trainer
 
     ours, theirs = run(PackedSFTTrainer), run(SFTTrainer)
-    assert isinstance(ours.data_collator, DataCollatorForVisionLanguageModeling)
+    assert isinstance(ours.data_collator, DataCollatorForVisionLanguageModeling) != is_packed
+    assert isinstance(theirs.data_collator, DataCollatorForVisionLanguageModeling)
     assert_same_run(ours, theirs)
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-5)
 
@@ -47,17 +53,22 @@ def test_images_take_the_path_of_trl(tmp_path):
     ("changes", "text"),
     [
         ({"packing": True}, "Packing is not supported for vision"),
-        ({"padding_free": True}, "Padding-free"),
+        ({"padding_free": True, "max_length": None}, "Padding-free"),
         ({"truncation_mode": "keep_end"}, "keep_end"),
     ],
 )
-def test_images_refuse_what_trl_refuses(tmp_path, changes, text):
+def test_images_train_with_what_trl_refuses(tmp_path, monkeypatch, changes, text):
     pytest.importorskip("PIL")
-    model, processor = tiny_vlm("llava")
+
+    def trainer():
+        model, processor = tiny_vlm("llava")
+        rows = tiny_dataset("images", 4)
+        return trainer_for(tmp_path, rows, model=model, processing_class=processor, **changes)
+
+    trainer().train()
+    monkeypatch.setattr(run_images, "FAMILIES", ())
     with pytest.raises(ValueError, match=text):
-        trainer_for(
-            tmp_path, tiny_dataset("images", 4), model=model, processing_class=processor, **changes
-        )
+        trainer()
 
 
 def test_images_need_a_vision_model(tmp_path):

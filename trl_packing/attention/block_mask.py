@@ -4,7 +4,10 @@ For models outside transformers' attention interface that ignore `position_ids` 
 their mask, so that documents see each other, but use a 4-D mask unchanged.
 
 A 4-D mask replaces every mask that the model would build, so it contains windows and chunks too:
-one mask for all layers, or one per layer type if the config has several types.
+one mask for all layers, or one per layer type if the config has several types. If the call has
+`token_type_ids`, the tokens of an image see each other in both directions (Gemma 3). transformers'
+own mask opens the wrong tokens there in a packed row: it looks images up by the position in the
+document (5.23).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +32,10 @@ def mask_packed_calls(backbone: nn.Module) -> None:
     def run_with_mask(forward: Callable[..., Any], **kwargs: Any) -> Any:
         lengths = np.diff(host_boundaries(kwargs["cu_seq_lens_q"]))
         unmasked = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
-        mask = packed_mask(lengths, text, _dtype(backbone), kwargs["position_ids"].device)
+        types = kwargs.get("token_type_ids")
+        device = kwargs["position_ids"].device
+        images = None if types is None else _images(types[0] == 1, kwargs["cu_seq_lens_q"])
+        mask = packed_mask(lengths, text, _dtype(backbone), device, images)
         return forward(**unmasked | {"attention_mask": mask})
 
     wrap_packed_calls(backbone, run_with_mask, attention=NAME)
@@ -40,6 +46,7 @@ def packed_mask(
     config: Any,
     dtype: torch.dtype,
     device: torch.device | None = None,
+    images: Tensor | None = None,
 ) -> Any:
     """Return the additive mask ``(1, 1, T, T)``, or a dict of such masks by layer type.
 
@@ -50,6 +57,7 @@ def packed_mask(
         config: text config of the model, which names windows, chunks and layer types.
         dtype: dtype of the mask.
         device: device of the mask; None: the CPU.
+        images: the image of each token ``(T,)``, −1 on text; None without images.
 
     Raises:
         NotImplementedError: layers have several sizes of windows or of chunks.
@@ -60,7 +68,8 @@ def packed_mask(
 
     def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
         ids = np.repeat(np.arange(len(lengths)), lengths)[None]
-        return mask_from_document_ids(to_device(ids, device), window=window, dtype=dtype)
+        made = mask_from_document_ids(to_device(ids, device), window=window, dtype=dtype)
+        return made if images is None else _open_images(made, images, window)
 
     seq_lengths = np.asarray(seq_lengths)
 
@@ -74,6 +83,24 @@ def packed_mask(
     if types:
         return masks[types.pop()]() if types <= masks.keys() else masks["full_attention"]()
     return masks["sliding_attention" if window else "full_attention"]()
+
+
+def _images(is_image: Tensor, boundaries: Tensor) -> Tensor:
+    """Return the image of each token ``(T,)`` int64, −1 on text; images end with their document."""
+    starts = is_image.clone()
+    starts[1:] &= ~is_image[:-1]
+    inside = boundaries[(boundaries > 0) & (boundaries < len(is_image))].long()
+    starts[inside] = is_image[inside]
+    return torch.where(is_image, starts.cumsum(0) - 1, -1)
+
+
+def _open_images(mask: Tensor, images: Tensor, window: int | None) -> Tensor:
+    """Return the additive `mask`, with the tokens of an image visible to each other."""
+    is_open = (images[:, None] == images) & (images >= 0)
+    if window is not None:
+        token = torch.arange(len(images), device=images.device)
+        is_open &= token[:, None] - token < window
+    return mask.masked_fill(is_open, 0)
 
 
 def _one(config: Any, name: str) -> int | None:

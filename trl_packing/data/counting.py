@@ -14,9 +14,17 @@ import datasets
 import numpy as np
 
 from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
-from trl_packing.data.overflow import Overflow, Pieces, fit_documents, pieces_of, prompt_lengths
+from trl_packing.data.overflow import (
+    Overflow,
+    Pieces,
+    fit_documents,
+    keep_images_whole,
+    pieces_of,
+    prompt_lengths,
+)
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, TOKEN_COLUMNS
+from trl_packing.documents.list_columns import FlatLists
 
 _VERB = {
     "truncate": "cut at the end",
@@ -51,7 +59,8 @@ def fit_and_count(
     name: str = "train",
 ) -> tuple[datasets.Dataset, PreparationCounts]:
     """Return the documents of `dataset` that fit, and the losses; see the two functions called."""
-    documents = ArrowDocuments(dataset, TOKEN_COLUMNS)
+    images = [IMAGE_IDS] if IMAGE_IDS in dataset.column_names else []
+    documents = ArrowDocuments(dataset, [*TOKEN_COLUMNS, *images])
     fitted = fit_documents(documents, overflow, num_proc=num_proc, name=name)
     return fitted.dataset, count_losses(documents, fitted, overflow, stop_ids)
 
@@ -122,6 +131,8 @@ def _cut(
     if overflow.policy == "truncate_prompt":
         prompts = _prompts(documents)
     pieces = pieces_of(whole.stops, overflow, prompts)
+    if IMAGE_IDS in documents.columns:
+        pieces = keep_images_whole(pieces, _image_ids(documents), overflow)
     if all(map(np.array_equal, pieces, whole)):
         return before, pieces
     return _count(documents, pieces, stop_ids), pieces
@@ -151,6 +162,12 @@ def _whole(documents: ArrowDocuments) -> Pieces:
 def _prompts(documents: ArrowDocuments) -> np.ndarray:
     chunks = documents.readers["labels"].chunks
     return documents.in_order([prompt_lengths(*chunk) for chunk in chunks])
+
+
+def _image_ids(documents: ArrowDocuments) -> FlatLists:
+    """Return the image of each token of all documents, in their order."""
+    lists = [document[IMAGE_IDS] for document in documents]
+    return np.concatenate(lists), np.cumsum([0, *map(len, lists)])
 
 
 def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _PieceCounts:

@@ -23,8 +23,9 @@ import pyarrow as pa
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.whole_images import ImageSpans, split_around
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS
 from trl_packing.documents.list_columns import (
     FlatLists,
     count_after_first,
@@ -155,6 +156,39 @@ def pieces_of(lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray) -> P
     return Pieces(piece_rows, starts, np.minimum(boundary + capacity, lengths[piece_rows]))
 
 
+def keep_images_whole(pieces: Pieces, image_ids: FlatLists, overflow: Overflow) -> Pieces:
+    """Return `pieces` that cut no image.
+
+    Args:
+        pieces: as `pieces_of` returns them.
+        image_ids: image of each token of the documents, 0 on text.
+        overflow: the policy.
+    """
+    images, capacity = ImageSpans(image_ids), overflow.capacity
+    if capacity is None or not len(images.first):
+        return pieces
+    if overflow.policy != "split":
+        _, starts = images.around(pieces.rows, pieces.starts)
+        stops, _ = images.around(pieces.rows, pieces.stops)
+        return Pieces(pieces.rows, starts, np.maximum(starts, stops))
+    lengths = np.diff(image_ids[1])
+    through = np.zeros(len(lengths), bool)
+    for cuts in (pieces.starts, pieces.stops):
+        through[pieces.rows[images.around(pieces.rows, cuts)[0] != cuts]] = True
+    whole = ~through[pieces.rows]
+    again = [
+        (row, start, stop)
+        for row in np.flatnonzero(through).tolist()
+        for start, stop in split_around(int(lengths[row]), capacity, images.of(row))
+    ]
+    rows, starts, stops = (
+        np.concatenate([kept[whole], np.array(new, np.int64)])
+        for kept, new in zip(pieces, zip(*again, strict=True) if again else ((),) * 3, strict=True)
+    )
+    order = np.lexsort([starts, rows])
+    return Pieces(rows[order], starts[order], stops[order])
+
+
 def gather(lists: FlatLists, pieces: Pieces) -> FlatLists:
     """Return values and offsets of the pieces, given those of the documents."""
     values, offsets = lists
@@ -232,6 +266,8 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
     tokens = token_lists(table)
     lengths = np.diff(tokens["input_ids"][1])
     pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]))
+    if IMAGE_IDS in tokens:
+        pieces = keep_images_whole(pieces, tokens[IMAGE_IDS], overflow)
     cut = {name: gather(lists, pieces) for name, lists in tokens.items()}
     kept = pa.array(np.flatnonzero(is_kept(cut["labels"], overflow)))
     columns = [

@@ -38,6 +38,12 @@ TURN = "trl_packing_turn"
 # An integer for every document of an evaluation set that reports losses by source.
 SOURCE_IDS = "source_ids"
 
+# An integer for every token: 0 on text, n on tokens of the n-th image of the user's row.
+IMAGE_IDS = "image_ids"
+
+# An integer for every document with images: the number of the user's row among all of the run.
+IMAGE_ROW = "image_row"
+
 # The lengths of the documents in a row, where rows are packed.
 SEQ_LENGTHS = "seq_lengths"
 
@@ -46,13 +52,14 @@ MASK_COLUMNS = ("completion_mask", "assistant_masks")
 
 
 def token_columns(columns: Iterable[str]) -> list[str]:
-    """Return `TOKEN_COLUMNS`, and `TOKEN_WEIGHTS` if it is among `columns`."""
-    return [*TOKEN_COLUMNS, *({TOKEN_WEIGHTS} & set(columns))]
+    """Return `TOKEN_COLUMNS`, and those of `TOKEN_WEIGHTS` and `IMAGE_IDS` that `columns` has."""
+    present = set(columns)
+    return [*TOKEN_COLUMNS, *(name for name in (TOKEN_WEIGHTS, IMAGE_IDS) if name in present)]
 
 
 def document_columns(columns: Iterable[str], source_column: str | None = None) -> list[str]:
     """Return those of `columns` that hold one value for every document."""
-    kept = (DOCUMENT_WEIGHT, source_column)
+    kept = (DOCUMENT_WEIGHT, IMAGE_ROW, source_column)
     return [column for column in columns if column in kept]
 
 

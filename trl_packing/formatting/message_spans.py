@@ -127,13 +127,13 @@ class RenderedConversation:
         """Return spans of plain messages, if nothing but their contents is between the pieces."""
         mark = self._placeholder
         plain = [number for number in wanted if _is_plain(self._messages[number])]
-        marked = self._render_replaced({n: self._messages[n] | {"content": mark} for n in plain})
+        marked = self._render_replaced({n: _with_text(self._messages[n], mark) for n in plain})
         pieces = (marked or "").split(mark)
         if len(pieces) != len(plain) + 1 or not self.text.startswith(pieces[0]):
             return {}
         spans, at = {}, len(pieces[0])
         for number, before, after in zip(plain, pieces, pieces[1:], strict=False):
-            content = self._messages[number]["content"]
+            content = _text(self._messages[number]) or ""
             forms = (content, content.strip(), content.rstrip(), content.lstrip())
             size = next((len(f) for f in forms if self.text.startswith(f + after, at)), None)
             if size is None:
@@ -180,7 +180,8 @@ class RenderedConversation:
         mark, role = self._placeholder, self._messages[number]["role"]
         # A template refuses this if a tool's message follows, since the tool call is replaced, too.
         # Then only the generation prompt can locate the message: the text holds no placeholder.
-        marked = self._render_replaced({number: {"role": role, "content": mark}})
+        alone = {"role": role, "content": self._messages[number].get("content")}
+        marked = self._render_replaced({number: _with_text(alone, mark)})
         before, _, after = marked.partition(mark) if marked else (mark, mark, mark)
         start = self._start(number, before)
         if start is None:
@@ -212,8 +213,7 @@ class RenderedConversation:
         if following == len(self._messages) or not _is_plain(self._messages[following]):
             return len(self.text)
         mark = self._placeholder
-        message = self._messages[following] | {"content": mark}
-        marked = self._render_replaced({following: message})
+        marked = self._render_replaced({following: _with_text(self._messages[following], mark)})
         before = (marked or mark).partition(mark)[0]
         return len(before) if marked and self.text.startswith(before) else len(self.text)
 
@@ -226,9 +226,23 @@ class RenderedConversation:
         return len(stripped if stripped.endswith(self.chat.special_tokens) else rendered)
 
 
-def _is_plain(message: Message) -> bool:
+def _text(message: Message) -> str | None:
+    """Return the content of a message that is a text, or a list of one text part; else None."""
     content = message.get("content")
-    if not isinstance(content, str) or not content or "</think>" in content:
+    if isinstance(content, (list, tuple)) and len(content) == 1:
+        content = content[0].get("text") if content[0].get("type") == "text" else None
+    return content if isinstance(content, str) else None
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """Return `message` with another text; a list stays a list, as some templates need it."""
+    is_list = isinstance(message.get("content"), (list, tuple))
+    return message | {"content": [{"type": "text", "text": text}] if is_list else text}
+
+
+def _is_plain(message: Message) -> bool:
+    content = _text(message)
+    if not content or "</think>" in content:
         return False
     return not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
 
@@ -249,7 +263,7 @@ def _check_complete(number: int, message: Message, text: str) -> None:
 
 def missing_part(message: Message, text: str) -> tuple[str, str] | None:
     """Return the name and the words of a part of `message` that `text` leaves out; None if none."""
-    content = message.get("content")
+    content = _text(message)
     reasoning = {message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)}
     parts = []
     if isinstance(content, str):

@@ -107,7 +107,11 @@ def random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.nd
     )
     # Vision-language models raise an error for an image token without an image.
     config = getattr(model, "config", None)
-    named = [v for k, v in vars(config).items() if k.endswith("token_id")] if config else []
+    named = (
+        [v for k, v in vars(config).items() if k.endswith(("token_id", "token_index"))]
+        if config
+        else []
+    )
     special = [i for v in named for i in (v if isinstance(v, (list, tuple)) else [v])]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).

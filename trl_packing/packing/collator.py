@@ -70,6 +70,7 @@ class PackedCollator:
             pass to their models what is left out.
         shares_prefixes: compute the tokens with which documents begin alike once (tree_row.py), on
             models that passed the check of such rows.
+        images: adds the tensors of the images of documents (vision/batch.py); None without images.
         host_row: False leaves `host` None, for batches that are changed before they are used.
 
     Examples:
@@ -91,6 +92,7 @@ class PackedCollator:
     tensors_only: bool = False
     shares_prefixes: bool = False
     host_row: bool = True
+    images: Any = None
 
     def __post_init__(self) -> None:
         if self.shares_prefixes and self.static_shapes is not None:
@@ -139,6 +141,8 @@ class PackedCollator:
             ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
             source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
+        if self.images is not None:
+            batch |= self.images.tensors(documents, input_ids)
         tree = self._tree_row(batch, lengths[: len(lengths) - len(masked)])
         if not self.tensors_only:
             return PackedBatch(batch if tree is None else tree.batch)
@@ -158,7 +162,7 @@ class PackedCollator:
 
     def _tree_row(self, batch: dict[str, Any], lengths: list[int]) -> TreeRow | None:
         """Return the row of `batch` with shared prefixes; None if there are none."""
-        if not self.shares_prefixes or len(lengths) < 2:
+        if not self.shares_prefixes or len(lengths) < 2 or self.images is not None:
             return None
         real = sum(lengths)
         flat = {k: x[:, :real] for k, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}

@@ -1,6 +1,6 @@
 """Checks of the arguments of `PackedSFTTrainer`, and their meaning beside TRL's.
 
-a user's data_collator, images, with_transform       TRL's path, unchanged
+a user's data_collator, with_transform, images       TRL's path, unchanged
 DataCollatorForCompletionOnlyLM                      ours: it finds the trained tokens
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
 packing_strategy, overflow, truncation_mode          one overflow policy
@@ -42,14 +42,16 @@ _PREPARATION_OPTIONS = (
 )
 
 
-def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
+def reason_for_trl_path(
+    train_dataset: Any, data_collator: Any, *, packs_images: bool = False
+) -> str | None:
     """Return why a run takes TRL's path unchanged, or None if it is ours."""
     if data_collator is not None and not isinstance(data_collator, _OURS):
         return f"data_collator is your own ({type(data_collator).__name__})"
     if isinstance(train_dataset, (Dataset, IterableDataset)):
         check_not_empty(train_dataset, "train")
         columns = get_dataset_column_names(train_dataset) or []
-        if {"image", "images"} & set(columns):
+        if {"image", "images"} & set(columns) and not packs_images:
             return "the data set has images"
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
         return "the data set has a transform (with_transform), so lengths are unknown"

@@ -83,6 +83,8 @@ class RunCollators:
         collator = copy.copy(collator)
         collator.loss_weighting = weighting
         collator.tensors_only = True
+        if collator.images is None and hasattr(self, "packed"):
+            collator.images = self.packed.images
         collator.shares_prefixes = False  # until `PrefixSharing` has decided
         self.packed = self.trainer.data_collator = collator
         self.hold_shapes()
@@ -99,7 +101,8 @@ class RunCollators:
             padded: logits are requested, of one row for each document.
         """
         if padded:
-            return WeightedPaddedCollator(self.padded, self.options.loss_weighting)
+            collator = WeightedPaddedCollator(self.padded, self.options.loss_weighting)
+            return collator if self.packed.images is None else self.packed.images.padded(collator)
         if self.packed.static_shapes is None:
             return self._for_evaluation_as_decided(self.for_data_loader())
         if self.sampling.eval_packing:

@@ -9,6 +9,8 @@ from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
+    IMAGE_IDS,
+    IMAGE_ROW,
     SEQ_LENGTHS,
     SOURCE_IDS,
     TOKEN_COLUMNS,
@@ -18,7 +20,7 @@ from trl_packing.documents.labels import (
 from trl_packing.documents.weight_columns import check_token_weights, document_weights_from_rows
 from trl_packing.loss.weighted_forward import check_weights_can_be_used
 
-_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, SEQ_LENGTHS)
+_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, IMAGE_IDS, SEQ_LENGTHS)
 
 
 def documents_of(
@@ -38,6 +40,8 @@ def documents_of(
     scalars = {}
     if DOCUMENT_WEIGHT in dataset.column_names:
         scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, "the prepared data set")
+    if IMAGE_ROW in dataset.column_names:
+        scalars[IMAGE_ROW] = np.asarray(dataset.with_format("numpy")[IMAGE_ROW][:])
     if source_ids is not None:
         scalars[SOURCE_IDS] = source_ids
     present = [name for name in _ROW_COLUMNS if name in dataset.column_names]

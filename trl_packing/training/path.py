@@ -99,7 +99,8 @@ class UserChanges:
         dataset = self.trainer.train_dataset
         if dataset is self._planned or dataset is None:
             return
-        reason = reason_for_trl_path(dataset, None)
+        packs_images = self.collators.packed.images is not None
+        reason = reason_for_trl_path(dataset, None, packs_images=packs_images)
         if not isinstance(dataset, (Dataset, IterableDataset)):
             reason = f"train_dataset is a {type(dataset).__name__}"
         if reason:

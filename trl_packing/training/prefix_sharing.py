@@ -106,6 +106,8 @@ class PrefixSharing:
     def _why_not(self, training: bool) -> str | None:
         """Return why no model could share in this mode of the run, or None."""
         trainer, backend = self.trainer, self.guard.attention
+        if self.collators.packed.images is not None:
+            return "an image belongs to one document"
         if self.collators.packed.static_shapes is not None:
             return "static_shapes=True holds rows at one length"
         if trainer.aux_loss_enabled:

@@ -17,6 +17,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -87,7 +88,7 @@ def plan_report(
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
         tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
         prefixes=None
-        if tokens_per_micro_batch
+        if tokens_per_micro_batch or IMAGE_IDS in documents.columns  # equal ids, other images
         else prefix_savings(documents, sampler, prefix_sharing),
     )
 

@@ -1,0 +1,184 @@
+"""Runs on data sets with images: evaluation, workers, resuming, LoRA, settings."""
+
+import copy
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.one_step import ONE_STEP
+from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
+from peft import LoraConfig
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+from vision.test_exact import LAYOUTS, TOLERANCE, alone, difference, packed
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.vision import run_images
+
+NAME = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor(NAME)
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return tiny_vision_model(NAME, processor)
+
+
+def trainer_of(model, processor, folder, dataset=None, **options):
+    settings = {"max_length": 320, "packing": True} | ONE_STEP | options
+    more = {
+        key: settings.pop(key) for key in ("eval_dataset", "compute_metrics") if key in settings
+    }
+    return PackedSFTTrainer(
+        model=copy.deepcopy(model),
+        args=PackedSFTConfig(output_dir=str(folder), **settings),
+        train_dataset=image_dataset() if dataset is None else dataset,
+        processing_class=processor,
+        **more,
+    )
+
+
+def test_evaluation_loss_is_that_of_the_documents_alone(model, processor, tmp_path):
+    evaluated = image_dataset(6)
+    trainer = trainer_of(model, processor, tmp_path, eval_dataset=evaluated)
+    loss, _ = alone(model, processor, evaluated, completion_only_loss=True)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_padded_evaluation_gives_the_same_loss_and_sees_the_images(model, processor, tmp_path):
+    seen = {}
+
+    def keep(predictions):
+        seen["logits"] = predictions.predictions
+        return {}
+
+    evaluated = image_dataset(4)
+    trainer = trainer_of(model, processor, tmp_path, eval_dataset=evaluated, compute_metrics=keep)
+    loss, _ = alone(model, processor, evaluated, completion_only_loss=True)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert len(seen["logits"]) == 4
+
+
+def test_workers_change_nothing(model, processor, tmp_path):
+    options = LAYOUTS["three of a bin"]
+    loss, gradients, _ = packed(model, processor, image_dataset(), tmp_path, **options)
+    with_workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": False}
+    found, others, _ = packed(
+        model, processor, image_dataset(), tmp_path, **options, **with_workers
+    )
+    assert found == loss
+    assert all(torch.equal(others[name], gradients[name]) for name in gradients)
+
+
+def test_a_resumed_run_ends_in_the_same_weights(model, processor, tmp_path):
+    options = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 1,
+        "max_length": 200,
+    }
+    whole = trainer_of(model, processor, tmp_path / "whole", **options)
+    whole.train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "rest" / "checkpoint-2")
+    rest = trainer_of(model, processor, tmp_path / "rest", **options)
+    rest.train(resume_from_checkpoint=str(tmp_path / "rest" / "checkpoint-2"))
+    expected = dict(whole.model.named_parameters())
+    assert all(torch.equal(p, expected[n]) for n, p in rest.model.named_parameters())
+
+
+def test_lora_trains_with_images(model, processor, tmp_path):
+    trainer = PackedSFTTrainer(
+        model=copy.deepcopy(model),
+        args=PackedSFTConfig(output_dir=str(tmp_path), max_length=320, **ONE_STEP),
+        train_dataset=image_dataset(),
+        processing_class=processor,
+        peft_config=LoraConfig(target_modules=["q_proj", "qkv"], r=2),
+    )
+    trainer.train()
+    assert trainer._run_path.reason is None
+
+
+def test_assistant_turns_are_trained_as_in_text(model, processor, tmp_path):
+    dataset = image_dataset(form="messages")
+    trainer = trainer_of(model, processor, tmp_path, dataset, train_on="assistant")
+    for number, document in enumerate(trainer.train_dataset):
+        trained = [label for label in document["labels"] if label != -100]
+        words = processor.tokenizer.decode(trained)
+        row = dataset[number]["messages"][-1]["content"][0]["text"]
+        assert words == row + "<|im_end|>"
+
+
+def test_documents_per_step_and_weights_reach_the_loss(model, processor, tmp_path):
+    dataset = image_dataset().add_column("loss_weight", [0.0] * 4 + [1.0] * 4)
+    found, gradients, _ = packed(
+        model, processor, dataset, tmp_path, **LAYOUTS["documents_per_step"]
+    )
+    kept = image_dataset().select(range(4, 8))
+    loss, expected = alone(model, processor, kept, completion_only_loss=True)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert difference(gradients, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"append_eos": True},
+        {"static_shapes": True},
+        {"response_template": "Answer"},
+    ],
+)
+def test_settings_that_images_cannot_serve_are_refused(options, model, processor, tmp_path):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        trainer_of(model, processor, tmp_path, **options)
+
+
+def with_payload():
+    part = {"type": "image", "image": noise(9, 9, 0)}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]
+    return Dataset.from_list([{"images": [], "messages": messages}] * 8)
+
+
+TRLS = {
+    "stream": {"dataset": lambda: image_dataset().to_iterable_dataset()},
+    "stream with images": {"eval_dataset": lambda: image_dataset().to_iterable_dataset()},
+    "wrapped": {"packing_strategy": lambda: "wrapped"},
+    "several forms": {"dataset": lambda: image_dataset().add_column("text", ["a"] * 8)},
+    "tools": {"dataset": lambda: image_dataset().add_column("tools", [None] * 8)},
+    "skip_prepare_dataset": {"dataset_kwargs": lambda: {"skip_prepare_dataset": True}},
+    "hold data of their own": {"dataset": with_payload},
+}
+
+
+@pytest.mark.parametrize("reason", TRLS)
+def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tmp_path):
+    changes = {name: make() for name, make in TRLS[reason].items()}
+    collator = DataCollatorForVisionLanguageModeling
+    settings = {"max_length": 320, **ONE_STEP} | {
+        name: value for name, value in changes.items() if not name.endswith("dataset")
+    }
+    trainer = PackedSFTTrainer(
+        model=copy.deepcopy(model),
+        args=PackedSFTConfig(output_dir=str(tmp_path), **settings),
+        train_dataset=changes.get("dataset", image_dataset()),
+        eval_dataset=changes.get("eval_dataset"),
+        processing_class=processor,
+    )
+    assert reason in trainer._run_path.reason
+    assert isinstance(trainer.data_collator, collator)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "ZeRO-3"])
+def test_engines_that_shard_the_tower_take_trls_path(engine, model, monkeypatch):
+    args = SimpleNamespace(world_size=2, fsdp=engine == "FSDP")
+    if engine == "ZeRO-3":
+        monkeypatch.setattr(run_images, "is_deepspeed_zero3_enabled", lambda: True)
+    images = run_images.RunImages()
+    assert engine in images.why_not_packed(model, image_dataset(), None, args, None)
+    assert not images.packs

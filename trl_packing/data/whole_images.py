@@ -1,0 +1,82 @@
+"""Cuts of documents that never go through an image.
+
+    image_ids    0 0 1 1 1 1 0 0 2 2 0       an image is what lies from its first to its last token
+    cut at 4         |<- the image starts here; the piece before ends here
+                             ->| the piece behind starts here, if the one before cannot have it
+
+`overflow.pieces_of` cuts by lengths alone. A cut inside an image moves to its start, or, at the
+start of a document, to its end. Pieces of "split" are cut again behind such a move.
+"""
+
+import numpy as np
+
+from trl_packing.documents.list_columns import FlatLists
+
+
+class ImageSpans:
+    """First and last tokens of the images of a batch of documents.
+
+    Args:
+        image_ids: image of each token, 0 on text; values and offsets.
+    """
+
+    def __init__(self, image_ids: FlatLists):
+        values, self.offsets = image_ids
+        at = np.flatnonzero(values)
+        document = np.searchsorted(self.offsets, at, side="right") - 1
+        change = (np.diff(document, prepend=-1) != 0) | (np.diff(values[at], prepend=0) != 0)
+        starts = np.flatnonzero(change)
+        self.first = at[starts]
+        ends = np.append(starts[1:], len(at)) - 1
+        self.end = at[ends] + 1 if len(at) else self.first
+        self.document = document[starts]
+
+    def of(self, row: int) -> list[tuple[int, int]]:
+        """Return ``[start, stop)`` of the images of a document, counted from its first token."""
+        low, high = np.searchsorted(self.document, [row, row + 1])
+        first = int(self.offsets[row])
+        return [
+            (int(start) - first, int(stop) - first)
+            for start, stop in zip(self.first[low:high], self.end[low:high], strict=True)
+        ]
+
+    def around(self, rows: np.ndarray, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return start and stop of the image that each cut goes through; the cut itself without.
+
+        Args:
+            rows: document of each cut.
+            cuts: token before which it cuts, counted from the first of its document.
+        """
+        if not len(self.first):
+            return cuts, cuts
+        place = self.offsets[rows] + cuts
+        number = np.maximum(np.searchsorted(self.first, place, side="left") - 1, 0)
+        inside = (self.first[number] < place) & (place < self.end[number])
+        start = np.where(inside, self.first[number] - self.offsets[rows], cuts)
+        return start, np.where(inside, self.end[number] - self.offsets[rows], cuts)
+
+
+def split_around(
+    length: int, capacity: int, images: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return pieces ``[start, stop)`` of at most `capacity` tokens that cut no image.
+
+    An image longer than `capacity` is left out.
+
+    Examples:
+        >>> split_around(10, 4, [(2, 6)])
+        [(0, 2), (2, 6), (6, 10)]
+    """
+    pieces, start = [], 0
+    while start < length:
+        stop = min(start + capacity, length)
+        cut = next(((a, b) for a, b in images if a < stop < b), None)
+        if cut is None:
+            pieces.append((start, stop))
+            start = stop
+        elif cut[0] > start:
+            pieces.append((start, cut[0]))
+            start = cut[0]
+        else:  # the image alone does not fit
+            start = cut[1]
+    return pieces

@@ -1,0 +1,225 @@
+"""The tensors of images in a packed row: pixels in the order of the documents, and positions.
+
+    documents          [t t i i i i t]    [t t t]    [t i i t]
+    pixel_values        image                         image        in this order
+    image_grid_thw      (1, 4, 4)                     (1, 2, 4)    or a model's other inputs
+    position_ids       0 1 2 3 4 5 6      0 1 2      0 1 2 3       (4, 1, T): in the document,
+                       0 1 2 2 2 2 4      0 1 2      0 1 1 3       in time,
+                       0 1 2 2 3 3 4      0 1 2      0 1 1 3       height
+                       0 1 2 3 2 3 4      0 1 2      0 1 2 3       and width
+
+Vision towers keep images apart by their sizes. The text model keeps documents apart by the
+boundaries of the row. The model's `get_rope_index` makes positions for each document alone; on the
+whole row, they would run on from one document to the next.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PillowImage
+from torch import Tensor, nn
+
+from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
+from trl_packing.models.introspection import unwrap_peft
+from trl_packing.vision.image_store import ImageError, ImageStore
+
+#: A document of the isolation check brings its images itself: a list for each row of the user that
+#: it is made of, because some processors cut an image that is alone in its row into more tiles.
+IMAGES = "images"
+
+Images = list[PillowImage.Image]
+
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+
+
+class ImageBatches:
+    """Makes the tensors of images for packed rows of one model.
+
+    Args:
+        store: the image files of the run.
+        processor: of the model.
+        model: its class makes positions and says which inputs it takes; PEFT may wrap it.
+    """
+
+    def __init__(self, store: ImageStore, processor: Any, model: Any):
+        base = unwrap_peft(model)
+        self.store = store
+        self.processor = processor
+        self.inputs = frozenset(inspect.signature(type(base).forward).parameters)
+        self.positions = RopePositions.of(base)
+
+    def tensors(
+        self, documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
+    ) -> dict[str, Tensor]:
+        """Return the inputs that a row of `documents` needs beside its tokens.
+
+        Args:
+            documents: with `image_row` and `image_ids`, or with `images` of their own.
+            input_ids: the tokens of each document, and of padding behind them, ``(T,)`` each.
+
+        Raises:
+            ImageError: an image cannot be read, or needs another number of tokens than planned.
+        """
+        images = [self._images(document) for document in documents]
+        pixels = self._pixels(documents, images)
+        made = {name: value for name, value in pixels.items() if name in self.inputs}
+        named = [name for name in _TOKEN_TYPES if name in self.inputs]
+        if not named and self.positions is None:
+            return made
+        types = [self._token_types(ids) for ids in input_ids]
+        made |= dict.fromkeys(named, torch.cat(types)[None])
+        if self.positions is not None:
+            counts = [sum(map(len, of_document)) for of_document in images]
+            counts += [0] * (len(input_ids) - len(counts))
+            made["position_ids"] = self._position_ids(input_ids, types, pixels, counts)
+        return made
+
+    def padded(self, collator: Callable[[Any], dict[str, Any]]) -> "PaddedImages":
+        """Return a collator of padded rows with images, one for each document.
+
+        Args:
+            collator: makes padded rows of the tokens.
+        """
+        return PaddedImages(collator, self)
+
+    def of_padded_rows(
+        self, documents: Sequence[Mapping[str, Any]], input_ids: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the inputs that padded rows ``(B, T)`` need; the model makes their positions."""
+        images = [self._images(document) for document in documents]
+        made = self._pixels(documents, images)
+        made = {name: value for name, value in made.items() if name in self.inputs}
+        named = [name for name in _TOKEN_TYPES if name in self.inputs]
+        if named:
+            types = torch.stack([self._token_types(ids.numpy()) for ids in input_ids])
+            made |= dict.fromkeys(named, types)
+        return made
+
+    def _images(self, document: Mapping[str, Any]) -> list[Images]:
+        """Return the images of a document, by row of the user; rows without images are left out."""
+        if IMAGES in document:
+            return [list(row) for row in document[IMAGES] if row]
+        if IMAGE_IDS not in document:
+            return []
+        numbers = np.unique(document[IMAGE_IDS])
+        numbers = numbers[numbers > 0] - 1
+        return [self.store.load(int(document[IMAGE_ROW]), numbers)] if len(numbers) else []
+
+    def _pixels(
+        self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[Images]]
+    ) -> dict[str, Tensor]:
+        """Return the output of the processor for the images of all documents."""
+        rows = [row for of_document in images for row in of_document]
+        if not rows:
+            return {}
+        output = self.processor(
+            images=rows,
+            text=[self.processor.image_token * len(row) for row in rows],
+            add_special_tokens=False,
+            padding=True,
+            return_tensors="pt",
+        )
+        made = iter(output.pop("input_ids"))
+        for document, of_document in zip(documents, images, strict=True):
+            self._check_features(document, [np.asarray(next(made)) for _ in of_document])
+        return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
+
+    def _check_features(self, document: Mapping[str, Any], made: Sequence[np.ndarray]) -> None:
+        """Raise ImageError if images have another number of tokens than the document."""
+        features = self.processor.image_token_ids
+        needed = sum(int(np.isin(ids, features).sum()) for ids in made)
+        given = int(np.isin(document["input_ids"], features).sum())
+        if needed != given:
+            row = document.get(IMAGE_ROW)
+            which = "a document" if row is None else self.store.name_of(int(row))
+            raise ImageError(
+                f"{which} has {given} image tokens, but its images need {needed} "
+                "now; were the files or the processor changed after the data set was prepared?"
+            )
+
+    def _token_types(self, ids: np.ndarray) -> Tensor:
+        return torch.tensor(self.processor.create_mm_token_type_ids([ids.tolist()])[0])
+
+    def _position_ids(
+        self,
+        input_ids: Sequence[np.ndarray],
+        types: Sequence[Tensor],
+        pixels: Mapping[str, Tensor],
+        counts: Sequence[int],
+    ) -> Tensor:
+        assert self.positions is not None
+        ends = np.cumsum([0, *counts]).tolist()
+        grids = pixels.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+        parts = [
+            self.positions.of_document(torch.from_numpy(ids), kinds, grids[start:stop])
+            for ids, kinds, start, stop in zip(input_ids, types, ends, ends[1:], strict=False)
+            if len(ids)
+        ]
+        return torch.cat(parts, dim=-1)
+
+
+@dataclass
+class PaddedImages:
+    """Collates documents with images to padded rows.
+
+    Attributes:
+        collator: makes padded rows of the tokens.
+        images: adds the tensors of images.
+    """
+
+    collator: Callable[[Any], dict[str, Any]]
+    images: ImageBatches
+
+    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        names = (IMAGE_IDS, IMAGE_ROW)
+        texts = [{k: v for k, v in document.items() if k not in names} for document in documents]
+        batch = self.collator(texts)
+        ids = batch["input_ids"].long()  # positions get its dtype, and some models need int64
+        return {**batch, "input_ids": ids, **self.images.of_padded_rows(documents, ids)}
+
+
+class RopePositions:
+    """Positions of a document in time, height and width, from a model's `get_rope_index`.
+
+    Args:
+        maker: the module that has `get_rope_index`, without its weights.
+    """
+
+    def __init__(self, maker: Any):
+        self.maker = maker
+        self.arguments = frozenset(inspect.signature(type(maker).get_rope_index).parameters)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "RopePositions | None":
+        """Return the positions of `model`; None if it has one position for each token."""
+        found = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
+        return None if found is None else cls(_without_weights(found))
+
+    def of_document(self, ids: Tensor, types: Tensor, grids: Tensor) -> Tensor:
+        """Return the positions of a document ``(4, 1, T)`` int64; the first row counts its tokens.
+
+        Args:
+            ids: its tokens ``(T,)``.
+            types: 1 on image tokens, else 0, ``(T,)``.
+            grids: time, height and width of each image in patches, ``(images, 3)``.
+        """
+        text = torch.arange(len(ids))[None, None]
+        if not len(grids):
+            return text.expand(4, 1, -1)
+        given = {"mm_token_type_ids": types[None], "image_grid_thw": grids}
+        given = {name: value for name, value in given.items() if name in self.arguments}
+        positions, _ = self.maker.get_rope_index(ids[None], **given)
+        return torch.cat([text, positions.to(text.dtype)])
+
+
+def _without_weights(module: nn.Module) -> Any:
+    """Return a copy of `module` that can be sent to workers: its config and methods only."""
+    bare = copy.copy(module)
+    plain = {name: value for name, value in vars(module).items() if not callable(value)}
+    bare.__dict__ = plain | {"_modules": {}, "_parameters": {}, "_buffers": {}}
+    return bare

@@ -1,0 +1,123 @@
+"""The isolation guard of a run with images: it also probes with the run's own images.
+
+    text probes     as in any run; image tokens are replaced by ordinary ones
+    image probes    documents with their pixels, and another image before them (image_check.py)
+
+A backend must pass both. If it fails with images, the next backend is tried, as for text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trl_packing.attention.backends import PADDED, AttentionChoice
+from trl_packing.attention.install import install_attention
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
+from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
+from trl_packing.isolation.guard import IsolationGuard, Precision
+from trl_packing.isolation.probes import random_tokens
+from trl_packing.vision.image_check import check_images
+from trl_packing.vision.image_store import ImageStore
+
+_MOST = 2  # documents with images in the check
+
+
+class ImageGuard(IsolationGuard):
+    """An `IsolationGuard` that checks documents with images, too.
+
+    Args:
+        model: as for `IsolationGuard`, like the options.
+        store: the image files of the run.
+    """
+
+    def __init__(self, model: nn.Module, store: ImageStore, **options: Any):
+        # Padded rows of the text part would not match the images of the whole row.
+        super().__init__(model, **options | {"packing_requested": True})
+        self.store = store
+        self._with_images: list[dict[str, Any]] = []
+
+    def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
+        """Return representative documents, their image tokens replaced by ordinary ones."""
+        documents = super().sample(dataset, max_length)
+        if self._isolation_check != "off" and IMAGE_ROW in dataset.column_names:
+            self._with_images = self._images_of(dataset)
+        draw = random_tokens(self.base_model, np.random.default_rng(0))
+        ids = self._image_token_ids()
+        return [
+            np.where(np.isin(document, ids), draw(len(document)), document)
+            for document in documents
+        ]
+
+    def _image_token_ids(self) -> list[int]:
+        config = self.base_model.config
+        names = [name for name in vars(config) if name.endswith(("token_id", "token_index"))]
+        return [v for name in names if isinstance(v := getattr(config, name), int)]
+
+    def _images_of(self, dataset: Any) -> list[dict[str, Any]]:
+        """Return the shortest documents of different images, with their images."""
+        documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
+        order = np.argsort(documents.lengths(), kind="stable")
+        found: list[dict[str, Any]] = []
+        for number in order.tolist():
+            document = documents[number]
+            chosen = np.unique(document[IMAGE_IDS])
+            if not chosen.any():
+                continue
+            row = int(dataset[number][IMAGE_ROW])
+            images = self.store.load(row, chosen[chosen > 0] - 1)
+            found.append({"input_ids": document["input_ids"], "images": [images]})
+            if len(found) == _MOST:
+                break
+        return found
+
+    def _search(
+        self,
+        choices: Sequence[AttentionChoice],
+        documents: Sequence[np.ndarray],
+        precision: Precision,
+        calls: dict[str, Any],
+    ) -> tuple[AttentionChoice, CheckResult]:
+        """Return the first backend that is exact on text and on images."""
+        first: tuple[AttentionChoice, CheckResult] | None = None
+        reasons: list[str] = []
+        left = list(choices)
+        while left:
+            choice, result = super()._search(left, documents, precision, calls)
+            if not result or not self._with_images:
+                break
+            with_images = self._check_images(choice, calls)
+            if with_images:
+                if reasons:
+                    choice = replace(choice, reason="; ".join(reasons))
+                return choice, with_images
+            first = first or (choice, with_images)
+            reasons.append(f"{choice.backend} is not exact with images")
+            names = [known.backend for known in left]
+            # Padded rows hold the tokens of a document in another order than its images.
+            left = [c for c in left[names.index(choice.backend) + 1 :] if c.backend not in PADDED]
+        if first is None:
+            return choice, result
+        install_attention(self.model, first[0])
+        return first
+
+    def _check_images(self, choice: AttentionChoice, calls: dict[str, Any]) -> CheckResult:
+        wrapped = calls["wrapped"]
+        try:
+            result: CheckResult = check_images(
+                self.model if wrapped is None else wrapped,
+                self._with_images,
+                collator=calls["collator"],
+                training=calls["training"],
+                attention=str(choice),
+                fused_head=bool(self._options["fused_head"]),
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # models raise all kinds of errors
+            result = Refusal.from_error(error)
+        return worst_of_ranks(result, self.model) if self._options["agree"] else result

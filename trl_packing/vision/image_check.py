@@ -1,0 +1,167 @@
+"""Measures on a model whether the images of a document affect the next one in a packed row.
+
+    alone          [B]           without packing: ids, pixels, the model's own positions
+    packed         [A, B]        as in training; also with other images in A, and B first
+    contaminated   [A · B]       the same row as one document: the effect of a full leak
+
+B is a document of the run with its images, A another one. The verdict follows from the outputs for
+B as in `isolation/check.py`. A backend that computes another attention between the tokens of one
+image than the model does (Gemma 3: both ways) differs from the document alone, and fails too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PillowImage
+from torch import Tensor, nn
+
+from trl_packing.attention.install import use_native_attention
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.isolation.check import IsolationReport, severity, verdict_of
+from trl_packing.isolation.measure import (
+    Measurement,
+    Stage,
+    collate_packed,
+    logits_at,
+    note_stage,
+    ordinary_batch,
+    round_differently,
+    score_logits,
+)
+from trl_packing.models.introspection import unwrap_model
+from trl_packing.models.state import preserve_state, restore_state
+from trl_packing.packing.collator import PackedCollator
+
+Document = Mapping[str, Any]  # `input_ids`, and `images` of each row of the user in it
+
+_MOST_POSITIONS = 64
+
+
+@torch.no_grad()
+def check_images(
+    model: nn.Module,
+    documents: Sequence[Document],
+    *,
+    collator: PackedCollator,
+    training: bool | None = None,
+    attention: str | None = None,
+    fused_head: bool = False,
+) -> IsolationReport:
+    """Return whether documents with images affect each other on `model`.
+
+    Args:
+        model: called as a training step calls it; packed calls run by the installed backend.
+        documents: with `input_ids` and decoded `images` (`batch.IMAGES`); at least one.
+        collator: makes the rows.
+        training: the mode to check, by default the model's.
+        attention: the name of the attention in the report.
+        fused_head: score rows through TRL's fused LM head.
+
+    Raises:
+        Exception: any error that the model raises against a row with images.
+    """
+    inner = unwrap_model(model)
+    with preserve_state(model, training):
+        reports = [
+            verdict_of(
+                _measure(model, inner, before, document, fused_head, collator),
+                f"{_count(document)} image(s) after {_count(before)}",
+                inner,
+                attention,
+                model.training,
+            )
+            for before, document in zip([*documents[1:], documents[0]], documents, strict=True)
+        ]
+    return min(reports, key=severity)
+
+
+def _measure(
+    model: nn.Module,
+    inner: Any,
+    before: Document,
+    document: Document,
+    fused_head: bool,
+    collate: PackedCollator,
+) -> Measurement:
+    ids = np.asarray(document["input_ids"], np.int64)
+    size = len(ids)
+    at = np.arange(size - 1)[-_MOST_POSITIONS:]
+    others = [before, _with_other_images(before)]
+
+    def alone() -> Tensor:
+        with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
+            batch = _ordinary(inner, ids, document, collate)
+            logits = logits_at(model, inner, batch, at - size)
+        return score_logits(logits, ids[at + 1]) if fused_head else logits
+
+    def packed(*row: Document) -> Tensor:
+        where = sum(len(d["input_ids"]) for d in row[: [*map(id, row)].index(id(document))])
+        return _outputs(model, inner, row, where + at, fused_head, collate)
+
+    def contaminated(other: Document) -> Tensor:
+        one = {
+            "input_ids": np.concatenate([other["input_ids"], ids]),
+            "images": [*other["images"], *document["images"]],
+        }
+        return _outputs(model, inner, [one], len(other["input_ids"]) + at, fused_head, collate)
+
+    layouts = [alone()]
+    with round_differently(inner):
+        layouts.append(alone())
+    return Measurement(
+        alone=layouts,
+        packed=[
+            *(packed(other, document) for other in others),
+            packed(document, before),
+            packed(before, document, before),
+        ],
+        contaminated=[contaminated(other) for other in others],
+    )
+
+
+def _ordinary(inner: Any, ids: np.ndarray, document: Document, collate: Any) -> dict[str, Any]:
+    """Return the batch of one document without packing: the model makes its positions itself."""
+    made = collate.images.tensors([document], [ids])
+    made.pop("position_ids", None)
+    return ordinary_batch(
+        inner, torch.from_numpy(ids)[None], attention_mask=torch.ones(1, len(ids)).long(), **made
+    )
+
+
+def _outputs(
+    model: nn.Module,
+    inner: Any,
+    documents: Sequence[Document],
+    rows: np.ndarray,
+    fused_head: bool,
+    collate: PackedCollator,
+) -> Tensor:
+    """Return the outputs of a packed row of `documents` at the positions `rows`, float32."""
+    with restore_state(inner):
+        batch = collate_packed(inner, collate, [dict(document) for document in documents])
+        labels = batch.pop("labels")
+        here = rows - labels.shape[1]  # from the end: prompt tuning prepends tokens
+        if not fused_head:
+            return logits_at(model, inner, batch, here)
+        chosen = torch.zeros_like(labels, dtype=torch.bool)
+        chosen[:, here + 1] = True
+        output = model(
+            **batch, labels=labels.masked_fill(~chosen, IGNORE_INDEX), fused_lm_head=True
+        )
+        return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
+
+
+def _with_other_images(document: Document) -> Document:
+    """Return `document` with noise of the same sizes as images."""
+    rng = np.random.default_rng(0)
+    images = [
+        [PillowImage.fromarray(rng.integers(0, 256, (*i.size[::-1], 3), np.uint8)) for i in row]
+        for row in document["images"]
+    ]
+    return {**document, "images": images}
+
+
+def _count(document: Document) -> int:
+    return sum(map(len, document["images"]))

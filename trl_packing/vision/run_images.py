@@ -1,0 +1,361 @@
+"""The images of one run: whether its rows are packed, its image files, and its documents.
+
+data set has images      model's family and settings            path
+no                                                              as without this module
+yes                      in `FAMILIES`, a data set in memory    packed
+yes                      any other                              TRL's, unchanged, with the reason
+"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packing.config import PackingOptions
+from trl_packing.data.overflow import Overflow
+from trl_packing.data.rules import Preparation
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.bad_rows import and_others
+from trl_packing.documents.labels import IMAGE_ROW, SEQ_LENGTHS, document_columns
+from trl_packing.formatting.chat_template import ChatTemplate
+from trl_packing.formatting.message_flags import has_flags
+from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
+from trl_packing.vision.guard import ImageGuard
+from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
+from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
+from trl_packing.vision.tower import hide_boundaries
+
+logger = get_logger(__name__)
+
+#: Model types whose documents with images are packed. Each is tested against documents alone.
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"),
+    *("llava", "llava_next", "llava_onevision", "internvl"),
+    *("idefics3", "smolvlm", "mistral3", "gemma3"),
+)
+
+_VERIFIED_ROWS = 3
+
+
+def has_images(dataset: Any) -> bool:
+    """Return whether a data set has a column of images."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return False
+    return bool({*IMAGE_COLUMNS} & set(get_dataset_column_names(dataset) or ()))
+
+
+class RunImages:
+    """Prepares data sets with images, and makes the tensors of their micro-batches.
+
+    Attributes:
+        packs: whether the training set has images that are packed; the other methods do nothing
+            if not.
+        store: the image files.
+    """
+
+    def __init__(self) -> None:
+        self.packs = False
+        self.store = ImageStore()
+
+    def why_not_packed(
+        self, model: Any, train: Any, evaluated: Any, args: Any, processor: Any
+    ) -> str | None:
+        """Return why a training set with images takes TRL's path, or None if it is packed.
+
+        Args:
+            model: a model or its name.
+            train: the training set, with images.
+            evaluated: the evaluation sets, which may be None.
+            args: settings of the run, which may be None.
+            processor: the user's, which may be None.
+        """
+        reason = (
+            _why_no_data(train, evaluated, args)
+            or _why_no_model(model, args, processor)
+            or _why_no_engine(args)
+        )
+        self.packs = reason is None
+        return reason
+
+    def take(self, dataset: Any, name: str) -> Any:
+        """Return `dataset` with numbers in place of its images; without images, as it is.
+
+        TRL would refuse to pack images that it sees.
+        """
+        if isinstance(dataset, dict):
+            return {key: self.take(value, key) for key, value in dataset.items()}
+        takes = self.packs and isinstance(dataset, Dataset) and has_images(dataset)
+        return self.store.take(dataset, name) if takes else dataset
+
+    def guard(self, model: Any, **options: Any) -> IsolationGuard:
+        """Return the guard of the run; options as for `IsolationGuard`."""
+        if not self.packs:
+            return IsolationGuard(model, **options)
+        return ImageGuard(model, self.store, **options)
+
+    def add_to(self, collator: PackedCollator, processor: Any, model: Any) -> PackedCollator:
+        """Return `collator`, with the tensors of images in its rows if the run has images.
+
+        The tower of `model` then never sees boundaries of documents.
+        """
+        if not self.packs:
+            return collator
+        hide_boundaries(model)
+        return replace(collator, images=ImageBatches(self.store, processor, model))
+
+    def tokenize(
+        self, dataset: Any, rules: Preparation, chat_template: str | None, name: str
+    ) -> Any:
+        """Return the documents of a data set with images; any other data set as it is.
+
+        Args:
+            dataset: rows.
+            rules: of the run.
+            chat_template: replaces the processor's; None: the processor's.
+            name: of the data set, for messages.
+
+        Raises:
+            ValueError: naming the row, for what cannot be prepared.
+        """
+        if not isinstance(dataset, Dataset):
+            return dataset
+        dataset, processor = self.take(dataset, name), rules.processing_class
+        if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
+            return dataset
+        check_settings(dataset, rules, name)
+        chat = ChatTemplate(processor.tokenizer, chat_template or template_of(processor))
+        placeholders = Placeholders(processor)
+        row_format = replace(rules.row_format, chat=chat)
+        weighted = has_flags(dataset, dataset[0])
+        if weighted and row_format.flags_decide:
+            row_format = replace(row_format, train_on="assistant")
+        rows = ImageRows.of(row_format, placeholders.token, placeholders.feature_id)
+        sizes = [self.store.sizes(row) for row in dataset[IMAGE_ROW]]
+        documents = tokenize_rows(
+            dataset,
+            rows,
+            _learn(placeholders, sizes, name),
+            sizes,
+            kept=document_columns(dataset.column_names, rules.options.source_column),
+            weighted=weighted and row_format.train_on in ("assistant", "last_assistant"),
+            num_proc=rules.args.dataset_num_proc,
+            name=name,
+        )
+        if placeholders.counts_images:
+            _check_no_row_is_cut(documents, sizes, rules, name)
+        rules = replace(rules, row_format=row_format)
+        self._verify(dataset, documents, sizes, rules, chat_template, name)
+        return documents
+
+    def _verify(
+        self,
+        dataset: Dataset,
+        documents: Dataset,
+        sizes: list[np.ndarray],
+        rules: Preparation,
+        chat_template: str | None,
+        name: str,
+    ) -> None:
+        """Raise ValueError if a few documents differ from what TRL's collator makes of their rows.
+
+        That collator runs the whole processor on the pixels.
+        """
+        args, row_format = rules.args, rules.row_format
+        labels_are_trls = row_format.train_on is None
+        collate = DataCollatorForVisionLanguageModeling(
+            rules.processing_class,
+            completion_only_loss="completion" in dataset.column_names
+            and row_format.completion_only,
+            dataset_text_field=args.dataset_text_field,
+            assistant_only_loss=row_format.assistant_only and labels_are_trls,
+            chat_template=chat_template,
+        )
+        for number in _spread(sizes):
+            row = {key: value for key, value in dataset[number].items() if value is not None}
+            images = self.store.load(row.pop(IMAGE_ROW))
+            expected = collate([{**row, "images": images}])
+            document = documents[number]
+            names = ("input_ids", "labels") if labels_are_trls else ("input_ids",)
+            for column in names:
+                if expected[column][0].tolist() != document[column]:
+                    raise ValueError(
+                        f"row {number} of the {name} dataset has {len(document[column])} "
+                        f"{column} by its image sizes, but its processor "
+                        f"({type(rules.processing_class).__name__}) makes "
+                        f"{expected[column].shape[1]} of its pixels, or others; its images cannot "
+                        "be packed, so use SFTTrainer, and report this"
+                    )
+
+
+def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
+    """Return why data or settings of TRL need TRL's path, or None."""
+    sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    sets = [dataset for dataset in sets if has_images(dataset)]
+    if any(isinstance(dataset, IterableDataset) for dataset in sets):
+        return "a data set is a stream with images, whose lengths are unknown"
+    if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        return "skip_prepare_dataset=True leaves rows with images as they are"
+    strategy = getattr(args, "packing_strategy", None)
+    if getattr(args, "packing", False) and strategy == "wrapped":
+        return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
+    text_field = getattr(args, "dataset_text_field", "text")
+    for dataset in sets:
+        columns = set(dataset.column_names)
+        forms = [{"messages"}, {text_field}, {"prompt", "completion"}]
+        if sum(form <= columns for form in forms) > 1:
+            return "rows with images have several forms of text"
+        if found := {"tools", "chat_template_kwargs"} & columns:
+            return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
+        if found := _keys_of_parts(dataset) & {*_PAYLOADS}:
+            return f"parts of messages hold data of their own ({sorted(found)[0]!r})"
+    return None
+
+
+_PAYLOADS = ("image", "url", "path", "base64", "video", "audio")
+
+
+def _keys_of_parts(dataset: Dataset) -> set[str]:
+    """Return the keys of the parts of all messages, as the Arrow table has them."""
+    found: set[str] = set()
+    for name in {"messages", "prompt", "completion"} & set(dataset.column_names):
+        kind = dataset.data.schema.field(name).type
+        parts = _fields(_fields(kind).get("content"))
+        found |= parts.keys()
+    return found
+
+
+def _fields(kind: pa.DataType | None) -> dict[str, pa.DataType]:
+    """Return the fields of the structures in a list, none of any other type."""
+    entry = getattr(kind, "value_type", None)
+    if entry is None or not pa.types.is_struct(entry):
+        return {}
+    return {field.name: field.type for field in entry}
+
+
+def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
+    """Return why a model or its processor needs TRL's path, or None."""
+    config = getattr(model, "config", None)
+    if config is None:
+        given = getattr(args, "model_init_kwargs", None) or {}
+        chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
+        config = AutoConfig.from_pretrained(model, **chosen)
+    if config.model_type not in FAMILIES:
+        return f"the data set has images, which are not packed for {config.model_type} models"
+    names = ("image_token", "image_token_ids", "_process_images")
+    is_known = processor is None or all(hasattr(processor, name) for name in names)
+    if not is_known:
+        return f"the data set has images, and {type(processor).__name__} has no image_token"
+    return None
+
+
+def _why_no_engine(args: Any) -> str | None:
+    """Return why the engine of several ranks needs TRL's path, or None.
+
+    A rank without an image in its micro-batch does not call the tower, whose parameters the other
+    ranks gather.
+    """
+    if getattr(args, "world_size", 1) == 1:
+        return None
+    if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        return "the data set has images, and FSDP would wait for ranks without an image"
+    if is_deepspeed_zero3_enabled():
+        return "the data set has images, and ZeRO-3 would wait for ranks without an image"
+    return None
+
+
+def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
+    """Raise ValueError for settings and columns that rows with images cannot serve."""
+    options: PackingOptions = rules.options
+    if SEQ_LENGTHS in dataset.column_names:
+        raise ValueError(
+            f"rows of the {name} dataset are packed already (seq_lengths) and have images; pass "
+            "the documents"
+        )
+    refused = {
+        "prompt_template": options.prompt_template,
+        "response_template": options.response_template,
+        "static_shapes": options.static_shapes,
+        "append_eos": options.append_eos,
+        "train_on": options.train_on if options.train_on == "every_turn" else None,
+    }
+    for setting, value in refused.items():
+        if value:
+            raise ValueError(
+                f"{setting}={value!r} is not available for data sets with images; leave it out"
+            )
+    if not isinstance(rules.processing_class, ProcessorMixin):
+        raise ValueError(
+            f"the {name} dataset has images, but processing_class is a "
+            f"{type(rules.processing_class).__name__}; pass the model's processor (AutoProcessor)"
+        )
+
+
+def _check_no_row_is_cut(
+    documents: Dataset, sizes: list[np.ndarray], rules: Preparation, name: str
+) -> None:
+    """Raise ValueError for a row that would keep some of its images, which then change their tiles.
+
+    The processor cuts an image into more tiles if it is alone in its row.
+    """
+    overflow = Overflow.from_args(rules.args, rules.packing)
+    lengths = ArrowDocuments(documents, ["input_ids"]).lengths()
+    if overflow.capacity is None or overflow.policy in ("drop", "error"):
+        return
+    several = np.array([len(of_row) > 1 for of_row in sizes])
+    wrong = np.flatnonzero(several & (lengths > overflow.capacity))
+    if len(wrong):
+        raise ValueError(
+            f"row {wrong[0]} of the {name} dataset has {lengths[wrong[0]]} tokens and several "
+            f"images, and {type(rules.processing_class).__name__} processes an image differently "
+            f"if others are cut off; raise max_length={overflow.capacity}, or set overflow='drop'"
+            f"{and_others(wrong)}"
+        )
+
+
+def template_of(processor: Any) -> str | None:
+    """Return the chat template of a processor, the default one if it has several."""
+    template = processor.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _learn(
+    placeholders: Placeholders, sizes: list[np.ndarray], name: str
+) -> dict[Size, Placeholder]:
+    """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
+    found: dict[Size, int] = {}
+    for row, of_row in enumerate(sizes):
+        for size in keys_of(of_row):
+            found.setdefault(size, row)
+    try:
+        placeholders.learn(found)
+    except ValueError:
+        for size, row in found.items():
+            try:
+                placeholders.learn([size])
+            except ValueError as error:
+                raise ValueError(
+                    f"row {row} of the {name} dataset has an image of {size[1]} × {size[0]} "
+                    f"pixels, which the processor refuses ({error}); remove the row or resize it"
+                ) from error
+    return {size: placeholders.of(size) for size in found}
+
+
+def _spread(sizes: list[np.ndarray]) -> list[int]:
+    """Return the numbers of a few rows: with the most images, the largest one, and the first."""
+    if not sizes:
+        return []
+    most = int(np.argmax([len(of_row) for of_row in sizes]))
+    areas = [int(of_row.prod(axis=1).max(initial=0)) for of_row in sizes]
+    smallest = int(np.argmin([area or np.inf for area in areas]))
+    return sorted({0, most, smallest})[:_VERIFIED_ROWS]
