@@ -17,22 +17,24 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image as PillowImage
 from torch import Tensor, nn
 
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.models.introspection import unwrap_peft
 from trl_packing.vision.image_store import ImageError, ImageStore
 
+if TYPE_CHECKING:  # only runs with images need Pillow
+    from PIL import Image as PillowImage
+
 #: A document of the isolation check brings its images itself: a list for each row of the user that
 #: it is made of, because some processors cut an image that is alone in its row into more tiles.
 IMAGES = "images"
 
-Images = list[PillowImage.Image]
+Images = list["PillowImage.Image"]
 
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image as PillowImage
 from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
@@ -155,6 +154,8 @@ def _outputs(
 
 def _with_other_images(document: Document) -> Document:
     """Return `document` with noise of the same sizes as images."""
+    from PIL import Image as PillowImage
+
     rng = np.random.default_rng(0)
     images = [
         [PillowImage.fromarray(rng.integers(0, 256, (*i.size[::-1], 3), np.uint8)) for i in row]

@@ -9,16 +9,17 @@ user's data set, or paths. A worker maps the file again; nothing is copied.
 
 from collections.abc import Iterator
 from io import BytesIO, UnsupportedOperation
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
-from PIL import Image as PillowImage
-from PIL import ImageOps
 
 from trl_packing.documents.arrow import stored_rows
 from trl_packing.documents.labels import IMAGE_ROW
+
+if TYPE_CHECKING:  # only runs with images need Pillow
+    from PIL import Image as PillowImage
 
 #: The names that a user's column of images may have.
 IMAGE_COLUMNS = ("image", "images")
@@ -93,7 +94,7 @@ class ImageStore:
         source, row = self._find(row)
         return source.sizes[row]
 
-    def load(self, row: int, chosen: np.ndarray | None = None) -> list[PillowImage.Image]:
+    def load(self, row: int, chosen: np.ndarray | None = None) -> list["PillowImage.Image"]:
         """Return the images of a row, decoded as `datasets` decodes them.
 
         Args:
@@ -158,7 +159,7 @@ def _files(found: pa.Scalar) -> list[pa.Scalar]:
     return list(found) if isinstance(found, (pa.ListScalar, pa.LargeListScalar)) else [found]
 
 
-def _opened(file: pa.Scalar, where: str, *, reads_all: bool) -> PillowImage.Image:
+def _opened(file: pa.Scalar, where: str, *, reads_all: bool) -> "PillowImage.Image":
     """Return an image whose header is read, from the memory of the Arrow table or from its path.
 
     Args:
@@ -166,6 +167,8 @@ def _opened(file: pa.Scalar, where: str, *, reads_all: bool) -> PillowImage.Imag
         where: which image it is.
         reads_all: read the whole file, not only its header.
     """
+    from PIL import Image as PillowImage
+
     if file.is_valid and isinstance(file, pa.StructScalar):
         file = file["bytes"] if file["bytes"].is_valid else file["path"]
     if not file.is_valid:
@@ -188,23 +191,28 @@ def _header_size(file: pa.Scalar, where: str) -> tuple[int, int]:
             # PNG's reader would decode the whole image to look for EXIF behind its pixels.
             has_exif = opened.format != "PNG" or "exif" in opened.info
             turned = has_exif and opened.getexif().get(_ORIENTATION, 1) >= 5
-    except _ERRORS as error:
+    except _errors() as error:
         raise _unreadable(where, error) from error
     return (width, height) if turned else (height, width)
 
 
-def _decoded(file: pa.Scalar, where: str) -> PillowImage.Image:
+def _decoded(file: pa.Scalar, where: str) -> "PillowImage.Image":
+    from PIL import ImageOps
+
     try:
         image = _opened(file, where, reads_all=True)
         image.load()
         if image.getexif().get(_ORIENTATION) is not None:
             image = ImageOps.exif_transpose(image)
-    except _ERRORS as error:
+    except _errors() as error:
         raise _unreadable(where, error) from error
     return image
 
 
-_ERRORS = (OSError, SyntaxError, PillowImage.DecompressionBombError)
+def _errors() -> tuple[type[Exception], ...]:
+    from PIL.Image import DecompressionBombError
+
+    return OSError, SyntaxError, DecompressionBombError
 
 
 def _unreadable(where: str, error: Exception) -> ImageError:

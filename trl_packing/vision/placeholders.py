@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
-from PIL import Image as PillowImage
 from tqdm.auto import tqdm
 
 logger = get_logger(__name__)
@@ -115,6 +114,8 @@ class Placeholders:
         return [int(length) for length in found["num_image_tokens"]]
 
     def _measured(self, size: Size) -> Placeholder:
+        from PIL import Image as PillowImage
+
         height, width, images = size
         blank = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
         images_kwargs = self.images_kwargs()
