@@ -9,8 +9,10 @@ from helpers.recipes import FOLDER, RECIPES, module
 
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
+DEMOS = ["every_turn", "shared_prefixes"]  # without arguments, these train a small model
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "shared_prefixes"])
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in DEMOS])
 def test_without_a_model_it_says_what_is_missing(recipe, capsys):
     with pytest.raises(SystemExit) as refusal:
         module(recipe).main([])
@@ -19,9 +21,10 @@ def test_without_a_model_it_says_what_is_missing(recipe, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_demo_with_only_data_says_what_is_missing(tmp_path):
+@pytest.mark.parametrize("recipe", DEMOS)
+def test_a_demo_with_only_data_says_what_is_missing(recipe, tmp_path):
     with pytest.raises(SystemExit, match="needs --model_name_or_path and --dataset_name"):
-        module("shared_prefixes").main(["--dataset_name", str(tmp_path / "nothing.jsonl")])
+        module(recipe).main(["--dataset_name", str(tmp_path / "nothing.jsonl")])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

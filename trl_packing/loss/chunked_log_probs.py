@@ -109,18 +109,17 @@ def _weight_grads(ctx, grad, d_weight, d_bias):
         d_weight: gradient of the weight if all gradients were 1; None if not kept.
         d_bias: the same of the bias.
     """
-    everywhere = slice(None)
-    if not ctx.keeps_weight_grads or not len(grad):
-        return _weighted_weight_grads(ctx, grad, everywhere)
-    most = grad.median() if ctx.mostly_equal else grad[0]
-    others = torch.nonzero(grad != most)[:, 0]
-    if len(others) and not (ctx.mostly_equal and 2 * len(others) <= len(grad)):
-        return _weighted_weight_grads(ctx, grad, everywhere)
-    found = [None if x is None else x * most for x in (d_weight, d_bias)]
-    if len(others):
-        more = _weighted_weight_grads(ctx, grad[others] - most, others)
-        found = [x if x is None else x + y for x, y in zip(found, more, strict=True)]
-    return found
+    if ctx.keeps_weight_grads and len(grad):
+        most = grad.median() if ctx.mostly_equal else grad[0]
+        is_equal = bool((grad == most).all())
+        others = torch.nonzero(grad != most)[:, 0] if ctx.mostly_equal and not is_equal else None
+        if is_equal or (others is not None and 2 * len(others) <= len(grad)):
+            found = [None if x is None else x * most for x in (d_weight, d_bias)]
+            if others is None:
+                return found
+            more = _weighted_weight_grads(ctx, grad[others] - most, others)
+            return [x if x is None else x + y for x, y in zip(found, more, strict=True)]
+    return _weighted_weight_grads(ctx, grad, slice(None))
 
 
 def _weighted_weight_grads(ctx, grad, at):
