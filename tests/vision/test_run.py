@@ -182,3 +182,10 @@ def test_engines_that_shard_the_tower_take_trls_path(engine, model, monkeypatch)
     images = run_images.RunImages()
     assert engine in images.why_not_packed(model, image_dataset(), None, args, None)
     assert not images.packs
+
+
+def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
+    data = Dataset.from_list([{"text": "a", "images": []}])
+    monkeypatch.setattr(run_images.transformers, "__version__", "5.22.4")
+    reason = run_images.RunImages().why_not_packed("none", data, None, None, None)
+    assert reason == "the data set has images, and transformers 5.22.4 is older than 5.23"

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import transformers
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from packaging.version import Version
 from transformers import AutoConfig, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.data_utils import get_dataset_column_names
@@ -46,6 +48,7 @@ FAMILIES = (
 )
 
 _VERIFIED_ROWS = 3
+_OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
 
 
 def has_images(dataset: Any) -> bool:
@@ -81,7 +84,8 @@ class RunImages:
             processor: the user's, which may be None.
         """
         reason = (
-            _why_no_data(train, evaluated, args)
+            _why_no_version()
+            or _why_no_data(train, evaluated, args)
             or _why_no_model(model, args, processor)
             or _why_no_engine(args)
         )
@@ -196,6 +200,14 @@ class RunImages:
                         f"{expected[column].shape[1]} of its pixels, or others; its images cannot "
                         "be packed, so use SFTTrainer, and report this"
                     )
+
+
+def _why_no_version() -> str | None:
+    installed = transformers.__version__
+    if Version(installed).release[:2] >= _OLDEST_TRANSFORMERS:
+        return None
+    oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
+    return f"the data set has images, and transformers {installed} is older than {oldest}"
 
 
 def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
