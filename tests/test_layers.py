@@ -54,7 +54,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "packing",
         },
         {
-            "PIL",
+            "packaging",
             "accelerate",
             "datasets",
             "numpy",
