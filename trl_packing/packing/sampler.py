@@ -193,7 +193,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
         if self.documents_per_step is not None:
-            return [np.asarray(documents) for step in self.steps() for documents in step]
+            return [np.asarray(documents, np.int64) for step in self.steps() for documents in step]
         return list(self._packed_steps())
 
     def some_micro_batches(self, number: int) -> list[np.ndarray]:
