@@ -18,6 +18,8 @@ from trl_packing.vision import run_images
 
 NAME = "qwen2_5_vl"
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 @pytest.fixture(scope="module")
 def processor():
