@@ -267,7 +267,9 @@ def boundaries_of_row(seq_lengths: torch.Tensor, longest: int = 0) -> dict[str, 
         "position_ids": position_ids_from_lengths(seq_lengths)[None],
         # Without these, the model derives boundaries in every layer, with a synchronization each.
         "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
+        # A tensor of its own: with one object under two names, torch.compile (2.13) fails with a
+        # KeyError where an earlier row had keys that this one lacks, such as `key_index`.
+        "cu_seq_lens_k": cu_seqlens.clone(),
         "max_length_q": longest,
         "max_length_k": longest,
         "seq_idx": document_ids_from_lengths(seq_lengths).to(torch.int32)[None],
