@@ -109,6 +109,7 @@ FUNCTIONS = {
 
 ATTRIBUTES = {
     "_formatting_func": "trl.SFTTrainer",
+    "_is_vision_dataset": "trl.SFTTrainer",
     "_metrics": "trl.SFTTrainer",
     "_skip_prepare_dataset": "trl.SFTTrainer",
     "_tokenizer": "trl.SFTTrainer",

@@ -92,7 +92,6 @@ from trl_packing.training.run_report import ReportCallback, RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.versions import warn_of_untested_versions
 from trl_packing.vision.run_images import RunImages, has_images
-from trl_packing.vision.trl_path import check_trl_can_train
 
 logger = get_logger(__name__)
 
@@ -366,10 +365,9 @@ class PackedSFTTrainer(SFTTrainer):
         check_loss_options(self._options, self.compute_loss_func, reason)
         if packs_by_default(self.args):
             self.args.packing = False
-        check_trl_can_train(self.args, reason)
+        self._images.give_back(self, reason)
         logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
         self._run_path.reason, self._run_path.is_fixed = reason, True
-        self._images.give_back(self)
         if self._collators is not None:
             self.model_accepts_loss_kwargs = self._user_changes.takes_count
             self._epochs.forget()

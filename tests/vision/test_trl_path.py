@@ -11,6 +11,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.vision import run_images
 from trl_packing.vision.batch import ImageBatches
 
 NAME = "qwen2_5_vl"
@@ -21,11 +22,18 @@ def model():
     return tiny_vision_model(NAME, tiny_processor(NAME))
 
 
-def trainer_of(model, folder, trainer=PackedSFTTrainer, config=PackedSFTConfig, **options):
+def trainer_of(
+    model,
+    folder,
+    trainer=PackedSFTTrainer,
+    config=PackedSFTConfig,
+    train_dataset=None,
+    **options,
+):
     return trainer(
         model=copy.deepcopy(model),
         args=config(output_dir=str(folder), **ONE_STEP | {"max_length": None} | options),
-        train_dataset=image_dataset(),
+        train_dataset=train_dataset or image_dataset(),
         eval_dataset=image_dataset(3),
         processing_class=tiny_processor(NAME),
         callbacks=[Keep()],
@@ -89,6 +97,17 @@ def test_a_processor_that_contradicts_its_arithmetic(model, tmp_path, contradict
 def test_settings_that_trls_path_lacks_are_refused_by_name(options, model, tmp_path, contradiction):
     with pytest.raises(ValueError, match=rf"{next(iter(options))}=.* by its image sizes.*leave"):
         trainer_of(model, tmp_path, **options)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_weights_that_trls_path_would_ignore_are_refused(
+    packs, model, tmp_path, contradiction, monkeypatch
+):
+    if not packs:
+        monkeypatch.setattr(run_images, "FAMILIES", ())
+    dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
+    with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
+        trainer_of(model, tmp_path, train_dataset=dataset)
 
 
 def test_no_exact_backend(model, tmp_path, leak):

@@ -42,7 +42,11 @@ from trl_packing.vision.other_media import check_no_other_media
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
 from trl_packing.vision.tower import hide_boundaries
 from trl_packing.vision.trl_check import difference_from_trl
-from trl_packing.vision.trl_path import show_images_to_trl
+from trl_packing.vision.trl_path import (
+    check_nothing_is_weighted,
+    check_trl_can_train,
+    show_images_to_trl,
+)
 
 logger = get_logger(__name__)
 
@@ -100,6 +104,8 @@ class RunImages:
             or _why_no_model(model, args, processor)
         )
         self.packs = reason is None
+        if reason is not None:
+            check_nothing_is_weighted([train, *_sets(evaluated)], reason)
         return reason
 
     def take_all(self, train: Any, evaluated: Any) -> tuple[Any, Any]:
@@ -107,8 +113,14 @@ class RunImages:
         self._given = (train, evaluated)
         return self.take(train, "train"), self.take(evaluated, "eval")
 
-    def give_back(self, trainer: SFTTrainer) -> None:
-        """Make `trainer` train the data sets of the constructor as TRL does, with their images."""
+    def give_back(self, trainer: SFTTrainer, reason: str) -> None:
+        """Make `trainer` train the data sets of the constructor as TRL does, with their images.
+
+        Raises:
+            ValueError: a setting, or the weights of a data set, would be refused or ignored there.
+        """
+        check_trl_can_train(trainer.args, reason)
+        check_nothing_is_weighted([self._given[0], *_sets(self._given[1])], reason)
         self.packs = False
         show_images_to_trl(trainer, *self._given)
 
@@ -200,6 +212,10 @@ class RunImages:
         return documents
 
 
+def _sets(evaluated: Any) -> list[Any]:
+    return list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
+
+
 def _why_no_version() -> str | None:
     installed = transformers.__version__
     if Version(installed).release[:2] >= _OLDEST_TRANSFORMERS:
@@ -210,8 +226,7 @@ def _why_no_version() -> str | None:
 
 def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
     """Return why data or settings of TRL need TRL's path, or None."""
-    sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
-    sets = [dataset for dataset in sets if has_images(dataset)]
+    sets = [dataset for dataset in [train, *_sets(evaluated)] if has_images(dataset)]
     if any(isinstance(dataset, IterableDataset) for dataset in sets):
         return "a data set is a stream with images, whose lengths are unknown"
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):

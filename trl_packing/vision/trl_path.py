@@ -5,10 +5,13 @@ a data set of text. Two things are found out later: that the processor makes oth
 computed from image sizes, and that no attention backend is exact with images.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packing.documents.labels import WEIGHT_COLUMNS
 
 
 def collator_of_trl(
@@ -39,6 +42,22 @@ def collator_of_trl(
         assistant_only_loss=assistant_only,
         chat_template=chat_template,
     )
+
+
+def check_nothing_is_weighted(datasets: Iterable[Any], reason: str) -> None:
+    """Raise ValueError for weights in data sets with images, which TRL would silently ignore.
+
+    Args:
+        datasets: those of the run; None among them is left out.
+        reason: why the run takes TRL's path.
+    """
+    for dataset in datasets:
+        for column in WEIGHT_COLUMNS:
+            if column in (getattr(dataset, "column_names", None) or ()):
+                raise ValueError(
+                    f"the data set has {column!r}, but {reason}, which takes TRL's path, where "
+                    f"weights do nothing; drop the column: dataset.remove_columns({column!r})"
+                )
 
 
 def check_trl_can_train(args: Any, reason: str) -> None:
