@@ -163,7 +163,6 @@ NAMES = (
     "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
-    "transformers.integrations.is_deepspeed_zero3_enabled",
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",
     "transformers.utils.SAFE_WEIGHTS_NAME",
     "transformers.utils.import_utils",

@@ -350,7 +350,8 @@ class PackedSFTTrainer(SFTTrainer):
         except NotIsolated as error:
             if self._options.attention != "auto":
                 raise
-            self._take_trl_path(f"no attention backend is exact with images ({error})")
+            found = str(error).split(". ")[0]  # without its remedies
+            self._take_trl_path(f"no attention backend is exact with images ({found})")
             return
         if self.args.world_size > 1 or self.args.torch_compile:
             self._guard.forget_checks()  # the model will be wrapped before the first step
@@ -709,8 +710,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict as TRL does, but also from a data set that is not tokenized yet."""
-        if self.args.prediction_loss_only:
-            self._settle_images(training=False)
         if not (self._run_path.reason or self._skip_prepare_dataset):
             packing = self._sampling.eval_packing
             test_dataset = self._prepare_later(test_dataset, packing=packing, name="test")

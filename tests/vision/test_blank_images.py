@@ -73,21 +73,21 @@ def test_the_blank_image_is_padding_of_its_row():
     processor = tiny_processor("qwen2_5_vl")
     model = tiny_vision_model("qwen2_5_vl", processor)
     blank = blank_document(processor)["input_ids"]
-    assert len(blank) == 4
+    assert len(blank) == 16
     collate = collator(model, processor, fills_rows=True)
     collate.pad_to_multiple_of = 8
     batch = collate(TEXTS)
     end = sum(len(d["input_ids"]) for d in TEXTS)
-    assert batch["input_ids"][0, end : end + 4].tolist() == blank.tolist()
+    assert batch["input_ids"][0, end : end + 16].tolist() == blank.tolist()
     assert (batch["labels"][0, end:] == -100).all()
     assert batch["input_ids"].shape[1] % 8 == 0
     assert batch.host.lengths.tolist() == [25, 12]
     assert batch.host.num_images == 0
     image = {"input_ids": blank, "images": [[noise(32, 32, 0)]]}
     assert collate([image, *TEXTS]).host.num_images == 1
-    assert collate([image]).host.padding == 4  # of `pad_to_multiple_of`, no blank image
+    assert collate([image, TEXTS[0]]).host.padding == 7  # no blank image
     empty = collate([])
-    assert empty["input_ids"][0, :4].tolist() == blank.tolist()
+    assert empty["input_ids"][0, :16].tolist() == blank.tolist()
 
 
 def test_padded_rows_score_the_same_tokens_with_a_blank_image():
@@ -107,7 +107,7 @@ def test_padded_rows_score_the_same_tokens_with_a_blank_image():
     images = ImageBatches(ImageStore(), processor, model, fills_rows=True)
     plain, filled = pad(TEXTS), images.padded(pad)(TEXTS)
     assert "pixel_values" in filled
-    assert filled["input_ids"].shape == (2, 29)
+    assert filled["input_ids"].shape == (2, 25 + 16)
     assert filled["labels"][:, 25:].eq(-100).all()
     for batch in (plain, filled):
         batch.pop("labels")

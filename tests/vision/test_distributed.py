@@ -24,64 +24,77 @@ WEIGHTED = {
 }
 LORA = {"r": 2, "target_modules": ["q_proj", "qkv", "proj"]}
 
-RUNS = {
-    "DDP": {},
-    "DDP, tiles": {"family": "llava_next"},
-    "DDP, all parameters used": {"options": {"ddp_find_unused_parameters": False}},
-    "DDP, accumulated": {"options": ACCUMULATED, "rows": 24},
-    "DDP, three documents at once": {"options": {"per_device_train_batch_size": 3}, "rows": 24},
-    "DDP, weighted documents": WEIGHTED,
-    "FSDP2": {"engine": "fsdp2", "scores": True},
-    "FSDP2, features in several layers": {"engine": "fsdp2", "family": "qwen3_vl"},
-    "FSDP2, tiles": {"engine": "fsdp2", "family": "llava_next"},
-    "FSDP2, a mask": {"engine": "fsdp2", "family": "gemma3"},
-    "FSDP2, accumulated": {"engine": "fsdp2", "options": ACCUMULATED, "rows": 24},
-    "FSDP2, weighted documents": WEIGHTED | {"engine": "fsdp2"},
-    "FSDP2, checkpointing": {"engine": "fsdp2", "options": {"gradient_checkpointing": True}},
-    "FSDP2, LoRA": {"engine": "fsdp2", "lora": LORA},
-    "ZeRO-3": {"engine": "zero3", "options": NO_DECAY},
-    "ZeRO-3, padded evaluation": {"engine": "zero3", "options": NO_DECAY, "scores": True},
-    "ZeRO-3, tiles": {"engine": "zero3", "family": "llava_next", "options": NO_DECAY},
-    "ZeRO-2": {"engine": "zero2", "options": NO_DECAY},
+TILES = {"family": "llava_next"}
+RUNS: dict[str, dict[str, dict]] = {
+    "DDP": {
+        "plain": {},
+        "tiles": TILES,
+        "all parameters used": {"options": {"ddp_find_unused_parameters": False}},
+        "accumulated": {"options": ACCUMULATED, "rows": 24},
+        "weighted documents": WEIGHTED,
+    },
+    "fsdp2": {
+        "padded evaluation": {"scores": True},
+        "tiles": TILES,
+        "features in several layers": {"family": "qwen3_vl"},
+        "a mask": {"family": "gemma3"},
+        "accumulated": {"options": ACCUMULATED, "rows": 24},
+        "weighted documents": WEIGHTED,
+        "checkpointing": {"options": {"gradient_checkpointing": True}},
+        "LoRA": {"lora": LORA},
+    },
+    "zero2": {"plain": {"options": NO_DECAY}},
+    "zero3": {
+        "plain": {"options": NO_DECAY},
+        "padded evaluation": {"options": NO_DECAY, "scores": True},
+        "tiles": TILES | {"options": NO_DECAY},
+    },
 }
 SAVED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_steps": 4}
-RESUMED = {"DDP": {}, "FSDP2": {"engine": "fsdp2"}}
+RESUMED = ("DDP", "fsdp2")
+CASES = [(engine, name) for engine, runs in RUNS.items() for name in runs]
 
 
-def image_run(folder, name, arguments, ranks) -> ImageRun:
-    made = ImageRun(str(folder / name.replace(" ", "-")), **arguments)
+def image_run(folder, name, arguments, ranks, engine=None) -> ImageRun:
+    made = ImageRun(str(folder / name.replace(" ", "-")), engine=engine, **arguments)
     accumulation = made.options.get("gradient_accumulation_steps", 1) * 2 // ranks
     made.options = made.options | {"gradient_accumulation_steps": accumulation}
     return made
 
 
-def has_engine(name: str) -> bool:
-    return "ZeRO" not in name or importlib.util.find_spec("deepspeed") is not None
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    runs = {n: image_run(folder, n, a, 2) for n, a in RUNS.items() if has_engine(n)}
-    for name, arguments in RESUMED.items():
-        whole = image_run(folder, f"{name}, whole", arguments | {"options": SAVED}, 2)
-        rest = ImageRun(**asdict(whole))
-        rest.output_dir = f"{whole.output_dir} rest"
-        rest.resume = f"{whole.output_dir}/checkpoint-2"
-        runs |= {f"{name}, whole": whole, f"{name}, rest": rest}
-    return run_on_two_ranks(runs, folder / "results")
+    """Runs of two ranks, by engine and name; each engine needs processes of its own."""
+    known: dict[str, dict] = {}
+
+    def of(kind: str) -> dict[str, list[dict]]:
+        if kind.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+            pytest.skip("deepspeed is not installed: `make .venv/.all`")
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            engine = None if kind == "DDP" else kind
+            runs = {n: image_run(folder, n, a, 2, engine) for n, a in RUNS[kind].items()}
+            if kind in RESUMED:
+                whole = image_run(folder, "whole", {"options": SAVED}, 2, engine)
+                rest = ImageRun(**asdict(whole))
+                rest.output_dir = f"{whole.output_dir} rest"
+                rest.resume = f"{whole.output_dir}/checkpoint-2"
+                runs |= {"whole": whole, "rest": rest}
+            known[kind] = run_on_two_ranks(runs, folder / "results")
+        return known[kind]
+
+    return of
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """Runs of one rank, by name."""
+    """Runs of one rank, by their arguments; all engines are compared with them."""
     known: dict[str, dict] = {}
 
-    def of(name: str) -> dict:
-        alone = {key: value for key, value in RUNS[name].items() if key != "engine"}
-        key = repr(alone)
+    def of(arguments: dict) -> dict:
+        key = repr(arguments)
         if key not in known:
-            known[key] = run(image_run(tmp_path_factory.mktemp("alone"), name, alone, 1))
+            known[key] = run(image_run(tmp_path_factory.mktemp("alone"), "run", arguments, 1))
         return known[key]
 
     return of
@@ -96,30 +109,29 @@ def assert_same(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_train_as_one(name, two_ranks, one_rank):
-    if not has_engine(name):
-        pytest.skip("deepspeed is not installed: `make .venv/.all`")
-    for rank in two_ranks[name]:
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_two_ranks_train_as_one(engine, name, two_ranks, one_rank):
+    for rank in two_ranks(engine)[name]:
         assert rank["is_sharded"]
-        assert_same(rank, one_rank(name))
+        assert_same(rank, one_rank(RUNS[engine][name]))
 
 
 @pytest.mark.slow
 def test_three_micro_batches_train_as_one(two_ranks, one_rank):
-    assert_same(two_ranks["DDP, accumulated"][0], one_rank("DDP, three documents at once"))
+    at_once = {"options": {"per_device_train_batch_size": 3}, "rows": 24}
+    assert_same(two_ranks("DDP")["accumulated"][0], one_rank(at_once))
 
 
 @pytest.mark.slow
 def test_runs_with_other_documents_fail_the_same_comparison(two_ranks, one_rank):
     with pytest.raises(AssertionError):
-        assert_same(two_ranks["DDP, accumulated"][0], one_rank("DDP"))
+        assert_same(two_ranks("DDP")["accumulated"][0], one_rank({}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_ends_in_the_same_weights_on_two_ranks(name, two_ranks):
-    pairs = zip(two_ranks[f"{name}, whole"], two_ranks[f"{name}, rest"], strict=True)
+@pytest.mark.parametrize("engine", RESUMED)
+def test_a_resumed_run_ends_in_the_same_weights_on_two_ranks(engine, two_ranks):
+    pairs = zip(two_ranks(engine)["whole"], two_ranks(engine)["rest"], strict=True)
     for whole, rest in pairs:
-        for parameter, value in whole["parameters"].items():
-            assert torch.equal(rest["parameters"][parameter], value), parameter
+        for name, value in whole["parameters"].items():
+            assert torch.equal(rest["parameters"][name], value), name
