@@ -3,8 +3,6 @@
 import json
 import re
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -15,6 +13,7 @@ from helpers import browser
 
 from trl_packing import versions
 from trl_packing.attention.backends import CHOICES
+from trl_packing.cli import main
 from trl_packing.packing import tree_row
 from trl_packing.tools.doctor import backends as doctor_backends
 from trl_packing.tools.doctor import machine as doctor_machine
@@ -426,21 +425,12 @@ def test_the_page_shows_hostile_text_and_runs_none(tmp_path, model_folder, trial
             assert "onerror" in page.evaluate("document.body.innerText")
 
 
-def test_the_command_prints_and_exits(tmp_path):
+def test_the_command_prints_and_exits(tmp_path, capsys):
     page = tmp_path / "doctor.html"
-    command = [sys.executable, "-m", "trl_packing.cli", "doctor"]
-    good = subprocess.run(
-        [*command, "--use_cpu", "--html", str(page), "--output_dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
-    assert good.returncode == 0, good.stderr
-    assert "Nothing here would stop a training run." in good.stdout
+    assert main(["doctor", "--use_cpu", "--html", str(page), "--output_dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "shared prefixes" in printed
+    assert "Nothing here would stop a training run." in printed
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    bad = subprocess.run(
-        [*command, "--use_cpu", "--model", str(tmp_path / "nothing"), "--json"],
-        capture_output=True,
-        text=True,
-    )
-    assert bad.returncode == 1, bad.stderr
-    assert json.loads(bad.stdout)["trains"] is False
+    assert main(["doctor", "--use_cpu", "--model", str(tmp_path / "nothing"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["trains"] is False
