@@ -202,30 +202,27 @@ def test_a_stream_trains_and_counts_the_same_documents(tmp_path, caplog):
     assert found.silent == found.number // 5
 
 
-@pytest.mark.slow
-def test_workers_read_a_stream_of_turns_as_the_run_itself_does(tmp_path):
-    def run(workers):
-        rows = Dataset.from_list([*conversations(20), SILENT]).to_iterable_dataset(2)
-        trainer = trainer_for(
-            tmp_path / str(workers),
-            rows,
-            train_on="every_turn",
-            max_steps=6,
-            dataloader_num_workers=workers,
-        )
-        return losses(trainer), trainer.packing_report.preparation.conversations
+TWO_TURNS = [row for row in conversations(36) if len(row["messages"]) == 4]
+"""Shards of these hold the same documents, whether they are turned into documents before or not."""
 
-    (alone, counted), (by_workers, found) = run(0), run(2)
-    assert by_workers == alone
-    assert counted.documents > counted.number > 0
-    assert found.documents > found.number > 0
+
+@pytest.mark.slow
+def test_workers_read_a_stream_of_turns_as_one_of_their_documents(tmp_path):
+    def run(name, rows, **settings):
+        stream = Dataset.from_list(rows).to_iterable_dataset(2)
+        settings |= {"max_steps": 6, "dataloader_num_workers": 2}
+        return trainer_for(tmp_path / name, stream, **settings)
+
+    turns = run("turns", TWO_TURNS, train_on="every_turn")
+    documents = run("documents", by_hand(TWO_TURNS, thinking_tokenizer()))
+    assert losses(turns) == losses(documents)
+    found = turns.packing_report.preparation.conversations
+    assert found.documents == 2 * found.number > 0
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_turns_that_one_trains(tmp_path):
-    """Rows of two turns each: the shards of a stream then hold the same documents either way."""
-    rows = [row for row in conversations(36) if len(row["messages"]) == 4]
-    data = {"turns": rows, "documents": by_hand(rows, thinking_tokenizer())}
+    data = {"turns": TWO_TURNS, "documents": by_hand(TWO_TURNS, thinking_tokenizer())}
     kinds = {
         "packed": {"packing": True, "per_device_train_batch_size": 1},
         "documents_per_step": {"documents_per_step": 6},
