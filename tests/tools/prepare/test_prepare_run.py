@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset
@@ -158,6 +159,23 @@ def test_the_same_command_again_changes_nothing(tmp_path, tokenized):
     with pytest.raises(ValueError, match=r"other prepared data \(of other rows"):
         prepare_run(call_for(chats(23)), out)
     assert content_of(out) == before
+
+
+def test_another_formatting_function_is_noticed(tmp_path, tokenized):
+    rows = Dataset.from_list([{"a": f"Row {i}"} for i in range(9)])
+    first = replace(call_for(rows), formatting_func=lambda row: row["a"])
+    second = replace(call_for(rows), formatting_func=lambda row: row["a"] + "!")
+    prepare_run(first, tmp_path / "out")
+    prepare_run(first, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"other prepared data \(of other rows"):
+        prepare_run(second, tmp_path / "out")
+    tokenized.error, tokenized.at = KeyboardInterrupt(), 6
+    with pytest.raises(KeyboardInterrupt):
+        prepare_run(first, tmp_path / "second", rows_of_a_part=3)
+    tokenized.error = None
+    prepare_run(second, tmp_path / "second", rows_of_a_part=3)
+    ends = [ids[-2] for ids in load_prepared(tmp_path / "second")["input_ids"]]
+    assert set(ends) == {tiny_tokenizer()("!")["input_ids"][0]}
 
 
 def test_a_place_that_holds_something_else_is_refused(tmp_path):
