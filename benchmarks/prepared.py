@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_prepared, load_rows
 
-SETTINGS = {"max_length": 2048, "train_on": "assistant"}
+SETTINGS: dict[str, Any] = {"max_length": 2048, "train_on": "assistant"}
 
 
 def write_rows(path: Path, number: int, data: str) -> None:
@@ -115,7 +116,7 @@ def main() -> None:
         again = prepare_killed(file, folder / "killed", arguments, seconds / 3)
         documents, load_seconds, _ = measured(lambda: load_prepared(out))
         starts = {
-            name: measured(lambda dataset=dataset: build(dataset, tokenizer, place))
+            name: measured(partial(build, dataset, tokenizer, place))
             for name, dataset in (
                 ("rows, first time", rows),
                 ("rows, from the cache", rows),

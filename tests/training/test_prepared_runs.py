@@ -127,8 +127,8 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
     for said, changes in refusals.items():
         with pytest.raises(ValueError, match=said):
             trainer_for(tmp_path / "run", documents, **changes)
-    with pytest.raises(ValueError, match="max_length=64 there and 32 here"):
-        trainer_for(tmp_path / "run", chats(), documents, train_on="assistant", max_length=32)
+    with pytest.raises(ValueError, match="max_length=64 there and 48 here"):
+        trainer_for(tmp_path / "run", chats(), documents, train_on="assistant", max_length=48)
     with pytest.raises(ValueError, match="holds documents for packed runs, but data_collator is"):
         PackedSFTTrainer(
             tiny_model("llama"),

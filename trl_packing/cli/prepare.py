@@ -12,7 +12,7 @@ HELP = "tokenize, cut and label the data of a run once, for any number of runs"
 
 EPILOG = """\
 examples:
-  trl-packing prepare chat.jsonl prepared --model M --train_on assistant --num_proc 16
+  trl-packing prepare chat.jsonl prepared --model M --num_proc 16
   trl-packing prepare prepared --config recipes/lora_8b.yaml
   trl-packing prepare recipes/chat_data.py prepared --config recipes/chat_data.yaml
 Then train, plan or inspect with --data prepared and the same settings.
@@ -24,7 +24,7 @@ exit status:
   2  the data cannot be prepared; stderr has the reason in one line
 """
 
-_USAGE = "trl-packing prepare [SCRIPT] [DATA] OUT [--config FILE] [--OPTION VALUE ...]"
+_USAGE = "trl-packing prepare [SCRIPT] [DATA] OUT [--config FILE] [--OPTION ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

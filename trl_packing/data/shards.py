@@ -13,11 +13,12 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, document_columns, token_columns
 
 SHARD_BYTES = 500_000_000
 
-_ROWS_AT_ONCE = 1000  # of 32k tokens, these are half a gigabyte in memory
+_BYTES_AT_ONCE = 64_000_000
 _AS_INT32 = List(Value("int32"))
 
 
@@ -40,25 +41,35 @@ def write_shards(
     documents = documents.select_columns(kept)
     features = Features({name: _stored_type(documents, name) for name in kept})
     rows = documents.with_format("arrow")
+    at_once = _rows_of(min(shard_bytes, _BYTES_AT_ONCE), documents)
     folder.mkdir(parents=True)
-    shards, done = [], 0
+    shards: list[dict[str, Any]] = []
+    done = 0
     while done < len(rows):
         file = folder / f"{len(shards):05d}.arrow"
-        done = _write_shard(rows, done, file, features.arrow_schema, shard_bytes)
+        done = _write_shard(rows, done, file, features.arrow_schema, at_once, shard_bytes)
         shards.append({"file": f"{folder.name}/{file.name}", "bytes": file.stat().st_size})
     return shards
 
 
-def _write_shard(rows: Dataset, start: int, file: Path, schema: pa.Schema, shard_bytes: int) -> int:
+def _write_shard(
+    rows: Dataset, start: int, file: Path, schema: pa.Schema, at_once: int, shard_bytes: int
+) -> int:
     """Write rows from `start` until the shard is full, and return the first row after it."""
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         while start < len(rows) and sink.tell() < shard_bytes:
-            stop = min(start + _ROWS_AT_ONCE, len(rows))
+            stop = min(start + at_once, len(rows))
             table = rows[start:stop].select(schema.names).cast(schema).combine_chunks()
             writer.write_table(table)
             start = stop
     sync(file)
     return start
+
+
+def _rows_of(size: int, documents: Dataset) -> int:
+    """Return how many documents have about `size` bytes of ids and labels."""
+    tokens = int(ArrowDocuments(documents, ["input_ids"]).lengths().sum())
+    return max(1, size * len(documents) // max(1, 8 * tokens))
 
 
 def sync(path: Path) -> None:

@@ -97,9 +97,9 @@ def test_parts_of_other_settings_are_not_used(tmp_path, tokenized):
 
 
 def test_a_row_that_cannot_be_read_leaves_nothing_behind(tmp_path):
-    rows = Dataset.from_list([{"text": "fine"}, {"text": "bad \ud800"}])
-    with pytest.raises(ValueError, match="row 1 of the train dataset"):
-        prepare_run(call_for(rows), tmp_path / "out")
+    rows = [*chats(2).to_list(), {"messages": [{"role": "user", "content": None}]}]
+    with pytest.raises(ValueError, match="row 2 of the train dataset"):
+        prepare_run(call_for(Dataset.from_list(rows), train_on="all"), tmp_path / "out")
     assert [*tmp_path.iterdir()] == []
 
 
