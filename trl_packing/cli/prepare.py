@@ -14,10 +14,11 @@ EPILOG = """\
 examples:
   trl-packing prepare chat.jsonl prepared --model M --num_proc 16
   trl-packing prepare prepared --config recipes/lora_8b.yaml
-  trl-packing prepare recipes/chat_data.py prepared --config recipes/chat_data.yaml
+  trl-packing prepare recipes/chat_data.py prepared --config chat.yaml
 Then train, plan or inspect with --data prepared and the same settings.
 
-An interrupted command continues where it stopped. The folder OUT appears when it is whole.
+An interrupted command continues where it stopped. OUT appears when it is
+whole.
 
 exit status:
   0  OUT holds the prepared data
