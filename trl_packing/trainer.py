@@ -87,9 +87,10 @@ from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.renamed_weights import load_renamed, loads_by_name
+from trl_packing.training.report_callback import ReportCallback
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_recorder import RunRecorder
-from trl_packing.training.run_report import ReportCallback, RunReport
+from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.versions import warn_of_untested_versions
 from trl_packing.vision.run_images import RunImages, has_images
