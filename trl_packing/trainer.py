@@ -75,6 +75,7 @@ from trl_packing.training.arguments import (
     packs_by_default,
     reason_for_trl_path,
     refuse_options,
+    refuse_prepared,
 )
 from trl_packing.training.checkpoints import check_resumable, checkpoint_to_resume, write_whole
 from trl_packing.training.collators import RunCollators
@@ -188,6 +189,7 @@ class PackedSFTTrainer(SFTTrainer):
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self._recorder]
         if reason:
             refuse_options(self._options, reason)
+            refuse_prepared([train_dataset], reason)
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             if packs_by_default(args):
                 args.packing = False
@@ -445,7 +447,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
         """Refuse skip_prepare_dataset where TRL would, although it knows only its own collator."""
         if self._skip_prepare_dataset:
-            check_nothing_is_skipped(self._options, self._completion_only)
+            check_nothing_is_skipped(self._options, self._completion_only, datasets.values())
         if self._collators is not None:
             data_collator = self._collators.padded
         super()._reject_skip_prepare_without_labels(datasets, data_collator)
