@@ -66,6 +66,7 @@ def plan(lengths, loads, limit, *, with_costs):
     documents_cost = lengths + sampler.attention_cost * lengths**2 + loads.costs
     together = np.array([documents_cost[b].sum() for b in batches]).reshape(-1, RANKS)
     patches = np.array([loads.patches[b].sum() for b in batches])
+    assert sampler.num_bins is not None
     waiting = 1 - together.sum() / (together.max(1).sum() * RANKS)
     return [
         f"{limit:,}" if limit else "none",

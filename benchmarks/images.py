@@ -135,7 +135,9 @@ def train(name, folder):
         train_dataset=data(STEPS * BATCH, folder),
         processing_class=tokens,
     )
-    cells, seconds, peak = [], [], Peak()
+    cells: list[int] = []
+    seconds: list[float] = []
+    peak = Peak()
     step = trainer.training_step
 
     def count(inner, inputs, *others):
@@ -162,7 +164,7 @@ def train(name, folder):
 
 def compare(folder, turns):
     """Return the largest difference of losses, and the rows of the table of training."""
-    found = {name: [] for name in RUNS}
+    found: dict[str, list] = {name: [] for name in RUNS}
     for turn in range(turns):
         for name in RUNS:
             result = Path(folder, f"{turn}.json")

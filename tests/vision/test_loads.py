@@ -30,11 +30,10 @@ class TowerPositions:
 
     def __init__(self, model):
         self.calls = []
-        convolutions = [
-            m for m in model.modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Conv3d))
-        ]
-        assert len(convolutions) == 1
-        convolutions[0].register_forward_hook(self._count)
+        kinds = (torch.nn.Conv2d, torch.nn.Conv3d)
+        of_pixels = [m for m in model.modules() if isinstance(m, kinds) and m.in_channels == 3]
+        assert len(of_pixels) == 1
+        of_pixels[0].register_forward_hook(self._count)
 
     def _count(self, convolution, _, output):
         self.calls.append(output.numel() // convolution.out_channels)

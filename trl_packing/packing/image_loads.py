@@ -33,8 +33,13 @@ class ImageLoads:
 
     def subset(self, documents: np.ndarray) -> "ImageLoads":
         """Return the loads of some documents, by number; the limit of bins stays."""
-        parts = (self.images, self.tokens, self.patches, self.costs)
-        return ImageLoads(*(part[documents] for part in parts), most_patches=self.most_patches)
+        return ImageLoads(
+            self.images[documents],
+            self.tokens[documents],
+            self.patches[documents],
+            self.costs[documents],
+            self.most_patches,
+        )
 
     def limited(self, most_patches: int | None) -> "ImageLoads":
         """Return the same loads with another limit."""

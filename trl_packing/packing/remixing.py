@@ -10,7 +10,8 @@ Two moves change the partners of documents without a new bin, in rounds over all
     order, and cut where both halves fit                         around it the other
 
 The first move finds a partner for most bins if there are many documents, the second if there are
-few.
+few. With several limits, the second one alternates with an exchange of documents that are about
+equally long.
 """
 
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ def remix_within(limits: Sequence[Limit], bin_of: np.ndarray, rng: np.random.Gen
     num_bins = int(bin_of.max()) + 1
     for _ in range(_rounds(len(bin_of)) if num_bins > 1 else 0):
         _recut_pairs(limits, bin_of, num_bins, rng)
+        _exchange_documents(limits, bin_of, num_bins, rng)
 
 
 def _rounds(num_documents: int) -> int:
@@ -175,6 +177,25 @@ def _recut_pairs(
     moved = cut[1, pair] > 0
     dealt = bins[2 * pair + inside]
     bin_of[shuffled[moved]] = dealt[moved]
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+def _exchange_documents(
+    limits: Sequence[Limit], bin_of: np.ndarray, num_bins: int, rng: np.random.Generator
+) -> None:
+    """Exchange documents of about equally many tokens between two bins, where no limit objects."""
+    tokens, capacity = limits[0]
+    order = random_order_within(tokens, capacity, rng)
+    bins = bin_of[order]
+    fits = bins[:-1] != bins[1:]
+    for amounts, most in limits:
+        held = np.bincount(bin_of, amounts, num_bins)  # exact: below 2⁵³
+        more = np.diff(amounts[order].astype(np.int64))  # for the bin of the shorter document
+        fits &= (more <= most - held[bins[:-1]]) & (-more <= most - held[bins[1:]])
+    lower, upper = _matched(bins, np.flatnonzero(fits), num_bins, rng)
+    bin_of[order[lower]], bin_of[order[upper]] = bins[upper], bins[lower]
 
 
 # --- orders ---------------------------------------------------------------------------------------

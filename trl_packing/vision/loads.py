@@ -63,8 +63,10 @@ class RunLoads:
             self._of_chunk(values, offsets, rows[first : first + len(offsets) - 1])
             for (values, offsets), first in zip(reader.chunks, reader.first_row, strict=False)
         ]
-        columns = zip(*chunks, strict=True) if chunks else [[]] * 4
-        return ImageLoads(*(documents.in_order(list(parts)).astype(np.int64) for parts in columns))
+        images, tokens, patches, costs = (
+            documents.in_order([chunk[column] for chunk in chunks]) for column in range(4)
+        )
+        return ImageLoads(images, tokens, patches, costs)
 
     def _of_chunk(
         self, values: np.ndarray, offsets: np.ndarray, rows: np.ndarray

@@ -7,11 +7,11 @@ A processor names patches, tiles or tokens of an image of any size. A rule is fo
 one of these numbers; it must agree with the pixels of all trial images.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from transformers.image_processing_utils import select_best_resolution
 
 #: Heights and widths of images, and how many images their rows have (placeholders.Size).
@@ -34,10 +34,11 @@ def num_patches(made: Mapping[str, Any], patch_size: int) -> int:
 def _num_patches(pixels: Any, patch_size: int) -> int:
     if isinstance(pixels, (list, tuple)):
         return sum(_num_patches(part, patch_size) for part in pixels)
-    *outer, channels, height, width = (1, 1, *pixels.shape)
-    if pixels.ndim > 3 or (pixels.ndim == 3 and channels == 3):
-        return int(np.prod(outer)) * (height // patch_size) * (width // patch_size)
-    return int(np.prod(pixels.shape[:-1]))  # patches are rows of values
+    shape: tuple[int, ...] = tuple(pixels.shape)
+    if len(shape) > 3 or (len(shape) == 3 and shape[0] == 3):
+        height, width = shape[-2:]
+        return math.prod(shape[:-3]) * (height // patch_size) * (width // patch_size)
+    return math.prod(shape[:-1])  # patches are rows of values
 
 
 def patch_rule(

@@ -108,8 +108,8 @@ def _bytes_of_patches(config: Any, itemsize: int) -> int | None:
     vision = getattr(config, "vision_config", None)
     if vision is None:
         return None
-    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", 0)
-    return 1000 * width * getattr(vision, "num_hidden_layers", 0) * itemsize or None
+    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+    return 1000 * (width or 0) * getattr(vision, "num_hidden_layers", 0) * itemsize or None
 
 
 def tokens_of(args: Any) -> int:
