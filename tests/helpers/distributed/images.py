@@ -89,10 +89,11 @@ def run(scenario: ImageRun) -> dict:
     )
     assert trainer._run_path.reason is None, trainer._run_path.reason
     trainer.train(resume_from_checkpoint=scenario.resume)
+    is_sharded = engines.is_sharded(scenario.engine, trainer)  # FSDP2's root is not, in evaluation
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "metrics": trainer.evaluate(),
-        "is_sharded": engines.is_sharded(scenario.engine, trainer),
+        "is_sharded": is_sharded,
         "parameters": {
             name.removeprefix("module."): value
             for name, value in engines.whole_parameters(scenario.engine, trainer).items()
