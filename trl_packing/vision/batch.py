@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.models.introspection import unwrap_peft
 from trl_packing.vision.image_store import ImageError, ImageStore
+from trl_packing.vision.placeholders import feature_id, placeholder_token
 
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
@@ -121,7 +122,7 @@ class ImageBatches:
             return {}
         output = self.processor(
             images=rows,
-            text=[self.processor.image_token * len(row) for row in rows],
+            text=[placeholder_token(self.processor) * len(row) for row in rows],
             add_special_tokens=False,
             padding=True,
             return_tensors="pt",
@@ -133,9 +134,9 @@ class ImageBatches:
 
     def _check_features(self, document: Mapping[str, Any], made: Sequence[np.ndarray]) -> None:
         """Raise ImageError if images have another number of tokens than the document."""
-        features = self.processor.image_token_ids
-        needed = sum(int(np.isin(ids, features).sum()) for ids in made)
-        given = int(np.isin(document["input_ids"], features).sum())
+        feature = feature_id(self.processor)
+        needed = sum(int((ids == feature).sum()) for ids in made)
+        given = int((np.asarray(document["input_ids"]) == feature).sum())
         if needed != given:
             row = document.get(IMAGE_ROW)
             which = "a document" if row is None else self.store.name_of(int(row))

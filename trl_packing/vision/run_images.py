@@ -2,7 +2,7 @@
 
 data set has images      model's family and settings            path
 no                                                              as without this module
-yes                      in `FAMILIES`, a data set in memory    packed
+yes                      in `families.py`, data in memory       packed
 yes                      any other                              TRL's, unchanged, with the reason
 """
 
@@ -33,19 +33,13 @@ from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
+from trl_packing.vision.families import why_no_family
 from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
 from trl_packing.vision.tower import hide_boundaries
 
 logger = get_logger(__name__)
-
-#: Model types whose documents with images are packed. Each is tested against documents alone.
-FAMILIES = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"),
-    *("llava", "llava_next", "llava_onevision", "internvl"),
-    *("idefics3", "smolvlm", "mistral3", "gemma3"),
-)
 
 _VERIFIED_ROWS = 3
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
@@ -262,8 +256,8 @@ def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
         given = getattr(args, "model_init_kwargs", None) or {}
         chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
         config = AutoConfig.from_pretrained(model, **chosen)
-    if config.model_type not in FAMILIES:
-        return f"the data set has images, which are not packed for {config.model_type} models"
+    if reason := why_no_family(config.model_type):
+        return reason
     names = ("image_token", "image_token_ids", "_process_images")
     is_known = processor is None or all(hasattr(processor, name) for name in names)
     if not is_known:
