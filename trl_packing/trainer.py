@@ -75,6 +75,7 @@ from trl_packing.training.arguments import (
     packs_by_default,
     reason_for_trl_path,
     refuse_options,
+    refuse_prepared,
 )
 from trl_packing.training.checkpoints import check_resumable, checkpoint_to_resume, write_whole
 from trl_packing.training.collators import RunCollators
@@ -86,9 +87,10 @@ from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.renamed_weights import load_renamed, loads_by_name
+from trl_packing.training.report_callback import ReportCallback
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_recorder import RunRecorder
-from trl_packing.training.run_report import ReportCallback, RunReport
+from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.versions import warn_of_untested_versions
 from trl_packing.vision.run_images import RunImages, has_images
@@ -187,6 +189,7 @@ class PackedSFTTrainer(SFTTrainer):
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self._recorder]
         if reason:
             refuse_options(self._options, reason)
+            refuse_prepared([train_dataset], reason)
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             if packs_by_default(args):
                 args.packing = False
@@ -402,7 +405,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
         """Refuse skip_prepare_dataset where TRL would, although it knows only its own collator."""
         if self._skip_prepare_dataset:
-            check_nothing_is_skipped(self._options, self._completion_only)
+            check_nothing_is_skipped(self._options, self._completion_only, datasets.values())
         if self._collators is not None:
             data_collator = self._collators.padded
         super()._reject_skip_prepare_without_labels(datasets, data_collator)
