@@ -74,7 +74,7 @@ def test_numbers_and_reasons_are_folded_and_escaped():
     assert lines[3].startswith(f"{cells}<summary>error 3e-06")
     assert "; shared prefixes 1e-06, rounding explains 3e-05; with images 2e-06, " in lines[3]
     assert r"padded rows, `padded` | attention='padded' \| &lt;one set> | TRL's path |" in lines[4]
-    assert " by 3 With images: not packed for llama4 models.</details>" in lines[4]
+    assert " by 3. With images: not packed for llama4 models.</details>" in lines[4]
     assert "| **differs** by 3e-01 | **differs** by 2e-01 | **differs** by 1 |" in lines[6]
     assert (
         "|  |  | **differs** by 4 | <details><summary>error 3e-07</summary>logits 1e-07" in lines[5]

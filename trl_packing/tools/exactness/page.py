@@ -193,7 +193,7 @@ def _details(v: Verdict) -> str:
     known = {name: error for name, error in errors.items() if error == error}
     reason = "" if _in_one_row(v) else f" {_cell(v.reason)}"
     if v.images.outcome == "trl":
-        reason += f" With images: {_cell(v.images.reason)}."
+        reason += f"{'.' if reason else ''} With images: {_cell(v.images.reason)}."
     if not known:
         return f"<details><summary>reason</summary>{reason.lstrip()}</details>"
     numbers = ", ".join(f"{name} {error:.0e}" for name, error in known.items())
