@@ -71,6 +71,9 @@ FUNCTIONS = {
     "transformers.Trainer.get_sp_size": "self",
     "transformers.Trainer.get_tp_size": "self",
     "transformers.integrations.neftune.neftune_post_forward_hook": "module, input, output",
+    "transformers.image_processing_utils.select_best_resolution": (
+        "original_size, possible_resolutions"
+    ),
     "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func": (
         "gate_logits, num_experts, top_k, attention_mask"
     ),
@@ -109,6 +112,7 @@ FUNCTIONS = {
 
 ATTRIBUTES = {
     "_formatting_func": "trl.SFTTrainer",
+    "_is_vision_dataset": "trl.SFTTrainer",
     "_metrics": "trl.SFTTrainer",
     "_skip_prepare_dataset": "trl.SFTTrainer",
     "_tokenizer": "trl.SFTTrainer",
@@ -164,7 +168,6 @@ NAMES = (
     "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
-    "transformers.integrations.is_deepspeed_zero3_enabled",
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",
     "transformers.utils.SAFE_WEIGHTS_NAME",
     "transformers.utils.import_utils",
