@@ -70,6 +70,7 @@ def run(scenario: ImageRun) -> dict:
             "max_length": 320,
             "max_steps": 3,
             "packing": False,
+            "isolation_check": "off",
             "train_sampling_strategy": "sequential",
             "per_device_train_batch_size": 1,
             "per_device_eval_batch_size": 1,
