@@ -35,7 +35,11 @@ from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.blank_images import StillTower, ranks_wait_for_tower
+from trl_packing.vision.blank_images import (
+    StillTower,
+    check_no_experts_are_balanced,
+    ranks_wait_for_tower,
+)
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
 from trl_packing.vision.families import why_no_family
 from trl_packing.vision.guard import ImageGuard
@@ -166,6 +170,8 @@ class RunImages:
             return collator
         model, waits = trainer.model, ranks_wait_for_tower(trainer)
         hide_boundaries(model)
+        if waits:
+            check_no_experts_are_balanced(trainer)
         if waits and not trainer.is_deepspeed_enabled:
             self._tower = StillTower()
             trainer.add_callback(self._tower)
