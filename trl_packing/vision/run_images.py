@@ -102,6 +102,12 @@ class RunImages:
         takes = self.packs and isinstance(dataset, Dataset) and has_images(dataset)
         return self.store.take(dataset, name) if takes else dataset
 
+    def without_files(self) -> "RunImages":
+        """Return the images of the same run before any of its data sets was taken."""
+        made = RunImages()
+        made.packs = self.packs
+        return made
+
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
         """Return the guard of the run; options as for `IsolationGuard`."""
         if not self.packs:
