@@ -142,12 +142,13 @@ def sampler_of(
         batch_size=run.args.per_device_train_batch_size,
         ranks=ranks,
         hidden_size=run.hidden_size,
-        index=prefix_index(documents) if _groups(run.args) else None,
+        index=prefix_index(documents) if _groups(run) else None,
     )
 
 
-def _groups(args: Any) -> bool:
-    return PackingOptions.of(args).prefix_sharing == "group"
+def _groups(run: PreviewedRun) -> bool:
+    # An image belongs to one document.
+    return PackingOptions.of(run.args).prefix_sharing == "group" and not run.images.packs
 
 
 def report_on(
