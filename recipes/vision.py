@@ -58,8 +58,7 @@ class Arguments:
     dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
     image_folder: str | None = HfArg(default=None, help="Folder of the paths of images.")
     max_pixels: int | None = HfArg(default=None, help="Scale images down (Qwen-VL, GLM-4V).")
-    lora_r: int = HfArg(default=0, help="Rank of an adapter; 0 trains all weights.")
-    lora_alpha: int = HfArg(default=32, help="The update is scaled by lora_alpha / lora_r.")
+    lora_r: int = HfArg(default=0, help="Rank of an adapter, with alpha twice it; 0: all weights.")
     train_tower: bool = HfArg(default=False, help="Adapt the tower and the projector, too.")
 
 
@@ -67,10 +66,12 @@ def in_folder(rows: Dataset, folder: str) -> Dataset:
     """Return rows whose paths of images are read from `folder`."""
 
     def moved(path: Any) -> Any:
-        return [moved(each) for each in path] if isinstance(path, list) else str(Path(folder, path))
+        if isinstance(path, list):
+            return [moved(each) for each in path]
+        return str(Path(folder, path)) if isinstance(path, str) else path
 
     column = "images" if "images" in rows.column_names else "image"
-    return rows.map(lambda row: {column: None if row[column] is None else moved(row[column])})
+    return rows.map(lambda row: {column: moved(row[column])})
 
 
 @exits_in_one_line
@@ -99,14 +100,12 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         processor = AutoProcessor.from_pretrained(model, **pixels)
     else:
         raise ValueError("your own run needs --model_name_or_path and --dataset_name")
-    adapter = None
-    if arguments.lora_r:
+    adapter, rank = None, arguments.lora_r
+    if rank:
         from peft import LoraConfig
 
         matrices = "all-linear" if arguments.train_tower else LANGUAGE_MODEL
-        adapter = LoraConfig(
-            r=arguments.lora_r, lora_alpha=arguments.lora_alpha, target_modules=matrices
-        )
+        adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=matrices)
     trainer = PackedSFTTrainer(
         model=model,
         args=training_args,
