@@ -6,6 +6,7 @@ yes                      in `FAMILIES`, a data set in memory    packed
 yes                      any other                              TRL's, unchanged, with the reason
 """
 
+import copy
 import os
 from dataclasses import replace
 from typing import Any
@@ -104,8 +105,8 @@ class RunImages:
 
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
-        made = RunImages()
-        made.packs = self.packs
+        made = copy.copy(self)
+        made.store = ImageStore()
         return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:

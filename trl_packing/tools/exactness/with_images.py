@@ -20,9 +20,11 @@ from trl_packing.tools.command.settings import config_from_settings, processing_
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.command.training_command import TrainingCommand, names_data
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.guard import documents_to_check
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.run_images import FAMILIES, has_images
+from trl_packing.vision.tower import hide_boundaries
 
 _ROWS = 64  # of the data set, among which the shortest documents are chosen
 _SIZES = ((224, 336), (168, 112))  # height and width of noise, in pixels
@@ -72,9 +74,10 @@ class ImageProbes:
         found = documents_to_check(run.documents()[0], run.images.store)
         if not found:
             raise ValueError(f"none of the first {len(rows)} rows of the data set has an image")
-        collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id)
-        collator = run.images.add_to(collator, run.preparation.processing_class, model)
-        return cls(found, collator, source)
+        hide_boundaries(model)
+        images = ImageBatches(run.images.store, run.preparation.processing_class, model)
+        pad = run.preparation.eos.tokenizer.pad_token_id
+        return cls(found, PackedCollator(pad, images=images), source)
 
     def check(self, model: Any, attention: str) -> CheckResult:
         """Return whether documents with images affect each other by an installed backend."""
