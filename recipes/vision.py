@@ -44,7 +44,8 @@ from trl import TrlParser
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
-DEMO = {"max_length": 1024, "learning_rate": 2e-3, "logging_steps": 20, "num_train_epochs": 4}
+DEMO = {"max_length": 1024, "per_device_train_batch_size": 1, "learning_rate": 2e-3}
+DEMO |= {"logging_steps": 20, "num_train_epochs": 3, "warmup_steps": 10}
 LANGUAGE_MODEL = r".*\.(language_model|text_model)\..*_proj"  # its matrices
 
 

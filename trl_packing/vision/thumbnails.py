@@ -19,12 +19,10 @@ def thumbnail(image: "PillowImage.Image") -> str:
     """
     from PIL import Image as PillowImage
 
-    small = image.copy()
+    small = image.convert("RGBA" if image.has_transparency_data else "RGB")
     small.thumbnail((_LONGEST, _LONGEST))
-    if small.has_transparency_data:
-        small = small.convert("RGBA")
-        white = PillowImage.new("RGBA", small.size, "white")
-        small = PillowImage.alpha_composite(white, small)
+    white = PillowImage.new("RGB", small.size, "white")
+    white.paste(small, mask=small if small.mode == "RGBA" else None)
     made = BytesIO()
-    small.convert("RGB").save(made, "JPEG", quality=_QUALITY)
+    white.save(made, "JPEG", quality=_QUALITY)
     return f"data:image/jpeg;base64,{base64.b64encode(made.getvalue()).decode()}"

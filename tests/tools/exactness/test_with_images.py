@@ -93,7 +93,7 @@ def test_a_tokenizer_alone_is_refused(processor, monkeypatch):
 
 
 def test_the_command_verifies_the_demo_with_its_pictures(capsys):
-    assert main(["verify", "recipes/vision.py", "--max_length", "64", "--json"]) == 0
+    assert main(["verify", "recipes/vision.py", "--max_length", "256", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["class"] == "LlavaNextForConditionalGeneration"
     assert [result.get("images") for result in found["backends"]] == [None, 2]
