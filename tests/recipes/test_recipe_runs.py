@@ -240,7 +240,7 @@ def test_the_demo_of_vision_looks_at_its_pictures(tmp_path, capsys):
     losses = re.search(r"Loss on new pictures: ([\d.]+)\. .* rows: ([\d.]+)\.", output)
     assert losses is not None
     right, wrong = map(float, losses.groups())
-    assert right < 0.5 < 2 < wrong
+    assert 3 * right < wrong
     assert weights(tmp_path / "out")
 
 

@@ -20,6 +20,7 @@ from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.preparation import Unfitted, prepare, unfitted
+from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.labels import IMAGE_ROW, IMAGE_SIZES
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
@@ -40,6 +41,8 @@ from trl_packing.vision.run_images import RunImages, has_images
 
 # The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
 _NAME = "inspected"
+
+_BY_TRL = "TRL's own code prepares it; it cannot be shown here"
 
 
 # Rows of a stream that are read, unless the user names another number.
@@ -120,7 +123,7 @@ class PreviewedRun:
             given = (call.model, dataset, None, args, call.processing_class)
             trl_path = images.why_not_packed(*given)
         if trl_path:
-            raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
+            raise ValueError(f"{trl_path}: {_BY_TRL}")
         processing_class, labeler = call.processing_class, None
         if isinstance(collator, DataCollatorForCompletionOnlyLM):
             processing_class, labeler = processing_class or collator.tokenizer, collator.labeler
@@ -172,6 +175,8 @@ class PreviewedRun:
     def unfitted(self) -> Unfitted | None:
         """Return the documents before the overflow policy; None if the rows stay as they are."""
         if self._skips_preparation:
+            return None
+        if records_of(self.dataset):
             return None
         rows = self._with_tokens_of_images(self.dataset, self.preparation, "train")
         whole = unfitted(rows, self.preparation, formatting_func=self.formatting_func)
@@ -240,7 +245,10 @@ class PreviewedRun:
 
     def _with_tokens_of_images(self, dataset: Dataset, preparation: Preparation, name: str) -> Any:
         """Return the documents of rows with images; other rows as they are."""
-        return self.images.tokenize(dataset, preparation, self.chat_template, name)
+        documents = self.images.tokenize(dataset, preparation, self.chat_template, name)
+        if self.images.contradiction is not None:
+            raise ValueError(f"{self.images.contradiction}: {_BY_TRL}")
+        return documents
 
 
 @contextmanager
