@@ -44,7 +44,7 @@ from trl import TrlParser
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
-DEMO = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
+DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
 DEMO |= {"learning_rate": 2e-3, "num_train_epochs": 3, "warmup_steps": 10}
 LANGUAGE_MODEL = r".*\.(language_model|text_model)\..*_proj"  # its matrices
 
