@@ -34,6 +34,7 @@ _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 _PREPARATION_OPTIONS = (
     "append_eos",
     "documents_per_step",
+    "max_patches",
     "overflow",
     "prefix_sharing",
     "prompt_template",

@@ -9,7 +9,7 @@ from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_mod
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.preview.preview import plan_of, preview_losses, preview_rows
+from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 NAME = "qwen2_5_vl"
@@ -65,8 +65,10 @@ def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_
         assert sorted(map(str, in_order)) == sorted(map(str, trained))
     else:
         assert in_order == trained
-    _, sampler = plan_of(run, whole)
-    assert sampler.lengths.tolist() == [len(document["input_ids"]) for document in trained]
+    report = trainer.packing_report
+    assert report.images.images > 0
+    assert preview_epoch(run).images == report.images
+    assert preview_epoch(run).bins == report.bins
 
 
 def test_other_sizes_of_images_make_other_documents(model, processor, tmp_path):

@@ -124,6 +124,7 @@ class PreviewedRun:
             trl_path = images.why_not_packed(*given)
         if trl_path:
             raise ValueError(f"{trl_path}: {_BY_TRL}")
+        images.check_options(PackingOptions.of(args))
         processing_class, labeler = call.processing_class, None
         if isinstance(collator, DataCollatorForCompletionOnlyLM):
             processing_class, labeler = processing_class or collator.tokenizer, collator.labeler

@@ -18,7 +18,7 @@ from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, PROPERTIES, Pa
 from trl_packing.tools.rows.packed_rows import PackedEpoch
 from trl_packing.tools.rows.partners import Partners
 from trl_packing.tools.rows.row_data import row_data
-from trl_packing.tools.rows.row_images import RowImages, image_tokens
+from trl_packing.tools.rows.row_images import RowImages
 
 MAX_ROWS = 16
 MAX_TOKENS = 32_768  # about 1 MB of JSON
@@ -166,10 +166,9 @@ def _cards(epoch: PackedEpoch) -> str:
     ]
     if (computed := epoch.computed_tokens()) is not None:
         shown.insert(3, (f"{computed:,}", "computed, prefixes once"))
-    images, of_images = image_tokens(epoch)
-    if images:
-        shown.append((f"{images:,}", f"{'image' if images == 1 else 'images'}"))
-        shown.append((f"{of_images / tokens:.0%}", "of the tokens in images"))
+    if (loads := epoch.sampler.loads) is not None:
+        shown.append((f"{loads.images.sum():,}", "images"))
+        shown.append((f"{loads.tokens.sum() / tokens:.0%}", "of the tokens in images"))
     for name in (CUT, NO_STOP_TOKEN):
         shown.append((f"{int(found[name].sum()):,}", name))
     return cards(shown)

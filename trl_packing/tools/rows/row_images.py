@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.data.whole_images import ImageTokens, images_of
+from trl_packing.data.whole_images import ImageTokens
 from trl_packing.documents.labels import IMAGE_ROW
 from trl_packing.formatting.printable import escape_text
 from trl_packing.tools.rows.packed_row import PackedRow
@@ -52,11 +52,3 @@ class RowImages:
         except ImageError as error:
             return described | {"error": escape_text(str(error))}
         return described | {"picture": thumbnail(picture)}
-
-
-def image_tokens(epoch: PackedEpoch) -> tuple[int, int]:
-    """Return the images of all documents, and the tokens that stand for them."""
-    if not epoch.has_images:
-        return 0, 0
-    found = [image for document in epoch.documents for image in images_of(document)]
-    return len(found), sum(image.stop - image.start for image in found)
