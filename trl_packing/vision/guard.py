@@ -45,7 +45,7 @@ class ImageGuard(IsolationGuard):
         """Return representative documents, their image tokens replaced by ordinary ones."""
         documents = super().sample(dataset, max_length)
         if self._isolation_check != "off" and IMAGE_ROW in dataset.column_names:
-            self._with_images = self._images_of(dataset)
+            self._with_images = documents_to_check(dataset, self.store)
         draw = random_tokens(self.base_model, np.random.default_rng(0))
         ids = self._image_token_ids()
         return [
@@ -57,23 +57,6 @@ class ImageGuard(IsolationGuard):
         config = self.base_model.config
         names = [name for name in vars(config) if name.endswith(("token_id", "token_index"))]
         return [v for name in names if isinstance(v := getattr(config, name), int)]
-
-    def _images_of(self, dataset: Any) -> list[dict[str, Any]]:
-        """Return the shortest documents of different images, with their images."""
-        documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
-        order = np.argsort(documents.lengths(), kind="stable")
-        found: list[dict[str, Any]] = []
-        for number in order.tolist():
-            document = documents[number]
-            chosen = np.unique(document[IMAGE_IDS])
-            if not chosen.any():
-                continue
-            row = int(dataset[number][IMAGE_ROW])
-            images = self.store.load(row, chosen[chosen > 0] - 1)
-            found.append({"input_ids": document["input_ids"], "images": [images]})
-            if len(found) == _MOST:
-                break
-        return found
 
     def _search(
         self,
@@ -121,3 +104,26 @@ class ImageGuard(IsolationGuard):
         except Exception as error:  # models raise all kinds of errors
             result = Refusal.from_error(error)
         return worst_of_ranks(result, self.model) if self._options["agree"] else result
+
+
+def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
+    """Return the shortest documents of different images, with their images.
+
+    Args:
+        dataset: prepared documents.
+        store: the image files of the run.
+    """
+    documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
+    order = np.argsort(documents.lengths(), kind="stable")
+    found: list[dict[str, Any]] = []
+    for number in order.tolist():
+        document = documents[number]
+        chosen = np.unique(document[IMAGE_IDS])
+        if not chosen.any():
+            continue
+        row = int(dataset[number][IMAGE_ROW])
+        images = store.load(row, chosen[chosen > 0] - 1)
+        found.append({"input_ids": document["input_ids"], "images": [images]})
+        if len(found) == _MOST:
+            break
+    return found
