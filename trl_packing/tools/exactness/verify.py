@@ -33,7 +33,7 @@ class BackendResult:
     Attributes:
         backend: its name.
         result: of the check.
-        images: documents with images in the check; 0 for a check of text.
+        images: documents of a check with images; 0 for a check of text.
     """
 
     backend: str

@@ -1,6 +1,6 @@
 """The documents with images by which `trl-packing verify` checks a vision-language model.
 
-the command names data with images    the shortest documents of its first rows
+the command names data with images    short documents of its first rows
 it names a model alone                noise of two sizes, in a prompt each
 """
 
@@ -21,12 +21,13 @@ from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.command.training_command import TrainingCommand, names_data
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.families import FAMILIES
 from trl_packing.vision.guard import documents_to_check
 from trl_packing.vision.image_check import check_images
-from trl_packing.vision.run_images import FAMILIES, has_images
+from trl_packing.vision.run_images import has_images
 from trl_packing.vision.tower import hide_boundaries
 
-_ROWS = 64  # of the data set, among which the shortest documents are chosen
+_ROWS = 64  # of the data set, among which the documents are chosen
 _SIZES = ((224, 336), (168, 112))  # height and width of noise, in pixels
 
 
@@ -35,7 +36,7 @@ class ImageProbes:
     """Documents with images, and how a row is made of them.
 
     Attributes:
-        documents: with `input_ids`, and `images` of each row of the user.
+        documents: with `input_ids`, and `images` of each row of the user; some have none.
         collator: makes the rows.
         source: where the documents come from, in words.
     """
