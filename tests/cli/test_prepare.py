@@ -1,7 +1,6 @@
 """`trl-packing prepare`, and commands and recipes on what it wrote."""
 
 import json
-import multiprocessing
 import os
 import signal
 
@@ -125,18 +124,14 @@ def test_an_interrupt_says_how_to_continue(place, monkeypatch, capsys):
     assert not (place / "out.partial").exists()
 
 
-def test_an_interrupt_stops_this_process_and_not_its_workers():
-    with pytest.raises(KeyboardInterrupt), _interrupts_this_process_alone():
-        worker = multiprocessing.get_context("fork").Process(target=interrupt_itself)
-        worker.start()
-        worker.join()
-        assert worker.exitcode == 0
-        interrupt_itself()
+def test_an_interrupt_stops_this_process_and_not_its_workers(monkeypatch):
+    with _interrupts_this_process_alone():
+        with monkeypatch.context() as worker:
+            worker.setattr(os, "getpid", lambda: -1)
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def interrupt_itself():
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_an_error_of_a_pool_that_was_interrupted_is_an_interrupt(place, monkeypatch, capsys):
