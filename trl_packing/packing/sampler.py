@@ -17,6 +17,7 @@ import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
+from trl_packing.packing.curriculum import in_stages, pack_stages
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan
@@ -64,6 +65,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         groups: Documents with common prefixes that share a bin, whose tokens are then those that
             rows with shared prefixes compute. With documents_per_step they come in one step, which
             therefore holds other documents than that of a padded run.
+        stages: of each document, (documents,) integers: those of a stage come after those of the
+            stages before it, and share bins only with each other (curriculum.py).
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -90,9 +93,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
         drop_last: bool = False,
         allow_idle_ranks: bool = False,
         groups: PrefixGroups | None = None,
+        stages: np.ndarray | None = None,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
+        self.stages = stages
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
@@ -130,6 +135,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.groups is not None and self.rows:
             raise ValueError("rows that were packed before stay as they are; leave groups out")
+        if self.groups is not None and self.stages is not None:
+            raise ValueError("groups bring documents of several stages together; leave one out")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
         if len(self.lengths) < self.num_ranks and not allow_idle_ranks:
@@ -277,6 +284,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
+        if self.stages is not None:
+            return pack_stages(self.lengths, self.stages, self.capacity, self.strategy, seed)
         return pack(self.lengths, self.capacity, self.strategy, seed)
 
     def _packed_steps(self) -> PackedSteps:
@@ -292,6 +301,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 balance_window=self.balance_window,
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
                 squares=None if self.groups is None else self.groups.squares,
+                stages=self.stages,
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -307,6 +317,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
             )
             order = order[: self.num_used]
+            if self.stages is not None:
+                order = in_stages(order, self.stages)
             if self.groups is not None:
                 order = keep_groups_together(order, self.groups, self.documents_per_step)
             self._steps = DocumentSteps(

@@ -16,8 +16,9 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing.config import PackingOptions
 from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE_IDS
+from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.models.introspection import layer_values, text_config
+from trl_packing.packing.curriculum import numbers_of, stages_of
 from trl_packing.packing.document_order import order_seed, packing_seed
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
@@ -72,6 +73,7 @@ def training_sampler(
         torch_seed=torch_seed,
         allow_idle_ranks=subset is not None,
         groups=None if index is None else _groups(index, lengths, args),
+        numbers=_numbers(documents, args, subset),
     )
 
 
@@ -88,6 +90,7 @@ def sampler_of_lengths(
     torch_seed: int | None = None,
     allow_idle_ranks: bool = False,
     groups: PrefixGroups | None = None,
+    numbers: np.ndarray | None = None,
 ) -> PackedBatchSampler:
     """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
 
@@ -103,6 +106,7 @@ def sampler_of_lengths(
         torch_seed: seed of torch's global generator when training starts.
         allow_idle_ranks: fewer documents than ranks are no error.
         groups: of documents with common prefixes; None draws single documents.
+        numbers: those of a curriculum; None draws from all documents at any time.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -117,7 +121,15 @@ def sampler_of_lengths(
     if per_step is None and not packing and not rows:
         per_step = batch_size * accumulation * ranks
     sampling = args.train_sampling_strategy
-    seed = packing_seed(args)
+    seed, stages = packing_seed(args), None
+    if numbers is not None:
+        stages = stages_of(
+            numbers,
+            lengths,
+            capacity=args.max_length if per_step is None else None,
+            descending=options.curriculum_order == "descending",
+            seed=seed,
+        )
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
@@ -138,7 +150,19 @@ def sampler_of_lengths(
         drop_last=args.dataloader_drop_last,
         allow_idle_ranks=allow_idle_ranks,
         groups=groups,
+        stages=stages,
     )
+
+
+def _numbers(
+    documents: ArrowDocuments, args: SFTConfig, subset: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the numbers of a curriculum, of all documents or a `subset`; None without one."""
+    curriculum = PackingOptions.of(args).curriculum
+    if curriculum is None:
+        return None
+    numbers = numbers_of(documents, curriculum)
+    return numbers if subset is None else numbers[subset]
 
 
 def prefix_index(documents: ArrowDocuments) -> PrefixIndex:
@@ -186,6 +210,9 @@ def plan_settings(
         "documents_per_step": options.documents_per_step,
         # None where nothing is grouped, as in the checkpoints of earlier versions.
         "prefix_group_size": options.prefix_group_size if groups else None,
+        "overlap_tokens": Overflow.from_args(args, packing).overlap,
+        "curriculum": options.curriculum,
+        "curriculum_order": options.curriculum and options.curriculum_order,
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
         "seed": packing_seed(args),
@@ -212,7 +239,7 @@ class Sampling:
         self.eval_packing = False
         self.torch_seed: int | None = None
         self.draws_groups: Callable[[bool], bool] = lambda training: False
-        self._indexes: dict[tuple[int, bool], tuple[ArrowDocuments, PrefixIndex]] = {}
+        self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -280,7 +307,7 @@ class Sampling:
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the index of a data set, made once."""
-        key = id(documents.dataset), SOURCE_IDS in documents.scalars
+        key = id(documents.dataset)
         if key not in self._indexes:
             if len(self._indexes) == _MOST_INDEXES:
                 del self._indexes[next(iter(self._indexes))]
