@@ -67,9 +67,8 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
             charts += _of_losses(records, trained, _BY_SOURCE) + _of_losses(records, losses)
         elif name in names:
             charts.append(_chart(records, name))
-    charts += (
-        [_shares(records[0], by_source["num_tokens"])] if len(records) == 1 and sources else []
-    )
+    if len(records) == 1 and sources:
+        charts.append(_shares(records[0], by_source["num_tokens"]))
     rest = [name for name in names if name not in MAIN and name not in losses]
     return charts + [_chart(records, name) for name in rest]
 
