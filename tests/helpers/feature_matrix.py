@@ -118,6 +118,7 @@ FEATURES = (
         "source_column",
         {**_EVALUATES, "source_column": "source"},
         lambda: {"eval_dataset": _with_sources(_conversations(4))},
+        data=_with_sources,
         instead_of=("evaluation",),
     ),
     Feature(
@@ -134,6 +135,8 @@ FEATURES = (
         data=_with_system_prompt,
         instead_of=("prefixes in a bin",),
     ),
+    Feature("curriculum", {"curriculum": "length"}),
+    Feature("overlap", {"overflow": "overlap", "max_length": 24}),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),

@@ -60,17 +60,20 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
     apart |= {f"train_{name}" for name in apart}
     names = [name for name in logged if name not in apart and not _NO_CURVE.fullmatch(name)]
     losses = [name for name in names if is_eval_loss(name)]
+    trained = [name for name in by_source["loss"] if name in logged]
     charts: list[Chart] = []
     for name in MAIN:
         if name == "eval_loss":
-            trained = [name for name in by_source["loss"] if name in logged]
-            charts += _of_losses(records, trained, _BY_SOURCE) + _of_losses(records, losses)
+            charts += _of_losses(records, losses, name)
         elif name in names:
             charts.append(_chart(records, name))
-    if len(records) == 1 and sources:
-        charts.append(_shares(records[0], by_source["num_tokens"]))
+        if name == "loss" and len(records) == 1:
+            charts += _of_losses(records, trained, _BY_SOURCE)
+    if len(records) == 1:
+        charts += _shares(records[0], by_source["num_tokens"])
+        trained = []
     rest = [name for name in names if name not in MAIN and name not in losses]
-    return charts + [_chart(records, name) for name in rest]
+    return charts + [_chart(records, name) for name in [*trained, *rest]]
 
 
 def num_main(charts: Sequence[Chart]) -> int:
@@ -79,9 +82,7 @@ def num_main(charts: Sequence[Chart]) -> int:
     return sum(chart.title in titles or is_eval_loss(chart.title) for chart in charts)
 
 
-def _of_losses(
-    records: Sequence[RunRecord], names: list[str], title: str = "eval_loss"
-) -> list[Chart]:
+def _of_losses(records: Sequence[RunRecord], names: list[str], title: str) -> list[Chart]:
     if len(records) > 1:
         return [_chart(records, name) for name in names[:_MOST_CURVES]]
     if not names:
@@ -92,9 +93,11 @@ def _of_losses(
     return [Chart(title, curves, note=note, may_be_log=True)]
 
 
-def _shares(record: RunRecord, names: list[str]) -> Chart:
-    """Return the chart of each source's share of the tokens since the last log."""
+def _shares(record: RunRecord, names: list[str]) -> list[Chart]:
+    """Return the chart of each source's share of the tokens since the last log, if any."""
     points = {name: record.points(name) for name in names if name in record.names()}
+    if not points:
+        return []
     totals: dict[int, float] = {}
     for point in (point for curve in points.values() for point in curve):
         totals[point.step] = totals.get(point.step, 0.0) + point.value
@@ -106,7 +109,7 @@ def _shares(record: RunRecord, names: list[str]) -> Chart:
         )
         for i, (name, curve) in enumerate([*points.items()][:_MOST_CURVES])
     ]
-    return Chart(_SHARE, curves, note="since the last log", percent=True)
+    return [Chart(_SHARE, curves, note="since the last log", percent=True)]
 
 
 def _chart(records: Sequence[RunRecord], name: str) -> Chart:
