@@ -45,6 +45,7 @@ SETTINGS = (
     ("curriculum", "COLUMN", "order an epoch by it: length, or a column of numbers"),
     ("curriculum_order", "{ascending,descending}", "with curriculum: what comes first"),
     ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
+    ("max_patches", "N", "with images: most patches of the vision tower in a bin"),
     ("prefix_sharing", "{off,bin,group}", "compute common beginnings of documents once"),
     ("prefix_group_size", "N", "with prefix_sharing group: most documents of a group"),
     ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),

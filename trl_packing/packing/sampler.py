@@ -12,6 +12,7 @@ The micro-batches of a slot run at the same moment and cost about the same (bala
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -22,6 +23,8 @@ from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan
 from trl_packing.packing.group_order import keep_groups_together
+from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import PatchBins
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 
@@ -67,6 +70,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
             therefore holds other documents than that of a padded run.
         stages: of each document, (documents,) integers: those of a stage come after those of the
             stages before it, and share bins only with each other (curriculum.py).
+        loads: Images of the documents: bins are limited by their patches, too, and the tower is
+            part of the cost of a micro-batch.
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -94,10 +99,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         allow_idle_ranks: bool = False,
         groups: PrefixGroups | None = None,
         stages: np.ndarray | None = None,
+        loads: ImageLoads | None = None,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
         self.stages = stages
+        self.loads = loads
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
@@ -285,8 +292,27 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
         if self.stages is not None:
-            return pack_stages(self.lengths, self.stages, self.capacity, self.strategy, seed)
+            return pack_stages(self.stages, self._pack_part, seed)
+        if self._patch_bins is not None:
+            return self._patch_bins.pack(seed)
         return pack(self.lengths, self.capacity, self.strategy, seed)
+
+    def _pack_part(self, documents: np.ndarray, seed: Sequence[int] | None) -> PackingPlan:
+        """Return the bins of some documents, which it counts from 0 as they are given."""
+        assert self.capacity is not None
+        lengths, loads = self.lengths[documents], self.loads
+        if loads is None or loads.most_patches is None:
+            return pack(lengths, self.capacity, self.strategy, seed)
+        limits = self.capacity, loads.most_patches
+        return PatchBins(lengths, loads.patches[documents], *limits, self.strategy).pack(seed)
+
+    @cached_property
+    def _patch_bins(self) -> PatchBins | None:
+        loads = self.loads
+        if loads is None or loads.most_patches is None or self.capacity is None:
+            return None
+        limits = self.capacity, loads.most_patches
+        return PatchBins(self.lengths, loads.patches, *limits, self.strategy)
 
     def _packed_steps(self) -> PackedSteps:
         if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
@@ -302,6 +328,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
                 squares=None if self.groups is None else self.groups.squares,
                 stages=self.stages,
+                image_costs=None if self.loads is None else self.loads.costs,
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -329,6 +356,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 self.accumulation,
                 self.attention_cost,
                 self.groups,
+                None if self.loads is None else self.loads.costs,
             )
             self._steps_epoch = self.epoch
         return self._steps

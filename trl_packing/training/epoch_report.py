@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.isolation.evidence import Checked
 from trl_packing.training.histogram import Histogram
+from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.prefix_savings import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
 
@@ -48,6 +49,7 @@ class PackingReport:
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
         order: of the documents of an epoch, in words; "" if they are drawn at random.
+        images: of the documents; None without any.
     """
 
     ranks: int
@@ -75,6 +77,7 @@ class PackingReport:
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
     order: str = ""
+    images: ImageCounts | None = None
 
     @property
     def utilization(self) -> float | None:
@@ -133,6 +136,7 @@ class PackingReport:
         lines = [
             ("turns", str(self.preparation.conversations)),
             ("documents", self._data()),
+            ("images", str(self.images or "")),
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),
             *self._epoch(),
