@@ -1,7 +1,8 @@
 """The isolation guard of a run with images: it also probes with the run's own images.
 
     text probes     as in any run; image tokens are replaced by ordinary ones
-    image probes    documents with their pixels, and another image before them (image_check.py)
+    image probes    documents with one image, with several and with none, each after another one,
+                    and after the same one with other pixels (image_check.py)
 
 A backend must pass both. If it fails with images, the next backend is tried, as for text.
 """
@@ -24,7 +25,7 @@ from trl_packing.isolation.probes import random_tokens
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.image_store import ImageStore
 
-_MOST = 2  # documents with images in the check
+_SEARCHED = 1_000  # shortest documents among which those of the check are found
 
 
 class ImageGuard(IsolationGuard):
@@ -45,7 +46,7 @@ class ImageGuard(IsolationGuard):
         """Return representative documents, their image tokens replaced by ordinary ones."""
         documents = super().sample(dataset, max_length)
         if self._isolation_check != "off" and IMAGE_ROW in dataset.column_names:
-            self._with_images = self._images_of(dataset)
+            self._with_images = documents_to_check(dataset, self.store)
         draw = random_tokens(self.base_model, np.random.default_rng(0))
         ids = self._image_token_ids()
         return [
@@ -57,23 +58,6 @@ class ImageGuard(IsolationGuard):
         config = self.base_model.config
         names = [name for name in vars(config) if name.endswith(("token_id", "token_index"))]
         return [v for name in names if isinstance(v := getattr(config, name), int)]
-
-    def _images_of(self, dataset: Any) -> list[dict[str, Any]]:
-        """Return the shortest documents of different images, with their images."""
-        documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
-        order = np.argsort(documents.lengths(), kind="stable")
-        found: list[dict[str, Any]] = []
-        for number in order.tolist():
-            document = documents[number]
-            chosen = np.unique(document[IMAGE_IDS])
-            if not chosen.any():
-                continue
-            row = int(dataset[number][IMAGE_ROW])
-            images = self.store.load(row, chosen[chosen > 0] - 1)
-            found.append({"input_ids": document["input_ids"], "images": [images]})
-            if len(found) == _MOST:
-                break
-        return found
 
     def _search(
         self,
@@ -121,3 +105,34 @@ class ImageGuard(IsolationGuard):
         except Exception as error:  # models raise all kinds of errors
             result = Refusal.from_error(error)
         return worst_of_ranks(result, self.model) if self._options["agree"] else result
+
+
+def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
+    """Return short documents with one image, with several and with none, with their images.
+
+    A data set whose documents have equal numbers of images gives two of them.
+
+    Args:
+        dataset: prepared documents.
+        store: the image files of the run.
+    """
+    documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
+    order = np.argsort(documents.lengths(), kind="stable")[:_SEARCHED].tolist()
+    found: dict[int, list[int]] = {}
+    for number in order:
+        count = int(np.count_nonzero(np.unique(documents[number][IMAGE_IDS])))
+        found.setdefault(min(count, 2), []).append(number)
+    chosen = [numbers[0] for count, numbers in sorted(found.items(), reverse=True) if count]
+    if len(chosen) == 1:
+        chosen = next(numbers[:2] for count, numbers in found.items() if count)
+    if not chosen:
+        return []
+    return [_probe(dataset, number, store) for number in [*chosen, *found.get(0, [])[:1]]]
+
+
+def _probe(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:
+    row = dataset[number]
+    images = np.unique(row[IMAGE_IDS])
+    images = images[images > 0] - 1
+    loaded = [store.load(int(row[IMAGE_ROW]), images)] if len(images) else []
+    return {"input_ids": np.asarray(row["input_ids"]), "images": loaded}
