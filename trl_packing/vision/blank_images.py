@@ -38,7 +38,7 @@ def check_no_experts_are_balanced(trainer: Any) -> None:
     """Raise ValueError if blank images would take part in the balance of experts."""
     if trainer.aux_loss_enabled:
         raise ValueError(
-            "rows without images get a blank one where ranks wait for each other, and it would take "
+            "rows without images get a blank one where ranks wait for each other, which would take "
             "part in the balance of experts; set router_aux_loss_coef=0.0"
         )
 
