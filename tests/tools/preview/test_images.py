@@ -147,7 +147,7 @@ def test_headers_are_read_once_for_the_whole_set(model, processor, tmp_path):
 
 
 def test_runs_that_trl_prepares_are_not_shown(processor, tmp_path):
-    with pytest.raises(ValueError, match="not packed for llama models.*: TRL's own code"):
+    with pytest.raises(ValueError, match=r"not packed for llama models.*: TRL's own code"):
         run_of(tiny_model("llama"), processor, tmp_path)
     with pytest.raises(ValueError, match="name the model"):
         run_of(None, processor, tmp_path)
