@@ -39,7 +39,14 @@ def test_unpacked_run_equals_trl_step_by_step(tmp_path, form, accumulation):
     assert ours.state.global_step == math.ceil(22 / (4 * accumulation))
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n != "gpt2_dropout"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("llama", "gemma2", "qwen3_moe") else pytest.mark.slow)
+        for n in MODELS
+        if n != "gpt2_dropout"
+    ],
+)
 def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
     """Completion-only, since TRL scales gpt2's full loss by (tokens − documents) / tokens."""
     ours, theirs = (
