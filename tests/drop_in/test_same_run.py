@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.combinations import fast
 from helpers.drop_in import (
     PackedSFTTrainer,
     assert_same_run,
@@ -40,12 +41,7 @@ def test_unpacked_run_equals_trl_step_by_step(tmp_path, form, accumulation):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n in ("llama", "gemma2", "qwen3_moe") else pytest.mark.slow)
-        for n in MODELS
-        if n != "gpt2_dropout"
-    ],
+    "name", fast((n for n in MODELS if n != "gpt2_dropout"), ("llama", "gemma2", "qwen3_moe"))
 )
 def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
     """Completion-only, since TRL scales gpt2's full loss by (tokens − documents) / tokens."""

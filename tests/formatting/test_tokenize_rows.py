@@ -224,8 +224,7 @@ def trained_text(tokenizer: Any, documents: list[tuple]) -> list[str]:
 # --- as TRL ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["written", "real"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "source"), combined(FORMS, ["written", "real"]))
 def test_documents_are_those_of_trl(tmp_path, form, source):
     chat = tokenizer("qwen3")
     ours, theirs = (
