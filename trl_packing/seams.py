@@ -71,6 +71,9 @@ FUNCTIONS = {
     "transformers.Trainer.get_sp_size": "self",
     "transformers.Trainer.get_tp_size": "self",
     "transformers.integrations.neftune.neftune_post_forward_hook": "module, input, output",
+    "transformers.image_processing_utils.select_best_resolution": (
+        "original_size, possible_resolutions"
+    ),
     "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func": (
         "gate_logits, num_experts, top_k, attention_mask"
     ),
@@ -109,6 +112,7 @@ FUNCTIONS = {
 
 ATTRIBUTES = {
     "_formatting_func": "trl.SFTTrainer",
+    "_is_vision_dataset": "trl.SFTTrainer",
     "_metrics": "trl.SFTTrainer",
     "_skip_prepare_dataset": "trl.SFTTrainer",
     "_tokenizer": "trl.SFTTrainer",
@@ -132,6 +136,7 @@ ATTRIBUTES = {
     "_distributed": "datasets.IterableDataset",
     "_ex_iterable": "datasets.IterableDataset",
     "_starting_state_dict": "datasets.IterableDataset",
+    "_fingerprint": "datasets.Dataset",
     "_indices": "datasets.Dataset",
     "_supports_sdpa": "transformers.PreTrainedModel",
     "_can_set_attn_implementation": "transformers.PreTrainedModel",
@@ -148,6 +153,7 @@ NAMES = (
     "accelerate.data_loader.DataLoaderShard",
     "accelerate.logging.get_logger",
     "datasets.exceptions.DatasetGenerationError",
+    "datasets.fingerprint.Hasher",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
@@ -162,7 +168,6 @@ NAMES = (
     "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
-    "transformers.integrations.is_deepspeed_zero3_enabled",
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",
     "transformers.utils.SAFE_WEIGHTS_NAME",
     "transformers.utils.import_utils",

@@ -42,6 +42,7 @@ SETTINGS = (
     ("loss_weighting", "{token,document,sqrt}", "weight of a token in the loss"),
     ("source_column", "COLUMN", "report eval_loss for each value of it"),
     ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
+    ("max_patches", "N", "with images: most patches of the vision tower in a bin"),
     ("prefix_sharing", "{off,bin,group}", "compute common beginnings of documents once"),
     ("prefix_group_size", "N", "with prefix_sharing group: most documents of a group"),
     ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),

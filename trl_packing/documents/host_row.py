@@ -31,6 +31,7 @@ class HostRow:
         padding: tokens at the end that belong to no document.
         max_length: tokens of the longest document, as passed to kernels.
         tree: the documents, if they share prefixes; `boundaries` are then those of segments.
+        num_images: images of the documents.
     """
 
     boundaries: np.ndarray
@@ -38,6 +39,7 @@ class HostRow:
     padding: int
     max_length: int
     tree: "TreeNumbers | None" = None
+    num_images: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -65,6 +65,7 @@ def steps_from_plan(
     balance_window: int,
     rng: np.random.Generator | None,
     squares: np.ndarray | None = None,
+    image_costs: np.ndarray | None = None,
 ) -> PackedSteps:
     """Return the micro-batches of an epoch.
 
@@ -81,6 +82,7 @@ def steps_from_plan(
         balance_window: steps that exchange bins, as in `balanced_order`.
         rng: shuffles the bins; None keeps the order of the plan.
         squares: len² of each document, where it computes less than all of its pairs of tokens.
+        image_costs: of the vision tower for each document, in tokens; None without images.
     """
     slots = num_ranks * accumulation
     bins = np.arange(len(plan)) if rng is None else rng.permutation(len(plan))
@@ -88,7 +90,7 @@ def steps_from_plan(
     full, left = bins[:num_full].reshape(-1, bins_per_batch), bins[num_full:]
     if rng is not None and len(full):
         order = balanced_order(
-            _costs(plan, lengths, attention_cost, squares)[bins],
+            _costs(plan, lengths, attention_cost, squares, image_costs)[bins],
             tokens=plan.tokens[bins],
             documents=np.diff(plan.offsets)[bins],
             slots=slots,
@@ -102,16 +104,23 @@ def steps_from_plan(
 
 
 def _costs(
-    plan: PackingPlan, lengths: np.ndarray, attention_cost: float, squares: np.ndarray | None
+    plan: PackingPlan,
+    lengths: np.ndarray,
+    attention_cost: float,
+    squares: np.ndarray | None,
+    image_costs: np.ndarray | None,
 ) -> np.ndarray:
-    """Return tokens + c · Σ len² of each bin, in whole tokens."""
+    """Return tokens + c · Σ len² + the tower's cost of each bin, in whole tokens."""
     if squares is None:
         squares = lengths[plan.indices].astype(np.int64)
         squares *= squares
     else:
         squares = squares[plan.indices]
     squares = np.add.reduceat(squares, plan.offsets[:-1])
-    return plan.tokens + (attention_cost * squares).astype(np.int64)
+    costs = plan.tokens + (attention_cost * squares).astype(np.int64)
+    if image_costs is None:
+        return costs
+    return costs + np.add.reduceat(image_costs[plan.indices], plan.offsets[:-1])
 
 
 def _dealt_evenly(bins: list[np.ndarray], number: int) -> list[np.ndarray]:

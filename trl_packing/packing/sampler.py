@@ -12,6 +12,7 @@ The micro-batches of a slot run at the same moment and cost about the same (bala
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -21,6 +22,8 @@ from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan
 from trl_packing.packing.group_order import keep_groups_together
+from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import PatchBins
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 
@@ -64,6 +67,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         groups: Documents with common prefixes that share a bin, whose tokens are then those that
             rows with shared prefixes compute. With documents_per_step they come in one step, which
             therefore holds other documents than that of a padded run.
+        loads: Images of the documents: bins are limited by their patches, too, and the tower is
+            part of the cost of a micro-batch.
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -90,9 +95,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
         drop_last: bool = False,
         allow_idle_ranks: bool = False,
         groups: PrefixGroups | None = None,
+        loads: ImageLoads | None = None,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
+        self.loads = loads
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
@@ -277,7 +284,17 @@ class PackedBatchSampler(BatchRebalanceSampler):
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
+        if self._patch_bins is not None:
+            return self._patch_bins.pack(seed)
         return pack(self.lengths, self.capacity, self.strategy, seed)
+
+    @cached_property
+    def _patch_bins(self) -> PatchBins | None:
+        loads = self.loads
+        if loads is None or loads.most_patches is None or self.capacity is None:
+            return None
+        limits = self.capacity, loads.most_patches
+        return PatchBins(self.lengths, loads.patches, *limits, self.strategy)
 
     def _packed_steps(self) -> PackedSteps:
         if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
@@ -292,6 +309,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 balance_window=self.balance_window,
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
                 squares=None if self.groups is None else self.groups.squares,
+                image_costs=None if self.loads is None else self.loads.costs,
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -317,6 +335,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 self.accumulation,
                 self.attention_cost,
                 self.groups,
+                None if self.loads is None else self.loads.costs,
             )
             self._steps_epoch = self.epoch
         return self._steps

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.isolation.evidence import Checked
 from trl_packing.training.histogram import Histogram
+from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.prefix_savings import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
 
@@ -47,6 +48,7 @@ class PackingReport:
         documents_by_bin: number of documents in bins.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
+        images: of the documents; None without any.
     """
 
     ranks: int
@@ -73,6 +75,7 @@ class PackingReport:
     documents_by_bin: Histogram | None = None
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
+    images: ImageCounts | None = None
 
     @property
     def utilization(self) -> float | None:
@@ -131,6 +134,7 @@ class PackingReport:
         lines = [
             ("turns", str(self.preparation.conversations)),
             ("documents", self._data()),
+            ("images", str(self.images or "")),
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),
             *self._epoch(),

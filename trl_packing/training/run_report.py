@@ -22,6 +22,7 @@ from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.histogram import Histogram
+from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.sampling import Sampling
@@ -87,6 +88,7 @@ def plan_report(
         lengths=None if sampler.rows else Histogram.of(documents.lengths()),
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
         tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
+        images=ImageCounts.of(sampler),
         prefixes=None
         if tokens_per_micro_batch or IMAGE_IDS in documents.columns  # equal ids, other images
         else prefix_savings(documents, sampler, prefix_sharing),

@@ -19,6 +19,8 @@ from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE_IDS
 from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.document_order import order_seed, packing_seed
+from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import patch_budget
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
@@ -38,6 +40,7 @@ def training_sampler(
     torch_seed: int | None = None,
     subset: np.ndarray | None = None,
     index: PrefixIndex | None = None,
+    loads: ImageLoads | None = None,
 ) -> PackedBatchSampler:
     """Return the sampler of one rank's training micro-batches.
 
@@ -53,6 +56,7 @@ def training_sampler(
         subset: numbers of the documents to sample from; the sampler counts them from 0. None for
             all documents.
         index: of `documents`, if groups of documents with common prefixes are drawn.
+        loads: of the images of `documents`; None without images.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -60,6 +64,7 @@ def training_sampler(
     lengths = documents.lengths()
     if subset is not None:
         lengths, index = lengths[subset], index and index.subset(subset)
+        loads = loads and loads.subset(subset)
     return sampler_of_lengths(
         lengths,
         args,
@@ -72,6 +77,7 @@ def training_sampler(
         torch_seed=torch_seed,
         allow_idle_ranks=subset is not None,
         groups=None if index is None else _groups(index, lengths, args),
+        loads=loads,
     )
 
 
@@ -88,6 +94,7 @@ def sampler_of_lengths(
     torch_seed: int | None = None,
     allow_idle_ranks: bool = False,
     groups: PrefixGroups | None = None,
+    loads: ImageLoads | None = None,
 ) -> PackedBatchSampler:
     """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
 
@@ -103,6 +110,7 @@ def sampler_of_lengths(
         torch_seed: seed of torch's global generator when training starts.
         allow_idle_ranks: fewer documents than ranks are no error.
         groups: of documents with common prefixes; None draws single documents.
+        loads: of the images of the documents, as `limited_loads` returns them; None without images.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -138,7 +146,37 @@ def sampler_of_lengths(
         drop_last=args.dataloader_drop_last,
         allow_idle_ranks=allow_idle_ranks,
         groups=groups,
+        loads=loads,
     )
+
+
+def limited_loads(
+    loads: ImageLoads, lengths: np.ndarray, args: SFTConfig, *, packing: bool
+) -> ImageLoads:
+    """Return the loads of images with the limit of bins that the settings name or imply.
+
+    Args:
+        loads: of documents.
+        lengths: tokens of these documents, ``(documents,)``.
+        args: the settings of the run.
+        packing: pack documents into bins.
+
+    Raises:
+        ValueError: a document has more patches than `max_patches`.
+    """
+    options, capacity = PackingOptions.of(args), args.max_length
+    if not packing or capacity is None or options.documents_per_step is not None:
+        return loads
+    most, patches = options.max_patches, loads.patches
+    if most is None:
+        return loads.limited(patch_budget(lengths, patches, capacity, args.packing_strategy))
+    if patches.max(initial=0) > most:
+        at = int(np.argmax(patches > most))
+        raise ValueError(
+            f"the images of document {at} have {patches[at]} patches, but max_patches={most}; "
+            "raise max_patches, or let the processor make images smaller"
+        )
+    return loads.limited(most)
 
 
 def prefix_index(documents: ArrowDocuments) -> PrefixIndex:
@@ -186,6 +224,7 @@ def plan_settings(
         "documents_per_step": options.documents_per_step,
         # None where nothing is grouped, as in the checkpoints of earlier versions.
         "prefix_group_size": options.prefix_group_size if groups else None,
+        "max_patches": options.max_patches,
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
         "seed": packing_seed(args),
@@ -204,6 +243,7 @@ class Sampling:
         torch_seed: seed of torch's global generator when training starts.
         draws_groups: returns whether groups of documents with common prefixes are drawn, in
             training or evaluation.
+        image_loads: returns the loads of the images of documents; None without images.
     """
 
     def __init__(self, trainer: SFTTrainer):
@@ -212,7 +252,9 @@ class Sampling:
         self.eval_packing = False
         self.torch_seed: int | None = None
         self.draws_groups: Callable[[bool], bool] = lambda training: False
+        self.image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
         self._indexes: dict[tuple[int, bool], tuple[ArrowDocuments, PrefixIndex]] = {}
+        self._loads: dict[tuple[int, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -254,6 +296,7 @@ class Sampling:
             torch_seed=self.torch_seed,
             subset=subset,
             index=self._index(documents) if self.draws_groups(True) else None,
+            loads=self._limited_loads(documents, self.packing),
         )
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
@@ -276,7 +319,20 @@ class Sampling:
             attention_cost=attention_cost(self.hidden_size),
             allow_idle_ranks=True,
             groups=groups,
+            loads=self._limited_loads(documents, self.eval_packing),
         )
+
+    def _limited_loads(self, documents: ArrowDocuments, packing: bool) -> ImageLoads | None:
+        """Return the loads of the images of a data set, made once."""
+        key = id(documents.dataset), packing
+        if key not in self._loads:
+            if len(self._loads) == _MOST_INDEXES:
+                del self._loads[next(iter(self._loads))]
+            loads, args = self.image_loads(documents), self.trainer.args
+            if loads is not None:
+                loads = limited_loads(loads, documents.lengths(), args, packing=packing)
+            self._loads[key] = documents, loads
+        return self._loads[key][1]
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the index of a data set, made once."""
