@@ -136,6 +136,7 @@ def test_every_page_is_in_the_navigation():
     recipes = {p.name for p in (ROOT / "recipes").glob("*.py")} - {
         "make_demo_data.py",
         "recipe_data.py",
+        "recipe_mixture.py",
         "recipe_summary.py",
     }
     made = {f"recipes/{name}.md" for name in recipes} | {"recipes/README.md"}

@@ -38,6 +38,9 @@ TURN = "trl_packing_turn"
 # An integer for every document of an evaluation set that reports losses by source.
 SOURCE_IDS = "source_ids"
 
+# The source of every document of a mixture, a `ClassLabel`; preparation keeps this column.
+SOURCE = "trl_packing_source"
+
 # An integer for every token: 0 on text, n on tokens of the n-th image of the user's row.
 IMAGE_IDS = "image_ids"
 

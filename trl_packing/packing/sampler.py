@@ -8,10 +8,13 @@ The micro-batches of a step depend on ranks × accumulation alone, so 1 rank × 
 train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its
 part of it: no communication, every document exactly once, equally many micro-batches on every rank.
 The micro-batches of a slot run at the same moment and cost about the same (balance.py).
+
+An epoch of a mixture has places instead: a document that it draws twice has two of them (draw.py).
+Bins and steps are made of places, and micro-batches are yielded as documents.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -19,7 +22,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
-from trl_packing.packing.epoch import PackedSteps, steps_from_plan
+from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.epoch import PackedSteps, steps_from_plan, with_more_bins
 from trl_packing.packing.group_order import keep_groups_together
 from trl_packing.packing.prefix_groups import PrefixGroups
 
@@ -64,6 +68,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
         groups: Documents with common prefixes that share a bin, whose tokens are then those that
             rows with shared prefixes compute. With documents_per_step they come in one step, which
             therefore holds other documents than that of a padded run.
+        draw: the documents that each epoch of a mixture draws; None draws every document once.
+        epochs: With `draw`, epochs that get equally many bins, as many as the fullest of them
+            needs. Bins of the others are split until there are as many.
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -90,9 +97,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
         drop_last: bool = False,
         allow_idle_ranks: bool = False,
         groups: PrefixGroups | None = None,
+        draw: MixtureDraw | None = None,
+        epochs: int = 1,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
+        self.draw = draw
+        self.epochs = epochs
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
@@ -110,14 +121,16 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.documents_multiple_of = 1  # an epoch leaves out the documents beyond a multiple of it
         if drop_last and documents_per_step:
             self.documents_multiple_of = self._documents_of_a_padded_batch(documents_per_step)
-        self.num_used = len(self.lengths) // self.documents_multiple_of * self.documents_multiple_of
+        self.num_drawn = len(self.lengths) if draw is None else len(draw)
+        self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
+        self._drawn: tuple[int, np.ndarray] | None = None
         self._plan: PackingPlan | None = None
         self._plan_epoch: int | None = None
         self._steps: PackedSteps | DocumentSteps | None = None
         self._steps_epoch: int | None = None
         self.resumed_epoch: ResumedEpoch | None = None
-        self.num_bins = None if documents_per_step else len(self._plan_for(0))
+        self.num_bins = None if documents_per_step else self._bins_of_an_epoch()
 
     def _check(self, allow_idle_ranks: bool) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
@@ -128,18 +141,22 @@ class PackedBatchSampler(BatchRebalanceSampler):
         for name in ("bins_per_batch", "num_ranks", "accumulation", "balance_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.groups is not None and self.rows:
-            raise ValueError("rows that were packed before stay as they are; leave groups out")
+        if self.rows and not (self.groups is None and self.draw is None):
+            raise ValueError(
+                "rows that were packed before stay as they are; leave groups and draw out"
+            )
+        if self.draw is not None and not (self.groups is None and self.shuffle):
+            raise ValueError("a mixture draws single documents in random order; leave groups out")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
-        if len(self.lengths) < self.num_ranks and not allow_idle_ranks:
+        if self.num_drawn < self.num_ranks and not allow_idle_ranks:
             raise ValueError(
-                f"{len(self.lengths)} documents cannot keep {self.num_ranks} ranks busy; "
+                f"{self.num_drawn} documents cannot keep {self.num_ranks} ranks busy; "
                 "use fewer processes or more documents"
             )
         if not self.num_used:
             raise ValueError(
-                f"{len(self.lengths)} documents do not fill one micro-batch of every rank, and "
+                f"{self.num_drawn} documents do not fill one micro-batch of every rank, and "
                 "dataloader_drop_last=True drops what does not; set it to False"
             )
         if self.documents_per_step is not None and self.documents_per_step < self._slots:
@@ -187,31 +204,47 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 yield from micro_batches[self.rank :: self.num_ranks]
         else:
             packed = self._packed_steps()
+            if len(packed) != len(self) * self.num_ranks:
+                raise RuntimeError(
+                    f"epoch {self.epoch} of the mixture needs {len(packed):,} micro-batches, but "
+                    f"only {self.epochs:,} epochs were planned, of {len(self) * self.num_ranks:,}"
+                )
             for at in range(self.rank, len(packed), self.num_ranks):
-                yield packed[at].tolist()
+                yield self.documents_at(packed[at]).tolist()
+
+    def documents_at(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the documents at some places of this epoch; without a mixture, they are equal."""
+        places = np.asarray(places, np.int64)
+        return places if self.draw is None else self._drawn_documents(self.epoch)[places]
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
         if self.documents_per_step is not None:
             return [np.asarray(documents, np.int64) for step in self.steps() for documents in step]
-        return list(self._packed_steps())
+        return [self.documents_at(places) for places in self._packed_steps()]
 
     def some_micro_batches(self, number: int) -> list[np.ndarray]:
         """Return about `number` of them, evenly spread over the epoch; all if there are fewer."""
         if self.documents_per_step is None:
             packed = self._packed_steps()
-            return [packed[at] for at in _evenly_spread(len(packed), number)]
-        steps = self._document_steps()
-        some = _evenly_spread(len(steps), -(-number // self._slots))
-        return [np.asarray(documents, np.int64) for at in some for documents in steps[at]]
+            some = [packed[at] for at in _evenly_spread(len(packed), number)]
+        else:
+            steps = self._document_steps()
+            chosen = _evenly_spread(len(steps), -(-number // self._slots))
+            some = [np.asarray(places) for at in chosen for places in steps[at]]
+        return [self.documents_at(places) for places in some]
 
     def plan(self) -> PackingPlan | None:
         """Return the bins of this epoch; None with documents_per_step."""
-        return None if self.documents_per_step is not None else self._plan_for(self.epoch)
+        if self.documents_per_step is not None:
+            return None
+        plan = self._plan_for(self.epoch)
+        return plan if self.draw is None else replace(plan, indices=self.documents_at(plan.indices))
 
     def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
-        return iter(self._document_steps())
+        for step in self._document_steps():
+            yield [self.documents_at(places).tolist() for places in step]
 
     def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
@@ -222,11 +255,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
         running = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
         return np.diff(running[offsets])
 
-    def documents_in_first_steps(self, number: int) -> np.ndarray:
-        """Return the documents of this epoch's first `number` optimizer steps, in any order."""
+    def places_in_first_steps(self, number: int) -> np.ndarray:
+        """Return the places of this epoch's first `number` optimizer steps, in any order."""
         if self.documents_per_step is not None:
-            return self._document_steps().documents_in_first(number)
-        return self._packed_steps().documents_in_first(number * self._slots)
+            return np.asarray(self._document_steps().documents_in_first(number), np.int64)
+        return np.asarray(self._packed_steps().documents_in_first(number * self._slots), np.int64)
 
     def most_documents(self) -> int:
         """Return the largest number of documents in a micro-batch of this epoch."""
@@ -260,30 +293,62 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     # --- drawing an epoch ---------------------------------------------------------------------
 
+    def _drawn_documents(self, epoch: int) -> np.ndarray:
+        """Return the document at each place of an epoch of the mixture."""
+        assert self.draw is not None
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, self.draw.documents(epoch)
+        return self._drawn[1]
+
+    def _lengths_of(self, epoch: int) -> np.ndarray:
+        """Return the tokens at each place of an epoch."""
+        return self.lengths if self.draw is None else self.lengths[self._drawn_documents(epoch)]
+
+    @property
+    def _repeats_epochs(self) -> bool:
+        """Whether every epoch draws the same documents."""
+        return self.draw is None or self.draw.is_same_every_epoch
+
+    def _bins_of_an_epoch(self) -> int:
+        """Return the number of bins that every epoch has."""
+        if self._repeats_epochs:
+            return len(self._plan_for(0))
+        assert self.capacity is not None
+        # Where documents are sorted first, no seed changes the number of bins.
+        is_seeded = find_strategy(self.strategy).order_dependent
+        return max(
+            len(pack(self._lengths_of(e), self.capacity, self.strategy, (self.seed, e)))
+            if is_seeded
+            else len(pack(self._lengths_of(e), self.capacity, self.strategy))
+            for e in range(max(self.epochs, 1))
+        )
+
     def _plan_for(self, epoch: int) -> PackingPlan:
         """Return the bins of an epoch, cached because the constructor already needs the first."""
         is_fixed = self.rows or find_strategy(self.strategy).order_dependent or not self.shuffle
-        epoch = 0 if is_fixed else epoch
+        epoch = 0 if is_fixed and self._repeats_epochs else epoch
         if self._plan is None or self._plan_epoch != epoch:
             self._plan, self._plan_epoch = self._draw_plan(epoch), epoch
         return self._plan
 
     def _draw_plan(self, epoch: int) -> PackingPlan:
+        lengths = self._lengths_of(epoch)
         if self.rows or self.capacity is None:
-            number = len(self.lengths)
-            longest = int(self.lengths.max(initial=0))
-            tokens = self.lengths.astype(np.int64)
+            number = len(lengths)
+            longest = int(lengths.max(initial=0))
+            tokens = lengths.astype(np.int64)
             return PackingPlan(np.arange(number), np.arange(number + 1), tokens, longest)
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
-        return pack(self.lengths, self.capacity, self.strategy, seed)
+        plan = pack(lengths, self.capacity, self.strategy, seed)
+        return plan if self._repeats_epochs else with_more_bins(plan, lengths, self.num_bins or 0)
 
     def _packed_steps(self) -> PackedSteps:
         if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
             self._steps = steps_from_plan(
                 self._plan_for(self.epoch),
-                self.lengths,
+                self._lengths_of(self.epoch),
                 num_ranks=self.num_ranks,
                 accumulation=self.accumulation,
                 bins_per_batch=self.bins_per_batch,
@@ -299,19 +364,23 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def _document_steps(self) -> DocumentSteps:
         assert self.documents_per_step is not None
         if not isinstance(self._steps, DocumentSteps) or self._steps_epoch != self.epoch:
-            order = document_order(
-                self.sampling,
-                self.lengths,
-                seed=self.seed,
-                epoch=self.epoch,
-                documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
-            )
+            lengths = self._lengths_of(self.epoch)
+            if self.draw is None or self.sampling == "group_by_length":
+                order = document_order(
+                    self.sampling,
+                    lengths,
+                    seed=self.seed,
+                    epoch=self.epoch,
+                    documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
+                )
+            else:
+                order = self.draw.fair_order(self._drawn_documents(self.epoch), self.epoch)
             order = order[: self.num_used]
             if self.groups is not None:
                 order = keep_groups_together(order, self.groups, self.documents_per_step)
             self._steps = DocumentSteps(
                 order,
-                self.lengths,
+                lengths,
                 self.documents_per_step,
                 self.num_ranks,
                 self.accumulation,
@@ -333,13 +402,15 @@ class ResumedEpoch:
 
     Attributes:
         epoch: the epoch that is continued; all later ones are whole.
-        documents: documents that are not trained yet, (documents,) int64.
+        places: places of the epoch that are not trained yet, (places,) int64.
+        documents: the document at each of them, (places,) int64.
         sampler: draws micro-batches of `documents`, by position.
         num_skipped: a rank's micro-batches in place of the documents trained before. They are empty
             and come first: `Trainer` skips this many and counts the epoch's progress from there.
     """
 
     epoch: int
+    places: np.ndarray
     documents: np.ndarray
     sampler: PackedBatchSampler
     num_skipped: int

@@ -33,6 +33,8 @@ _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 _PREPARATION_OPTIONS = (
     "append_eos",
     "documents_per_step",
+    "mixture",
+    "mixture_temperature",
     "overflow",
     "prefix_sharing",
     "prompt_template",

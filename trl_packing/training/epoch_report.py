@@ -16,6 +16,7 @@ from trl_packing.isolation.evidence import Checked
 from trl_packing.training.histogram import Histogram
 from trl_packing.training.prefix_savings import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
+from trl_packing.training.source_shares import SourceShare, source_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,6 +48,8 @@ class PackingReport:
         documents_by_bin: number of documents in bins.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
+        sources: of the training set, and how often the epoch draws them; empty if not known.
+        documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
     """
 
     ranks: int
@@ -73,6 +76,8 @@ class PackingReport:
     documents_by_bin: Histogram | None = None
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
+    sources: tuple[SourceShare, ...] = ()
+    documents_in_data: int | None = None
 
     @property
     def utilization(self) -> float | None:
@@ -131,6 +136,7 @@ class PackingReport:
         lines = [
             ("turns", str(self.preparation.conversations)),
             ("documents", self._data()),
+            *source_lines(self.sources),
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),
             *self._epoch(),
@@ -146,8 +152,10 @@ class PackingReport:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
             return f"a stream: {self._read()}"
         share = f" ({self.trained_tokens / self.tokens:.0%})"
+        drawn = "" if self.documents_in_data is None else f" drawn of {self.documents_in_data:,}"
         return (
-            f"{self.documents:,} · {self.tokens:,} tokens · {self.trained_tokens:,} trained{share}"
+            f"{self.documents:,}{drawn} · {self.tokens:,} tokens · {self.trained_tokens:,} trained"
+            f"{share}"
         )
 
     def _read(self) -> str:

@@ -7,7 +7,9 @@ With prefix_sharing="group", both draw groups of documents with a common prefix 
 if the model can share prefixes.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,11 @@ from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE_IDS
 from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.document_order import order_seed, packing_seed
+from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
+from trl_packing.training.mixture import Mixture, mixture_of
 
 _MOST_INDEXES = 8  # data sets whose index is kept
 
@@ -38,6 +42,7 @@ def training_sampler(
     torch_seed: int | None = None,
     subset: np.ndarray | None = None,
     index: PrefixIndex | None = None,
+    mixture: Mixture | None = None,
 ) -> PackedBatchSampler:
     """Return the sampler of one rank's training micro-batches.
 
@@ -53,6 +58,7 @@ def training_sampler(
         subset: numbers of the documents to sample from; the sampler counts them from 0. None for
             all documents.
         index: of `documents`, if groups of documents with common prefixes are drawn.
+        mixture: of `documents`; a subset is sampled as it is.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -72,6 +78,7 @@ def training_sampler(
         torch_seed=torch_seed,
         allow_idle_ranks=subset is not None,
         groups=None if index is None else _groups(index, lengths, args),
+        draw=None if mixture is None or subset is not None else mixture.draw,
     )
 
 
@@ -88,6 +95,7 @@ def sampler_of_lengths(
     torch_seed: int | None = None,
     allow_idle_ranks: bool = False,
     groups: PrefixGroups | None = None,
+    draw: MixtureDraw | None = None,
 ) -> PackedBatchSampler:
     """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
 
@@ -103,6 +111,7 @@ def sampler_of_lengths(
         torch_seed: seed of torch's global generator when training starts.
         allow_idle_ranks: fewer documents than ranks are no error.
         groups: of documents with common prefixes; None draws single documents.
+        draw: the documents that each epoch of a mixture draws; None draws every document once.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -121,7 +130,8 @@ def sampler_of_lengths(
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
-    return PackedBatchSampler(
+    sampler = partial(
+        PackedBatchSampler,
         lengths,
         args.max_length,
         bins_per_batch=batch_size,
@@ -138,7 +148,12 @@ def sampler_of_lengths(
         drop_last=args.dataloader_drop_last,
         allow_idle_ranks=allow_idle_ranks,
         groups=groups,
+        draw=draw,
     )
+    if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
+        return sampler(epochs=math.ceil(args.num_train_epochs))
+    steps = -(-len(sampler()) // accumulation)  # of the first epoch; the others have no fewer
+    return sampler(epochs=-(-args.max_steps // steps))
 
 
 def prefix_index(documents: ArrowDocuments) -> PrefixIndex:
@@ -161,7 +176,13 @@ def _groups(index: PrefixIndex, lengths: np.ndarray, args: SFTConfig) -> PrefixG
 
 
 def plan_settings(
-    args: SFTConfig, *, packing: bool, batch_size: int, ranks: int, groups: bool = False
+    args: SFTConfig,
+    *,
+    packing: bool,
+    batch_size: int,
+    ranks: int,
+    groups: bool = False,
+    mixture: Mixture | None = None,
 ) -> dict[str, Any]:
     """Return the settings on which the micro-batches of an epoch depend.
 
@@ -173,6 +194,7 @@ def plan_settings(
         batch_size: as for `training_sampler`.
         ranks: number of data-parallel ranks.
         groups: draw groups of documents with common prefixes.
+        mixture: of the training set; None if its sources are not known.
     """
     options = PackingOptions.of(args)
     return {
@@ -186,6 +208,7 @@ def plan_settings(
         "documents_per_step": options.documents_per_step,
         # None where nothing is grouped, as in the checkpoints of earlier versions.
         "prefix_group_size": options.prefix_group_size if groups else None,
+        "mixture": None if mixture is None else mixture.settings(),
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
         "seed": packing_seed(args),
@@ -202,6 +225,7 @@ class Sampling:
         packing: pack training documents into bins.
         eval_packing: the same for evaluation.
         torch_seed: seed of torch's global generator when training starts.
+        mixture: of the training set that was sampled last; None if its sources are not known.
         draws_groups: returns whether groups of documents with common prefixes are drawn, in
             training or evaluation.
     """
@@ -211,6 +235,7 @@ class Sampling:
         self.packing = False
         self.eval_packing = False
         self.torch_seed: int | None = None
+        self.mixture: Mixture | None = None
         self.draws_groups: Callable[[bool], bool] = lambda training: False
         self._indexes: dict[tuple[int, bool], tuple[ArrowDocuments, PrefixIndex]] = {}
 
@@ -243,6 +268,7 @@ class Sampling:
     ) -> PackedBatchSampler:
         """Return the sampler of `documents`, or of a `subset` of them by number."""
         ranks, rank = self.ranks
+        self.mixture = mixture_of(documents, self.trainer.args)
         return training_sampler(
             documents,
             self.trainer.args,
@@ -254,6 +280,7 @@ class Sampling:
             torch_seed=self.torch_seed,
             subset=subset,
             index=self._index(documents) if self.draws_groups(True) else None,
+            mixture=self.mixture,
         )
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
@@ -295,4 +322,5 @@ class Sampling:
             batch_size=self.batch_size,
             ranks=self.ranks[0],
             groups=self.draws_groups(True),
+            mixture=self.mixture,
         )

@@ -19,6 +19,7 @@ from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import TOKEN_COLUMNS
 from trl_packing.packing.document_order import document_order
+from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.plan.planned_epoch import PlannedEpoch
@@ -36,12 +37,14 @@ class Setup:
         ranks: data-parallel processes.
         hidden_size: the model's, which the balance of ranks depends on.
         groups: documents with common prefixes that share a bin; None for single documents.
+        draw: the documents that an epoch of a mixture draws; None draws every document once.
     """
 
     args: Any
     ranks: int = 1
     hidden_size: int | None = None
     groups: PrefixGroups | None = None
+    draw: MixtureDraw | None = None
 
     def with_groups(self, groups: PrefixGroups | None) -> "Setup":
         """Return the same setup for other groups."""
@@ -65,6 +68,7 @@ class Setup:
             ranks=self.ranks,
             hidden_size=self.hidden_size,
             groups=self.groups,
+            draw=self.draw,
         )
 
     def computed(self, tokens: np.ndarray) -> np.ndarray:
@@ -230,6 +234,7 @@ def _padded(lengths: np.ndarray, sampler: PackedBatchSampler, setup: Setup) -> W
     """Return the padded run of transformers: rows of a micro-batch are as long as the longest."""
     per_step, size = sampler.documents_per_step, setup.args.per_device_train_batch_size
     assert per_step is not None
+    lengths = lengths if sampler.draw is None else lengths[sampler.draw.documents(0)]
     order = document_order(
         sampler.sampling,
         lengths,
