@@ -25,6 +25,7 @@ from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_
 from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan, with_more_bins
 from trl_packing.packing.group_order import keep_groups_together
+from trl_packing.packing.places import EpochPlaces
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 
@@ -121,16 +122,18 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.documents_multiple_of = 1  # an epoch leaves out the documents beyond a multiple of it
         if drop_last and documents_per_step:
             self.documents_multiple_of = self._documents_of_a_padded_batch(documents_per_step)
-        self.num_drawn = len(self.lengths) if draw is None else len(draw)
+        self.places = EpochPlaces(self.lengths, draw)
+        self.num_drawn = len(self.places)
         self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
-        self._drawn: tuple[int, np.ndarray] | None = None
         self._plan: PackingPlan | None = None
         self._plan_epoch: int | None = None
         self._steps: PackedSteps | DocumentSteps | None = None
         self._steps_epoch: int | None = None
         self.resumed_epoch: ResumedEpoch | None = None
-        self.num_bins = None if documents_per_step else self._bins_of_an_epoch()
+        self.num_bins: int | None = None
+        if not documents_per_step:
+            self.num_bins = self._bins_of_an_epoch()
 
     def _check(self, allow_idle_ranks: bool) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
@@ -214,8 +217,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def documents_at(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the documents at some places of this epoch; without a mixture, they are equal."""
-        places = np.asarray(places, np.int64)
-        return places if self.draw is None else self._drawn_documents(self.epoch)[places]
+        return self.places.documents_at(np.asarray(places), self.epoch)
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
@@ -293,46 +295,35 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     # --- drawing an epoch ---------------------------------------------------------------------
 
-    def _drawn_documents(self, epoch: int) -> np.ndarray:
-        """Return the document at each place of an epoch of the mixture."""
-        assert self.draw is not None
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, self.draw.documents(epoch)
-        return self._drawn[1]
-
-    def _lengths_of(self, epoch: int) -> np.ndarray:
-        """Return the tokens at each place of an epoch."""
-        return self.lengths if self.draw is None else self.lengths[self._drawn_documents(epoch)]
-
-    @property
-    def _repeats_epochs(self) -> bool:
-        """Whether every epoch draws the same documents."""
-        return self.draw is None or self.draw.is_same_every_epoch
-
     def _bins_of_an_epoch(self) -> int:
         """Return the number of bins that every epoch has."""
-        if self._repeats_epochs:
+        if self.places.are_same_every_epoch:
             return len(self._plan_for(0))
         assert self.capacity is not None
         # Where documents are sorted first, no seed changes the number of bins.
         is_seeded = find_strategy(self.strategy).order_dependent
         return max(
-            len(pack(self._lengths_of(e), self.capacity, self.strategy, (self.seed, e)))
-            if is_seeded
-            else len(pack(self._lengths_of(e), self.capacity, self.strategy))
-            for e in range(max(self.epochs, 1))
+            len(
+                pack(
+                    self.places.lengths(epoch),
+                    self.capacity,
+                    self.strategy,
+                    (self.seed, epoch) if is_seeded else None,
+                )
+            )
+            for epoch in range(max(self.epochs, 1))
         )
 
     def _plan_for(self, epoch: int) -> PackingPlan:
         """Return the bins of an epoch, cached because the constructor already needs the first."""
         is_fixed = self.rows or find_strategy(self.strategy).order_dependent or not self.shuffle
-        epoch = 0 if is_fixed and self._repeats_epochs else epoch
+        epoch = 0 if is_fixed and self.places.are_same_every_epoch else epoch
         if self._plan is None or self._plan_epoch != epoch:
             self._plan, self._plan_epoch = self._draw_plan(epoch), epoch
         return self._plan
 
     def _draw_plan(self, epoch: int) -> PackingPlan:
-        lengths = self._lengths_of(epoch)
+        lengths = self.places.lengths(epoch)
         if self.rows or self.capacity is None:
             number = len(lengths)
             longest = int(lengths.max(initial=0))
@@ -342,13 +333,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
         plan = pack(lengths, self.capacity, self.strategy, seed)
-        return plan if self._repeats_epochs else with_more_bins(plan, lengths, self.num_bins or 0)
+        if self.places.are_same_every_epoch or self.num_bins is None:
+            return plan
+        return with_more_bins(plan, lengths, self.num_bins)
 
     def _packed_steps(self) -> PackedSteps:
         if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
             self._steps = steps_from_plan(
                 self._plan_for(self.epoch),
-                self._lengths_of(self.epoch),
+                self.places.lengths(self.epoch),
                 num_ranks=self.num_ranks,
                 accumulation=self.accumulation,
                 bins_per_batch=self.bins_per_batch,
@@ -364,7 +357,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def _document_steps(self) -> DocumentSteps:
         assert self.documents_per_step is not None
         if not isinstance(self._steps, DocumentSteps) or self._steps_epoch != self.epoch:
-            lengths = self._lengths_of(self.epoch)
+            lengths = self.places.lengths(self.epoch)
             if self.draw is None or self.sampling == "group_by_length":
                 order = document_order(
                     self.sampling,
@@ -374,7 +367,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                     documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
                 )
             else:
-                order = self.draw.fair_order(self._drawn_documents(self.epoch), self.epoch)
+                order = self.places.fair_order(self.epoch)
             order = order[: self.num_used]
             if self.groups is not None:
                 order = keep_groups_together(order, self.groups, self.documents_per_step)
