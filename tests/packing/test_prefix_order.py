@@ -1,15 +1,17 @@
 """Documents are sorted by their tokens, and neighbors know what they share."""
 
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_packing.packing import prefix_order as prefix_order_module
 from trl_packing.packing.prefix_order import prefix_order
 
-SHARED = [0] * 20  # more than a block
+SHARED = [0] * 20  # more than a narrow block
 DOCUMENTS = st.lists(
     st.tuples(st.booleans(), st.lists(st.integers(0, 2), max_size=40)).map(
         lambda pair: (SHARED if pair[0] else []) + pair[1]
@@ -31,9 +33,10 @@ def common_by_hand(a, b):
 
 
 @settings(max_examples=300, deadline=None)
-@given(DOCUMENTS)
-def test_order_and_common_tokens_are_those_of_sorted_lists(documents):
-    order, common = prefix_order(*flat(documents))
+@given(DOCUMENTS, st.sampled_from([1, 3, prefix_order_module._AT_ONCE]))
+def test_order_and_common_tokens_are_those_of_sorted_lists(documents, at_once):
+    with mock.patch.object(prefix_order_module, "_AT_ONCE", at_once):
+        order, common = prefix_order(*flat(documents))
     ordered = [documents[i] for i in order]
     assert ordered == sorted(documents)
     assert order.tolist() == sorted(range(len(documents)), key=documents.__getitem__)

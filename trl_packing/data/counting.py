@@ -32,6 +32,7 @@ _VERB = {
     "truncate_prompt": "prompt cut at the start",
     "drop": "dropped",
     "split": "split into pieces",
+    "overlap": "split into pieces that overlap",
 }
 
 
@@ -133,7 +134,7 @@ def _cut(
     pieces = pieces_of(whole.stops, overflow, prompts)
     if IMAGE_IDS in documents.columns:
         pieces = keep_images_whole(pieces, _image_ids(documents), overflow)
-    if all(map(np.array_equal, pieces, whole)):
+    if all(map(np.array_equal, pieces[:3], whole[:3])):
         return before, pieces
     return _count(documents, pieces, stop_ids), pieces
 
@@ -180,9 +181,11 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _
     for (values, offsets), first, chosen in zip(
         labels.chunks, labels.first_row[:-1], groups, strict=False
     ):
-        start = offsets[stored[chosen] - first] + pieces.starts[chosen]
-        stop = start + counted.tokens[chosen]
-        begin = np.minimum(start + 1, stop)  # the first token of a piece is never a target
+        zero = offsets[stored[chosen] - first]
+        stop = zero + pieces.stops[chosen]
+        start = np.minimum(zero + pieces.trained_from[chosen], stop)
+        # The first token of a piece is never a target; behind a context, it is.
+        begin = np.minimum(np.maximum(start, zero + pieces.starts[chosen] + 1), stop)
         masks = values != IGNORE_INDEX, np.isin(values, stop_ids)
         for result, mask in zip(counted[1:3], masks, strict=True):
             at = np.flatnonzero(mask)  # a search costs less than a running sum over all tokens
@@ -201,6 +204,7 @@ def _overflow_stage(
     why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
     if overflow.policy == "wrapped":
         why = f"cut where rows of max_length={overflow.capacity} end"
+    contexts = np.zeros_like(pieces.rows) if pieces.contexts is None else pieces.contexts
     suggests_split = not overflow.makes_pieces and _are_running_text(overflow, before, cut, pieces)
     return Stage(
         number - intact,
@@ -208,6 +212,7 @@ def _overflow_stage(
         before.sums() - cut.sums(),
         lost_eos=int((stops_left < before.stops).sum()),
         remedy="raise max_length" + " or set overflow='split'" * suggests_split,
+        repeated=int(contexts[~_is_dropped(overflow, cut)].sum()),
     )
 
 

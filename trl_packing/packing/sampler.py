@@ -20,6 +20,7 @@ import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
+from trl_packing.packing.curriculum import in_stages, pack_stages
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.draw import MixtureDraw
@@ -72,6 +73,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         draw: the documents that each epoch of a mixture draws; None draws every document once.
         epochs: With `draw`, epochs that get equally many bins, as many as the fullest of them
             needs. Bins of the others are split until there are as many.
+        stages: of each document, (documents,) integers: those of a stage come after those of the
+            stages before it, and share bins only with each other (curriculum.py).
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -100,11 +103,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
         groups: PrefixGroups | None = None,
         draw: MixtureDraw | None = None,
         epochs: int = 1,
+        stages: np.ndarray | None = None,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
         self.draw = draw
         self.epochs = epochs
+        self.stages = stages
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
@@ -148,8 +153,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
             raise ValueError(
                 "rows that were packed before stay as they are; leave groups and draw out"
             )
-        if self.draw is not None and not (self.groups is None and self.shuffle):
-            raise ValueError("a mixture draws single documents in random order; leave groups out")
+        if self.groups is not None and self.stages is not None:
+            raise ValueError("groups bring documents of several stages together; leave one out")
+        if self.draw is not None and not (self.groups is self.stages is None and self.shuffle):
+            raise ValueError(
+                "a mixture draws single documents in random order; leave groups and stages out"
+            )
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
         if self.num_drawn < self.num_ranks and not allow_idle_ranks:
@@ -332,6 +341,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
+        if self.stages is not None:
+            return pack_stages(lengths, self.stages, self.capacity, self.strategy, seed)
         plan = pack(lengths, self.capacity, self.strategy, seed)
         if self.places.are_same_every_epoch or self.num_bins is None:
             return plan
@@ -350,6 +361,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 balance_window=self.balance_window,
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
                 squares=None if self.groups is None else self.groups.squares,
+                stages=self.stages,
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -369,6 +381,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
             else:
                 order = self.places.fair_order(self.epoch)
             order = order[: self.num_used]
+            if self.stages is not None:
+                order = in_stages(order, self.stages)
             if self.groups is not None:
                 order = keep_groups_together(order, self.groups, self.documents_per_step)
             self._steps = DocumentSteps(

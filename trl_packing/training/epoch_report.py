@@ -50,6 +50,7 @@ class PackingReport:
         tokens_computed: in all bins, where these hold groups of documents; else None.
         sources: of the training set, and how often the epoch draws them; empty if not known.
         documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
+        order: of the documents of an epoch, in words; "" if they are drawn at random.
     """
 
     ranks: int
@@ -78,6 +79,7 @@ class PackingReport:
     tokens_computed: int | None = None
     sources: tuple[SourceShare, ...] = ()
     documents_in_data: int | None = None
+    order: str = ""
 
     @property
     def utilization(self) -> float | None:
@@ -140,6 +142,7 @@ class PackingReport:
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),
             *self._epoch(),
+            ("order", self.order),
             *self._padded(),
             ("loss", self.loss or ""),
             ("attention", self.attention or ""),

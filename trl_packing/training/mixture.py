@@ -17,9 +17,10 @@ import numpy as np
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SOURCE
-from trl_packing.loss.evaluation import Sources
+from trl_packing.loss.sources import Sources
 from trl_packing.packing.document_order import packing_seed
 from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight
+from trl_packing.training.source_metrics import training_sources
 from trl_packing.training.source_shares import SourceShare
 
 
@@ -81,21 +82,19 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
         ValueError: a mixture is asked for, but the sources are not known or are other ones.
     """
     options = PackingOptions.of(args)
-    columns = documents.dataset.column_names
+    dataset, columns = documents.dataset, documents.dataset.column_names
+    if not is_mixed(options):
+        found = training_sources(dataset, options.source_column)
+        return None if found is None else Mixture(found, None)
     column = SOURCE if SOURCE in columns else options.source_column
-    mixed = is_mixed(options)
     if column is None or column not in columns:
-        if mixed:
-            raise ValueError(_no_sources(options, columns))
-        return None
-    if mixed and is_packed(documents):
+        raise ValueError(_no_sources(options, columns))
+    if is_packed(documents):
         raise ValueError(
             f"{_setting(options)} cannot draw documents of rows that were packed before (they have "
             "seq_lengths); leave it out, or pass the documents"
         )
-    sources = Sources.of(documents.dataset, column)
-    if not mixed:
-        return Mixture(sources, None)
+    sources = Sources.of(dataset, column, "the training set")
     counts = documents_an_epoch(sources, documents, options)
     return Mixture(sources, MixtureDraw(sources.ids, counts, packing_seed(args)))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 from transformers import TrainerCallback
@@ -20,6 +21,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
 from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
@@ -51,6 +53,7 @@ def plan_report(
     tokens_per_micro_batch: int | None = None,
     given_in_steps: dict[str, int] | None = None,
     mixture: Mixture | None = None,
+    order: str = "",
 ) -> PackingReport:
     """Return the report on the first epoch of `sampler`.
 
@@ -64,6 +67,7 @@ def plan_report(
         tokens_per_micro_batch: padding included; None if micro-batches differ.
         given_in_steps: as `settings_in_steps` returns it.
         mixture: of the training set; None if its sources are not known.
+        order: of the documents, as `order_in_words` returns it.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps, by_bin = -(-len(sampler) // accumulation), sampler.documents_by_bin()
@@ -95,6 +99,7 @@ def plan_report(
         tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
         sources=() if mixture is None else mixture.shares(lengths, trained),
         documents_in_data=None if sampler.draw is None else len(documents),
+        order=order,
         prefixes=None
         if tokens_per_micro_batch or IMAGE_IDS in documents.columns  # equal ids, other images
         else prefix_savings(documents, sampler, prefix_sharing),
@@ -110,6 +115,20 @@ def settings_in_steps(args: Any) -> dict[str, int]:
         given["save_steps"] = args.save_steps
     # Below 1 they are shares of the run.
     return {name: int(value) for name, value in given.items() if value and value >= 1}
+
+
+def order_in_words(args: Any, sampler: PackedBatchSampler) -> str:
+    """Return the order of a curriculum; "" if documents are drawn at random."""
+    options = PackingOptions.of(args)
+    if sampler.stages is None:
+        return ""
+    ends = {
+        "ascending": ("smallest", "shortest"),
+        "descending": ("largest", "longest"),
+    }[options.curriculum_order]
+    first = ends[options.curriculum == LENGTH]
+    stages = len(np.unique(sampler.stages))
+    return f"by {options.curriculum}, {first} first · {_words(stages, 'stage')}, each random"
 
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:
@@ -339,6 +358,7 @@ class RunReport:
             tokens_per_micro_batch=tokens,
             given_in_steps=settings_in_steps(args),
             mixture=self.sampling.mixture,
+            order=order_in_words(args, sampler),
         )
 
     def _loss(self, columns: list[str]) -> str | None:

@@ -18,8 +18,9 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing.config import PackingOptions
 from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE_IDS
+from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.models.introspection import layer_values, text_config
+from trl_packing.packing.curriculum import numbers_of, stages_of
 from trl_packing.packing.document_order import order_seed, packing_seed
 from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
@@ -79,6 +80,7 @@ def training_sampler(
         allow_idle_ranks=subset is not None,
         groups=None if index is None else _groups(index, lengths, args),
         draw=None if mixture is None or subset is not None else mixture.draw,
+        numbers=_numbers(documents, args, subset),
     )
 
 
@@ -96,6 +98,7 @@ def sampler_of_lengths(
     allow_idle_ranks: bool = False,
     groups: PrefixGroups | None = None,
     draw: MixtureDraw | None = None,
+    numbers: np.ndarray | None = None,
 ) -> PackedBatchSampler:
     """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
 
@@ -112,6 +115,7 @@ def sampler_of_lengths(
         allow_idle_ranks: fewer documents than ranks are no error.
         groups: of documents with common prefixes; None draws single documents.
         draw: the documents that each epoch of a mixture draws; None draws every document once.
+        numbers: those of a curriculum; None draws from all documents at any time.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -126,7 +130,15 @@ def sampler_of_lengths(
     if per_step is None and not packing and not rows:
         per_step = batch_size * accumulation * ranks
     sampling = args.train_sampling_strategy
-    seed = packing_seed(args)
+    seed, stages = packing_seed(args), None
+    if numbers is not None:
+        stages = stages_of(
+            numbers,
+            lengths,
+            capacity=args.max_length if per_step is None else None,
+            descending=options.curriculum_order == "descending",
+            seed=seed,
+        )
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
@@ -149,11 +161,23 @@ def sampler_of_lengths(
         allow_idle_ranks=allow_idle_ranks,
         groups=groups,
         draw=draw,
+        stages=stages,
     )
     if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
         return sampler(epochs=math.ceil(args.num_train_epochs))
     steps = -(-len(sampler()) // accumulation)  # of the first epoch; the others have no fewer
     return sampler(epochs=-(-args.max_steps // steps))
+
+
+def _numbers(
+    documents: ArrowDocuments, args: SFTConfig, subset: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the numbers of a curriculum, of all documents or a `subset`; None without one."""
+    curriculum = PackingOptions.of(args).curriculum
+    if curriculum is None:
+        return None
+    numbers = numbers_of(documents, curriculum)
+    return numbers if subset is None else numbers[subset]
 
 
 def prefix_index(documents: ArrowDocuments) -> PrefixIndex:
@@ -209,6 +233,9 @@ def plan_settings(
         # None where nothing is grouped, as in the checkpoints of earlier versions.
         "prefix_group_size": options.prefix_group_size if groups else None,
         "mixture": None if mixture is None else mixture.settings(),
+        "overlap_tokens": Overflow.from_args(args, packing).overlap,
+        "curriculum": options.curriculum,
+        "curriculum_order": options.curriculum and options.curriculum_order,
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
         "seed": packing_seed(args),
@@ -237,7 +264,7 @@ class Sampling:
         self.torch_seed: int | None = None
         self.mixture: Mixture | None = None
         self.draws_groups: Callable[[bool], bool] = lambda training: False
-        self._indexes: dict[tuple[int, bool], tuple[ArrowDocuments, PrefixIndex]] = {}
+        self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -307,7 +334,7 @@ class Sampling:
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the index of a data set, made once."""
-        key = id(documents.dataset), SOURCE_IDS in documents.scalars
+        key = id(documents.dataset)
         if key not in self._indexes:
             if len(self._indexes) == _MOST_INDEXES:
                 del self._indexes[next(iter(self._indexes))]

@@ -151,7 +151,7 @@ class RunImages:
             rows,
             _learn(placeholders, sizes, name),
             sizes,
-            kept=document_columns(dataset.column_names, rules.options.source_column),
+            kept=document_columns(dataset.column_names, rules.options.named_columns()),
             weighted=weighted and row_format.train_on in ("assistant", "last_assistant"),
             num_proc=rules.args.dataset_num_proc,
             name=name,

@@ -31,6 +31,7 @@ class Scenario:
     document_weights: the `loss_weight` of every document, of the evaluation set too.
     sources: the `source` of every document of the evaluation set.
     sets: documents of each data set of a training set that is a dictionary; empty for a single one.
+    trained_sources: the same of the training set.
     shards: of the stream; two ranks do not divide three, so each reads all of them.
     counted_clock: time passes by a second a micro-batch, a hundred an evaluation and a thousand a
         save, and not otherwise.
@@ -59,6 +60,7 @@ class Scenario:
     document_weights: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     sets: dict[str, int] = field(default_factory=dict)
+    trained_sources: list[str] = field(default_factory=list)
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
     packing: bool = True
@@ -161,7 +163,8 @@ def _run(scenario: Scenario) -> dict:
         # An evaluation set may be shorter.
         for row, weight in zip(rows, scenario.document_weights, strict=False):
             row["loss_weight"] = weight
-        for row, source in zip(rows, scenario.sources if seed else [], strict=False):
+        sources = scenario.sources if seed else scenario.trained_sources
+        for row, source in zip(rows, sources, strict=False):
             row["source"] = source
         if not (scenario.sets and seed == 0):
             return streamed(Dataset.from_list(rows))

@@ -18,6 +18,7 @@ from trl_packing.data.preparation import Unfitted, shuffle_fitted
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import TOKEN_COLUMNS
+from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.prefix_groups import PrefixGroups
@@ -69,6 +70,7 @@ class Setup:
             hidden_size=self.hidden_size,
             groups=self.groups,
             draw=self.draw,
+            numbers=lengths if getattr(self.args, "curriculum", None) == LENGTH else None,
         )
 
     def computed(self, tokens: np.ndarray) -> np.ndarray:
@@ -116,7 +118,8 @@ class WhatIf:
     def lost(self) -> float:
         """Share of the tokens that is lost."""
         before = self.counts.before.tokens
-        return (before - self.counts.after.tokens) / before if before else 0.0
+        # Pieces that overlap have more tokens than their documents.
+        return max(before - self.counts.after.tokens, 0) / before if before else 0.0
 
 
 def other_max_lengths(

@@ -25,7 +25,7 @@ from trl_packing.tools.preview.show import show_document
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.mixture import mixture_of
 from trl_packing.training.prefix_savings import with_groups
-from trl_packing.training.run_report import plan_report, settings_in_steps
+from trl_packing.training.run_report import order_in_words, plan_report, settings_in_steps
 from trl_packing.training.sampling import prefix_index, training_sampler
 
 
@@ -170,6 +170,7 @@ def report_on(
         tokens_per_micro_batch=_static_tokens(run.args),
         given_in_steps=settings_in_steps(run.args),
         mixture=mixture_of(documents, run.args),
+        order=order_in_words(run.args, sampler),
     )
     may_group = sampler.groups is None and find_strategy(run.args.packing_strategy).shuffles
     may_group &= sampler.draw is None
