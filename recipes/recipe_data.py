@@ -32,7 +32,7 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.data.dataset import LOADERS
 from trl_packing.formatting.prompt_template import PromptTemplate
 
-_NAMING = ("prompt_column", "completion_column", "messages_column")
+NAMING = ("prompt_column", "completion_column", "messages_column")
 
 KEPT_COLUMNS = ("tools", "chat_template_kwargs")  # TRL reads these beside a conversation
 
@@ -132,6 +132,7 @@ def convert_sources(
     test: dict[str, AnyDataset],
     args: DataArguments,
     *,
+    columns: dict[str, dict[str, str]],
     prompt_template: str | None,
     query_field: str,
     has_chat_template: bool,
@@ -144,29 +145,36 @@ def convert_sources(
         train: rows to train, by source.
         test: held-out rows, by source. They become one data set if their columns are the same.
         args: the columns.
+        columns: columns that a source names for itself, by source and option.
         source_column: a column for the names of sources in the held-out rows.
     """
-    for option in _NAMING:
+    for option in NAMING:
         column = getattr(args, option)
         if column and all(column not in rows.column_names for rows in train.values()):
             raise InputError(
                 f"none of the datasets has the column {column!r}, which --{option} names"
             )
 
-    def convert(rows: AnyDataset) -> AnyDataset:
+    def convert(name: str, rows: AnyDataset) -> AnyDataset:
         own = copy(args)
-        for option in _NAMING:  # a data set without the column has a form of its own
+        for option in NAMING:  # a data set without the column has a form of its own
             if getattr(args, option) not in rows.column_names:
                 setattr(own, option, None)
-        return _conversion(own, prompt_template, query_field, has_chat_template, text_field)(rows)
+        for option, column in columns.get(name, {}).items():
+            setattr(own, option, column)
+        of_source = _conversion(own, prompt_template, query_field, has_chat_template, text_field)
+        try:
+            return of_source(rows)
+        except InputError as error:
+            raise InputError(f"the data set {name}: {error}") from error
 
-    documents = {name: convert(rows) for name, rows in train.items()}
+    documents = {name: convert(name, rows) for name, rows in train.items()}
     notes: list[str] = []
     for name, rows in train.items():
         if (first := next(iter(rows), None)) is None:
             raise InputError(f"the data set {name} is empty")
         notes += [f"{name}: {note}" for note in _notes(first, next(iter(documents[name])), args)]
-    held_out = {name: convert(rows) for name, rows in test.items()}
+    held_out = {name: convert(name, rows) for name, rows in test.items()}
     if source_column is not None:
         held_out = {
             name: rows.remove_columns(

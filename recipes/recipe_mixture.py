@@ -22,7 +22,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from trl.scripts.utils import DatasetConfig
 
 from trl_packing.data.dataset import LOADERS
-from trl_packing.recipes.recipe_data import AnyDataset, InputError
+from trl_packing.recipes.recipe_data import NAMING, AnyDataset, InputError
 
 
 @dataclass
@@ -33,11 +33,22 @@ class SourceConfig(DatasetConfig):
         weight: its share among the entries with a weight.
         epochs: how often an epoch draws each of its documents.
         source: its name; by default that of the file, the folder or the hub id.
+        prompt_column: as the option of that name, for this data set.
+        completion_column: likewise.
+        messages_column: likewise.
     """
 
     weight: float | None = None
     epochs: float | None = None
     source: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    messages_column: str | None = None
+
+    def columns_named(self) -> dict[str, str]:
+        """Return the columns that the entry names."""
+        given = {option: getattr(self, option) for option in NAMING}
+        return {option: column for option, column in given.items() if column is not None}
 
 
 @dataclass
@@ -48,7 +59,8 @@ class MixtureArguments:
         default_factory=list,
         metadata={
             "help": "Data sets to train together, best in a YAML file: entries with path, name, "
-            "data_files, split, columns and fraction as in TRL, and weight, epochs and source."
+            "data_files, split, columns and fraction as in TRL, and weight, epochs, source, and "
+            "prompt_column, completion_column or messages_column."
         },
     )
     streaming: bool = field(
@@ -71,11 +83,19 @@ class MixtureArguments:
 
 
 class LoadedSources(NamedTuple):
-    """Rows of each source, held-out rows of each, and the mixture that the entries describe."""
+    """The entries of `datasets` by source.
+
+    Attributes:
+        train: rows to train.
+        test: held-out rows.
+        mixture: shares that the entries name; None if they name none.
+        columns: columns that they name.
+    """
 
     train: dict[str, AnyDataset]
     test: dict[str, AnyDataset]
     mixture: dict[str, dict[str, float]] | None
+    columns: dict[str, dict[str, str]]
 
 
 def load_sources(
@@ -100,7 +120,8 @@ def load_sources(
     test: dict[str, AnyDataset] = {}
     if test_size is not None:
         rows, test = _hold_out(rows, test_size, seed)
-    return LoadedSources(rows, test, _mixture(names, entries))
+    columns = {n: entry.columns_named() for n, entry in zip(names, entries, strict=True)}
+    return LoadedSources(rows, test, _mixture(names, entries), columns)
 
 
 def _names(entries: Sequence[SourceConfig]) -> list[str]:

@@ -217,7 +217,14 @@ def load_data(
         raise InputError("mixture and a weight or epochs in datasets say the same; give one")
     training_args.mixture = training_args.mixture or sources.mixture
     column = training_args.source_column
-    return convert_sources(sources.train, sources.test, data_args, source_column=column, **options)
+    return convert_sources(
+        sources.train,
+        sources.test,
+        data_args,
+        columns=sources.columns,
+        source_column=column,
+        **options,
+    )
 
 
 def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ import re
 import warnings
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any
 
 from trl import SFTConfig
 
@@ -219,7 +219,7 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
     """
 
     # Fields that transformers reads as JSON on a command line.
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*SFTConfig._VALID_DICT_FIELDS, "mixture"]
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "mixture"]  # noqa: RUF012
 
     packing: bool = field(  # a bool once `__post_init__` has run
         default=None,  # type: ignore[assignment]
@@ -396,7 +396,8 @@ def _check_groups(args: Any, options: PackingOptions) -> None:
 
 
 def _check_mixture(args: Any, options: PackingOptions) -> None:
-    temperature, mixture = options.mixture_temperature, options.mixture
+    temperature: Any = options.mixture_temperature
+    mixture: Any = options.mixture
     if mixture is None and temperature is None:
         if options.mixture_unit != PackingOptions.mixture_unit:
             raise ValueError(

@@ -375,12 +375,9 @@ class PackedSFTTrainer(SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Any:
-        sets = self._source_sets
-        prepare_rows = partial(self._prepare_rows, processing_class, args, formatting_func)
-        if sets is not None and dataset is sets.first and dataset_name == "train":
-            documents, counts = prepare_sources(sets, prepare_rows, args)
-        else:
-            documents, counts = prepare_rows(dataset, dataset_name)
+        prepare = partial(self._prepare_rows, processing_class, args, formatting_func)
+        sets = self._source_sets if dataset_name == "train" else None
+        documents, counts = prepare_sources(sets, prepare, args, dataset, dataset_name)
         if counts is not None:
             self._preparation[dataset_name] = counts
         return documents

@@ -63,7 +63,7 @@ def test_the_rows_are_those_of_trl(files, shares):
 
 def test_a_share_of_all_rows_is_held_out(files):
     entries = [SourceConfig(path=file) for file in files.values()]
-    train, test, _ = load_sources(entries, streaming=False, test_size=0.25, seed=1)
+    train, test, *_ = load_sources(entries, streaming=False, test_size=0.25, seed=1)
     kept = [tuple(row.values()) for part in train.values() for row in part]
     held_out = [tuple(row.values()) for part in test.values() for row in part]
     assert len(held_out) == 11
@@ -101,11 +101,18 @@ def test_data_sets_of_other_forms_need_no_common_columns(tmp_path, files):
     chat.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(4)))
     question = tmp_path / "qa.jsonl"
     question.write_text('{"question": "Two?", "answer": "Two."}\n' * 4)
-    entries = [{"path": str(chat)}, {"path": str(question)}]
+    alpaca = tmp_path / "alpaca.jsonl"
+    alpaca.write_text('{"instruction": "Three?", "output": "Three."}\n' * 4)
+    own = {"prompt_column": "instruction", "completion_column": "output"}
+    entries = [{"path": str(chat)}, {"path": str(question)}, {"path": str(alpaca), **own}]
     named = {"prompt_column": "question", "completion_column": "answer"}
-    call = call_of(config_of(tmp_path, entries, **named))
-    columns = {name: rows.column_names for name, rows in call.train_dataset.items()}
-    assert columns == {"chat": ["messages"], "qa": ["prompt", "completion"]}
+    sets = call_of(config_of(tmp_path, entries, **named)).train_dataset
+    columns = {name: rows.column_names for name, rows in sets.items()}
+    pairs = ["prompt", "completion"]
+    assert columns == {"chat": ["messages"], "qa": pairs, "alpaca": pairs}
+    assert sets["alpaca"][0] == {"prompt": "Three?", "completion": "Three."}
+    with pytest.raises(ValueError, match="the data set alpaca: no column to train on"):
+        call_of(config_of(tmp_path, [*entries[:2], {"path": str(alpaca)}], **named))
 
 
 def test_streams_are_read_as_streams(tmp_path, files):

@@ -69,8 +69,8 @@ def test_a_dictionary_trains_the_batches_of_its_data_sets_joined(tmp_path):
 
 
 FORMS = (
-    "standard_language_modeling",
-    "standard_prompt_completion",
+    "language_modeling",
+    "prompt_completion",
     "conversational_language_modeling",
     "conversational_prompt_completion",
 )

@@ -123,8 +123,9 @@ def documents_an_epoch(
         temperature = options.mixture_temperature
     if weighted:
         units = _units(sources, documents, options.mixture_unit)[weighted]
-        weights = [shares.get(sources.names[i], {}).get("weight") for i in weighted]
-        given = units.tolist() if options.mixture_temperature is not None else weights
+        given: list[float] = units.tolist()
+        if options.mixture_temperature is None:
+            given = [shares[sources.names[i]]["weight"] for i in weighted]
         _check_units(sources.names, weighted, units, options.mixture_unit)
         if any(given):
             counts[weighted] = drawn_by_weight(given, sizes[weighted], units, temperature)

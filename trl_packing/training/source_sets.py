@@ -128,7 +128,7 @@ def join_documents(documents: Mapping[str, Dataset], named: str | None = None) -
     joined = concatenate_datasets(parts)
     ids = np.repeat(np.arange(len(parts)), [*map(len, parts)])
     feature = ClassLabel(names=[*documents])
-    return joined.add_column(SOURCE, ids, feature=feature)  # type: ignore[arg-type]
+    return joined.add_column(SOURCE, ids, feature=feature)
 
 
 def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
@@ -156,9 +156,11 @@ def join_counts(counts: Mapping[str, PreparationCounts | None]) -> PreparationCo
 
 
 def prepare_sources(
-    sets: SourceSets,
+    sets: SourceSets | None,
     prepare: Callable[[Any, str], tuple[Any, PreparationCounts | None]],
     args: Any,
+    dataset: Any = None,
+    name: str = "train",
 ) -> tuple[Any, PreparationCounts | None]:
     """Return the documents of all sources, and counts of what was kept and lost.
 
@@ -166,7 +168,11 @@ def prepare_sources(
         sets: the user's.
         prepare: does the same for a data set and its name.
         args: the settings of the run.
+        dataset: a data set that is prepared alone, unless it stands for `sets`.
+        name: of that data set.
     """
+    if sets is None or (dataset is not None and dataset is not sets.first):
+        return prepare(dataset, name)
     prepared = {name: prepare(dataset, name) for name, dataset in sets.datasets.items()}
     documents = {name: found for name, (found, _) in prepared.items()}
     options = PackingOptions.of(args)
