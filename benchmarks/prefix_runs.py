@@ -161,17 +161,21 @@ def build(arguments: argparse.Namespace, folder: str) -> Any:
 def watch(trainer: Any) -> dict[str, list[Any]]:
     """Return lists that will hold the start of each step and its tokens, computed and trained."""
     steps: dict[str, list[Any]] = {"began": [], "computed": [], "trained": []}
-    compute = trainer.training_step
+    take = trainer.get_batch_samples
 
-    def counted(model: Any, inputs: dict[str, Any], *rest: Any) -> Any:
-        counts = inputs.get("target_counts")  # of a row with shared prefixes
-        trained = inputs["labels"] != -100 if counts is None else counts
+    def counted(*arguments: Any) -> Any:
         steps["began"].append(time.process_time())
-        steps["computed"].append(inputs["input_ids"].numel())
-        steps["trained"].append(int(trained.sum()))
-        return compute(model, inputs, *rest)
+        batches, num_items = take(*arguments)
+        tokens, trained = 0, 0
+        for batch in batches:
+            counts = batch.get("target_counts")  # of a row with shared prefixes
+            tokens += batch["input_ids"].numel()
+            trained += int((batch["labels"] != -100 if counts is None else counts).sum())
+        steps["computed"].append(tokens)
+        steps["trained"].append(trained)
+        return batches, num_items
 
-    trainer.training_step = counted
+    trainer.get_batch_samples = counted
     return steps
 
 

@@ -5,6 +5,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from datasets import Dataset
+from helpers.tiny import tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -39,3 +43,22 @@ def test_runs_in_other_steps_pass_if_their_epoch_has_the_same_loss(prefix_runs):
 def test_other_results_stop_the_benchmark(prefix_runs, run, change, message):
     with pytest.raises(SystemExit, match=message):
         prefix_runs.check("tools", turn(prefix_runs, **{run: change}))
+
+
+def test_a_measured_run_still_shares(prefix_runs, tmp_path):
+    rows = [{"input_ids": [*range(3, 43), end], "labels": [-100] * 40 + [end]} for end in (4, 5)]
+    args = PackedSFTConfig(
+        str(tmp_path),
+        max_length=128,
+        prefix_sharing="bin",
+        max_steps=1,
+        report_to="none",
+        bf16=False,
+    )
+    trainer = PackedSFTTrainer(
+        tiny_model(), args, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer()
+    )
+    steps = prefix_runs.watch(trainer)
+    trainer.train()
+    assert (len(steps["began"]), steps["trained"], steps["computed"]) == (1, [2], [43])
+    assert trainer._loaders.sharing.reason is None

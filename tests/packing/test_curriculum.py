@@ -68,7 +68,8 @@ def test_epochs_differ_within_stages_and_are_equally_long(mode):
     epochs = [steps_of(made, epoch) for epoch in (0, 1)]
     assert len(epochs[0]) == len(epochs[1])
     same = [set(a.tolist()) == set(b.tolist()) for a, b in zip(*epochs, strict=True)]
-    assert not any(same) or mode == "next_fit"  # whose bins are the same in every epoch
+    # The last stages by length may be a step each; the bins of next_fit are always the same.
+    assert np.mean(same) < 0.05 or mode == "next_fit"
     again = steps_of(sampler(LENGTHS, **MODES[mode]), 1)
     assert all(map(np.array_equal, again, epochs[1]))
 
@@ -130,7 +131,7 @@ def test_documents_with_equal_numbers_are_drawn_from_all_of_the_data_set():
 def test_bins_stay_full_where_stages_mix_lengths():
     made = sampler(DIFFICULTY)
     plain = PackedBatchSampler(LENGTHS, CAPACITY)
-    assert made.num_bins <= 1.06 * plain.num_bins
+    assert made.num_bins <= 1.04 * plain.num_bins
 
 
 def test_stages_of_one_are_the_epoch_without_stages():

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.balance import balanced_order
@@ -26,7 +25,7 @@ ORDERS = ("ascending", "descending")
 
 # More stages are closer to a sorted epoch. Fewer have fuller bins: one of a stage may stay half
 # empty.
-_MOST_STAGES, _BINS_OF_A_STAGE = 64, 16
+_MOST_STAGES, _BINS_OF_A_STAGE = 64, 64
 
 
 def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
@@ -48,13 +47,12 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
             f"{dataset.column_names}; name one of them, or set curriculum='length'"
         )
     column: Any = dataset.data.column(curriculum)
-    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    if not any(is_kind(column.type) for is_kind in kinds):
+    stored = column.to_numpy()
+    if stored.dtype.kind not in "iufb":
         raise ValueError(
             f"curriculum={curriculum!r} holds {column.type}, but documents are ordered by numbers; "
             "name another column, or set curriculum='length'"
         )
-    stored = column.cast(pa.float64()).to_numpy()
     numbers = stored[documents.stored_rows(np.arange(len(documents)))]
     if np.isnan(numbers).any():
         row = int(np.argmax(np.isnan(numbers)))

@@ -38,7 +38,7 @@ def training_sources(dataset: Any, source_column: str | None) -> Sources | None:
     if not isinstance(dataset, Dataset):
         return None
     column = SOURCE if SOURCE in dataset.column_names else source_column
-    if column not in dataset.column_names:
+    if column is None or column not in dataset.column_names:
         return None
     try:
         return Sources.of(dataset, column, "the training set")
