@@ -8,13 +8,14 @@
     chat (role/content or from/value)         --messages_column chat           messages
     body                                      --dataset_text_field body        body
     prompt, completion | messages | text | input_ids           (nothing)       the same
+    a folder of `trl-packing prepare`                         (nothing)       documents
 
 Anything wrong with a data set raises `InputError` with one sentence, before anything is written.
 """
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -30,6 +31,7 @@ from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.dataset import LOADERS
+from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest
 from trl_packing.formatting.prompt_template import PromptTemplate
 
 NAMING = ("prompt_column", "completion_column", "messages_column")
@@ -113,6 +115,8 @@ def load_documents(
     Raises:
         InputError: the data set cannot be loaded, or has other columns.
     """
+    if is_prepared(str(args.dataset_name)):
+        return _load_prepared(args, prompt_template, needs_test)
     splits, notes = _load_splits(args)
     train = _pick(splits, args.dataset_train_split, args.dataset_name)
     test = None
@@ -225,6 +229,35 @@ def _notes(row: Row, document: Row, args: DataArguments) -> list[str]:
         "prompt and completion become a user and an assistant message, because the tokenizer has a "
         "chat template; --chat false trains on the plain text"
     ]
+
+
+# --- prepared documents -------------------------------------------------------------------------
+
+# Options that made the columns and the splits. They must not change afterwards.
+_MADE_BY = (
+    *("dataset_config", "dataset_train_split", "dataset_test_split", "test_split_size"),
+    *("prompt_column", "completion_column", "messages_column", "chat"),
+)
+
+
+def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) -> LoadedData:
+    """Return the sets of a folder that `trl-packing prepare` wrote, if they fit the options."""
+    folder, manifest = str(args.dataset_name), read_manifest(str(args.dataset_name))
+    if args.dataset_streaming:
+        raise InputError(f"{folder} holds prepared data: leave dataset_streaming out")
+    given = {name: getattr(args, name) for name in _MADE_BY} | {"prompt_template": template}
+    defaults = {each.name: each.default for each in fields(DataArguments)}
+    for name, value in given.items():
+        stored = manifest["options"].get(name)
+        if value != defaults.get(name) and str(value).lower() != str(stored).lower():
+            raise InputError(
+                f"{folder} was prepared with {name}={stored!r}, and here {name}={value!r}; leave "
+                "it out, or prepare the data again"
+            )
+    if needs_test and "eval" not in manifest["sets"]:
+        raise InputError(f"{folder} was prepared without a test split; prepare it with one")
+    test = load_prepared(folder, "eval") if "eval" in manifest["sets"] else None
+    return LoadedData(load_prepared(folder), test, [])
 
 
 # --- reading ------------------------------------------------------------------------------------

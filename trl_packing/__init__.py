@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trl_packing.attention.backends import resolve_attention
     from trl_packing.config import PackedSFTConfig
     from trl_packing.data.dataset import load_rows
+    from trl_packing.data.prepared import load_prepared
     from trl_packing.documents.boundaries import (
         block_diagonal_mask,
         cu_seqlens_from_lengths,
@@ -51,6 +52,7 @@ _HOME = {
     "resolve_attention": "attention.backends",
     "check_isolation": "isolation.check",
     "load_rows": "data.dataset",
+    "load_prepared": "data.prepared",
     "show_document": "tools.preview.show",
     "show_rows": "tools.preview.show",
     "PackedDataset": "plain_trainer.dataset",
@@ -76,6 +78,7 @@ __all__ = [
     "document_ids_from_lengths",
     "enable_packing",
     "lengths_from_eos",
+    "load_prepared",
     "load_rows",
     "make_supervised_dset",
     "other_rows",

@@ -109,6 +109,7 @@ FUNCTIONS = {
 
 ATTRIBUTES = {
     "_formatting_func": "trl.SFTTrainer",
+    "_is_vision_dataset": "trl.SFTTrainer",
     "_metrics": "trl.SFTTrainer",
     "_skip_prepare_dataset": "trl.SFTTrainer",
     "_tokenizer": "trl.SFTTrainer",
@@ -132,6 +133,7 @@ ATTRIBUTES = {
     "_distributed": "datasets.IterableDataset",
     "_ex_iterable": "datasets.IterableDataset",
     "_starting_state_dict": "datasets.IterableDataset",
+    "_fingerprint": "datasets.Dataset",
     "_indices": "datasets.Dataset",
     "_supports_sdpa": "transformers.PreTrainedModel",
     "_can_set_attn_implementation": "transformers.PreTrainedModel",
@@ -148,6 +150,7 @@ NAMES = (
     "accelerate.data_loader.DataLoaderShard",
     "accelerate.logging.get_logger",
     "datasets.exceptions.DatasetGenerationError",
+    "datasets.fingerprint.Hasher",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
@@ -162,7 +165,6 @@ NAMES = (
     "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
-    "transformers.integrations.is_deepspeed_zero3_enabled",
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",
     "transformers.utils.SAFE_WEIGHTS_NAME",
     "transformers.utils.import_utils",

@@ -44,7 +44,7 @@ from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
 from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
-from trl_packing.isolation.guard import Precision
+from trl_packing.isolation.guard import NotIsolated, Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.step_loss import StepLoss
 from trl_packing.models.neftune import announce_documents, scale_noise_by_document
@@ -76,6 +76,7 @@ from trl_packing.training.arguments import (
     packs_by_default,
     reason_for_trl_path,
     refuse_options,
+    refuse_prepared,
 )
 from trl_packing.training.checkpoints import check_resumable, checkpoint_to_resume, write_whole
 from trl_packing.training.collators import RunCollators
@@ -88,9 +89,10 @@ from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.renamed_weights import load_renamed, loads_by_name
+from trl_packing.training.report_callback import ReportCallback
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_recorder import RunRecorder
-from trl_packing.training.run_report import ReportCallback, RunReport
+from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
 from trl_packing.versions import warn_of_untested_versions
@@ -198,6 +200,7 @@ class PackedSFTTrainer(SFTTrainer):
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self._recorder]
         if reason:
             refuse_options(self._options, reason)
+            refuse_prepared([train_dataset], reason)
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             if packs_by_default(args):
                 args.packing = False
@@ -215,8 +218,7 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
-        train_dataset = self._images.take(train_dataset, "train")
-        eval_dataset = self._images.take(eval_dataset, "eval")
+        train_dataset, eval_dataset = self._images.take_all(train_dataset, eval_dataset)
         # Data sets are prepared before `self.model` is set.
         self._generation_config = generation_config_of(model, args)
         with hide_packing(args) as (packing, eval_packing):
@@ -224,6 +226,10 @@ class PackedSFTTrainer(SFTTrainer):
             super().__init__(
                 model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
             )
+        self._images.is_built = True
+        if self._images.contradiction is not None:
+            self._take_trl_path(self._images.contradiction)
+            return
         keep_outputs_precise(self.accelerator)
         if self.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
             loading = self.accelerator.dataloader_config
@@ -270,7 +276,7 @@ class PackedSFTTrainer(SFTTrainer):
         guard.select_backend(Precision(args.device.type, dtype))
         if collator is None:
             collator = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
-        collator = self._images.add_to(collator, self.processing_class, self.model)
+        collator = self._images.add_to(collator, self)
         self._collators = collators = RunCollators(
             self, guard, self._sampling, options, collator, rows
         )
@@ -351,6 +357,45 @@ class PackedSFTTrainer(SFTTrainer):
         """Choose the path from the collator and the training set as they are now."""
         if not self._run_path.is_fixed:
             self._user_changes.follow()
+
+    def _settle_images(self, *, training: bool) -> None:
+        """Check isolation with images while the run can still take TRL's path."""
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # cannot run yet
+        is_late = self.is_in_train or is_sharded
+        if self._run_path.reason or not self._images.packs or is_late:
+            return
+        try:
+            with self._attention_in_use(), self.accelerator.autocast():
+                self._loaders.ensure_isolated(
+                    self.model, self.train_dataset, training=training, planned=False
+                )
+        except NotIsolated as error:
+            if self._options.attention != "auto":
+                raise
+            found = str(error).split(". ")[0]  # without its remedies
+            self._take_trl_path(f"no attention backend is exact with images ({found})")
+            return
+        if self.args.world_size > 1 or self.args.torch_compile:
+            self._guard.forget_checks()  # the model will be wrapped before the first step
+
+    def _take_trl_path(self, reason: str) -> None:
+        """Train rows with images as TRL does from now on, although they were prepared for packing.
+
+        Raises:
+            ValueError: a setting would be ignored or refused there.
+        """
+        refuse_options(self._options, reason)
+        check_loss_options(self._options, self.compute_loss_func, reason)
+        if packs_by_default(self.args):
+            self.args.packing = False
+        self._images.give_back(self, reason)
+        logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
+        self._run_path.reason, self._run_path.is_fixed = reason, True
+        if self._collators is not None:
+            self.model_accepts_loss_kwargs = self._user_changes.takes_count
+            self._epochs.forget()
+            self._run_report.forget()
+            self._collators = None
 
     def _path_in_words(self) -> str:
         if self._run_path.reason:
@@ -435,7 +480,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
         """Refuse skip_prepare_dataset where TRL would, although it knows only its own collator."""
         if self._skip_prepare_dataset:
-            check_nothing_is_skipped(self._options, self._completion_only)
+            check_nothing_is_skipped(self._options, self._completion_only, datasets.values())
         if self._collators is not None:
             data_collator = self._collators.padded
         super()._reject_skip_prepare_without_labels(datasets, data_collator)
@@ -486,6 +531,7 @@ class PackedSFTTrainer(SFTTrainer):
     @follows_user
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
+        self._settle_images(training=True)
         checkpoint = self._prepare_to_train(resume_from_checkpoint)
         with self._training(checkpoint):
             return super().train(checkpoint, *args, **kwargs)
@@ -557,6 +603,7 @@ class PackedSFTTrainer(SFTTrainer):
         """Measure a step before its first micro-batch, and announce each row to the model."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         weighted = self._loaders.trains_weighted
+        self._images.measure(batches)
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
         self._meter.count(batches, self._loaders.room)
         return AnnouncedBatches(batches), num_items
@@ -692,6 +739,8 @@ class PackedSFTTrainer(SFTTrainer):
     # --- evaluation ---------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if self.compute_metrics is None:
+            self._settle_images(training=False)
         with self._evaluating(padded=self.compute_metrics is not None):
             return super().evaluate(*args, **kwargs)
 

@@ -18,6 +18,7 @@ from helpers.by_hand import (
     unweighted,
     weighted,
 )
+from helpers.combinations import combined
 from helpers.distributed.train import Scenario, run, run_on_ranks, token_weights
 from helpers.tiny import documents_of_lengths, tiny_dataset
 from helpers.tiny import tiny_model as small_model
@@ -126,9 +127,9 @@ def test_an_impossible_weight_of_a_document_is_named(wrong):
 # --- a step ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss", ["nll", "dft", "smoothed"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "loss", "layout"), combined(MODES, ["nll", "dft", "smoothed"], LAYOUTS)
+)
 def test_a_step_is_weighted_as_defined(mode, loss, layout, tmp_path):
     model, documents = tiny_model("llama"), by_document(weighted(tiny_documents()))
     expected = by_hand(model, documents, loss, mode)
@@ -177,8 +178,7 @@ def test_document_weights_of_one_change_no_bit(layout, tmp_path):
     assert all(torch.equal(found[1][name], g) for name, g in expected[1].items())
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "bert", "mamba"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "mode"), combined(["gemma3", "gpt2", "bert", "mamba"], MODES))
 def test_any_model_on_any_way_is_weighted(name, mode, tmp_path):
     model, documents = tiny_model(name), by_document(weighted(tiny_documents()))
     options = LAYOUTS["three of a bin"] | {"loss_weighting": mode}
@@ -222,8 +222,7 @@ def test_packed_rows_are_weighted(mode, tmp_path):
     assert_same_step(found, by_hand(model, documents, "nll", mode))
 
 
-@pytest.mark.parametrize("skips", [True, False])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("packing", "skips"), combined([True, False], [True, False]))
 def test_a_stream_is_weighted(packing, skips, tmp_path):
     model, documents = tiny_model("llama"), by_document(weighted(tiny_documents()))
     stream = Dataset.from_list(documents).to_iterable_dataset()
@@ -320,9 +319,12 @@ def prepared(folder, dataset, **options):
 
 
 @pytest.mark.parametrize(
-    "form", ["language_modeling", "prompt_completion", "conversational_language_modeling"]
+    ("form", "packing"),
+    combined(
+        ["language_modeling", "prompt_completion", "conversational_language_modeling"],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("packing", [True, False])
 def test_rows_of_text_keep_the_weights_of_their_documents(form, packing, tmp_path):
     rows = tiny_dataset(form, 8)
     rows = rows.add_column("loss_weight", DOCUMENT_WEIGHTS)

@@ -2,7 +2,8 @@
 
 python tests/helpers/feature_matrix.py      tries all pairs (a few minutes) and writes the page
 
-✓   one optimizer step trained, with an evaluation and a resumed run where the pair has them
+✓   one optimizer step trained (three with groups of prefixes), with an evaluation and a resumed run
+    where the pair has them
 A   trained with documents apart: their common prefixes are not shared
 T   trained on TRL's path, which is not packed
 ✗   refused, by the sentence that the page quotes
@@ -142,7 +143,7 @@ FEATURES = (
     Feature("prefixes in a bin", {"prefix_sharing": "bin"}, data=_with_system_prompt),
     Feature(
         "groups of prefixes",
-        {"prefix_sharing": "group"},
+        {"prefix_sharing": "group", "max_steps": 3},  # over several epochs of the rows
         data=_with_system_prompt,
         instead_of=("prefixes in a bin",),
     ),
@@ -201,6 +202,7 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
             trainer = _trainer(folder, first, second)
             if trains:
                 trainer.train()
+                assert trainer.state.global_step == trainer.args.max_steps
             if trains and (first.resumes or second.resumes):
                 checkpoint = str(Path(folder) / "checkpoint-1")
                 _trainer(folder, first, second, max_steps=2).train(checkpoint)
@@ -287,10 +289,11 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
 _HEAD = """\
 # Features together
 
-Every pair of features was tried on a tiny model, on one CPU process: a step was trained, with an
-evaluation and a resumed run where the pair has them. `python tests/helpers/feature_matrix.py`
-writes this page, and `tests/test_feature_matrix.py` checks it. The number of a column is that of
-the row with the feature. torch_compile ran with the backend "eager".
+Every pair of features was tried on a tiny model, on one CPU process: a step was trained (three with
+groups of prefixes), with an evaluation and a resumed run where the pair has them.
+`python tests/helpers/feature_matrix.py` writes this page, and `tests/test_feature_matrix.py` checks
+it. The number of a column is that of the row with the feature. torch_compile ran with the backend
+"eager".
 
 | mark | meaning |
 | --- | --- |

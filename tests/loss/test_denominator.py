@@ -6,6 +6,7 @@ Qwen-VL), and averages the balance of experts over micro-batches, whatever they 
 
 import pytest
 import torch
+from helpers.combinations import combined
 from torch import nn
 
 from trl_packing import PackedCollator
@@ -15,8 +16,9 @@ from trl_packing.tools.exactness.tiny_step import one_at_a_time, packed_step, ti
 TOLERANCE = 1e-5  # relative, float32; a wrong denominator is off by tens of percent
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "mixtral", "mamba"])
+@pytest.mark.parametrize(
+    ("name", "accumulation"), combined(["gemma3", "gpt2", "mixtral", "mamba"], [1, 3])
+)
 def test_a_step_is_one_mean_whatever_it_is_cut_into(name, accumulation, tmp_path):
     model, documents = tiny_model(name), tiny_documents()
     truth = one_at_a_time(model, documents)

@@ -17,6 +17,7 @@ from helpers.by_hand import (
     unweighted,
     weighted,
 )
+from helpers.combinations import combined
 from helpers.distributed.train import Scenario, run_on_ranks, token_weights
 from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
@@ -79,8 +80,7 @@ def assert_reports(metrics, expected):
 # --- one mean over the set, and over each source --------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["nll", "dft", "smoothed"])
-@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize(("evaluation", "loss"), combined(EVALUATIONS, ["nll", "dft", "smoothed"]))
 def test_losses_by_source_are_those_of_its_documents_alone(evaluation, loss, tmp_path):
     model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
     options = {**EVALUATIONS[evaluation], **LOSSES[loss]}
@@ -95,8 +95,7 @@ def test_losses_by_source_are_those_of_its_documents_alone(evaluation, loss, tmp
         assert_reports(metrics, losses_by_hand(model, unweighted(documents), loss))
 
 
-@pytest.mark.parametrize("evaluation", EVALUATIONS)
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize(("mode", "evaluation"), combined(MODES[1:], EVALUATIONS))
 def test_evaluation_is_weighted_as_configured(mode, evaluation, tmp_path):
     model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
     options = {"loss_weighting": mode, "source_column": "source", **EVALUATIONS[evaluation]}
@@ -107,8 +106,7 @@ def test_evaluation_is_weighted_as_configured(mode, evaluation, tmp_path):
         assert_reports(metrics, losses_by_hand(model, documents))
 
 
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "padded"), combined(MODES, [True, False]))
 def test_a_stream_is_evaluated_as_configured(mode, padded, tmp_path):
     model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
     stream = Dataset.from_list(documents).to_iterable_dataset()
@@ -221,9 +219,9 @@ def rows_of(documents):
     ]
 
 
-@pytest.mark.parametrize("mode", ["token", "document"])
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    ("packing", "padded", "mode"), combined([True, False], [True, False], ["token", "document"])
+)
 def test_raw_prepared_and_packed_sets_are_never_packed_twice(packing, padded, mode, tmp_path):
     model, documents = tiny_model("llama"), tiny_documents((20, 5, 11, 38, 12, 33, 3, 29))
     options = {"padded": padded, "packing": packing, "loss_weighting": mode}

@@ -23,6 +23,7 @@ from helpers.by_hand import (
     unweighted,
     weighted,
 )
+from helpers.combinations import combined
 from helpers.distributed.train import Scenario, run, run_on_ranks, token_weights
 from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
@@ -38,8 +39,7 @@ from trl_packing.tools.exactness.tiny_step import tiny_documents
 # --- a step ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "layout"), combined(LOSSES, LAYOUTS))
 def test_a_step_is_the_weighted_mean_of_its_tokens(loss, layout, tmp_path):
     model, documents = tiny_model("llama"), weighted(tiny_documents())
     expected = by_hand(model, documents, loss)
@@ -51,16 +51,18 @@ def test_a_step_is_the_weighted_mean_of_its_tokens(loss, layout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "gemma3",  # its class says that it ignores loss kwargs
-        "gpt2",
-        "bert",  # scores its own logits
-        "mamba",  # on padded rows
-        "recurrent_gemma",  # both
-    ],
+    ("name", "loss"),
+    combined(
+        [
+            "gemma3",  # its class says that it ignores loss kwargs
+            "gpt2",
+            "bert",  # scores its own logits
+            "mamba",  # on padded rows
+            "recurrent_gemma",  # both
+        ],
+        ["nll", "smoothed"],
+    ),
 )
-@pytest.mark.parametrize("loss", ["nll", "smoothed"])
 def test_any_model_on_any_way_is_weighted(name, loss, tmp_path):
     model, documents = tiny_model(name), weighted(tiny_documents())
     options = LAYOUTS["three of a bin"] | LOSSES[loss]
@@ -68,9 +70,10 @@ def test_any_model_on_any_way_is_weighted(name, loss, tmp_path):
     assert_same_step(one_step(model, documents, tmp_path, **options), expected)
 
 
-@pytest.mark.parametrize("virtual", [1, 4])
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
-@pytest.mark.parametrize("loss", ["nll", "dft"])
+@pytest.mark.parametrize(
+    ("kind", "virtual", "loss"),
+    combined(["PromptTuningConfig", "PrefixTuningConfig"], [1, 4], ["nll", "dft"]),
+)
 def test_virtual_tokens_shift_no_weight(kind, virtual, loss, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -99,8 +102,9 @@ def test_experts_are_balanced_as_without_weights(tmp_path):
     assert balanced - plain == pytest.approx(balanced_without - without, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["three of a bin", "three of 3, 3 and 2 documents"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "layout"), combined(LOSSES, ["three of a bin", "three of 3, 3 and 2 documents"])
+)
 def test_weights_of_one_change_no_bit(loss, layout, tmp_path):
     model, documents = tiny_model("llama"), tiny_documents()
     ones = [d | {"loss_weights": [1.0] * len(d["input_ids"])} for d in documents]
@@ -224,8 +228,7 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize("loss", ["nll", "dft", "smoothed"])
-@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize(("evaluation", "loss"), combined(EVALUATIONS, ["nll", "dft", "smoothed"]))
 def test_eval_loss_is_the_weighted_mean_of_the_whole_set(evaluation, loss, tmp_path):
     model, documents = tiny_model("llama"), weighted(tiny_documents())
     options = {"per_device_eval_batch_size": 1, **EVALUATIONS[evaluation], **LOSSES[loss]}

@@ -17,6 +17,7 @@ from helpers.by_hand import (
     one_step,
     trainer_for,
 )
+from helpers.combinations import combined
 from helpers.tiny import documents_of_lengths, tiny_model
 
 from trl_packing import PackedCollator
@@ -43,9 +44,7 @@ WEIGHTED = {"tokens": with_token_weights, "documents": with_document_weights}
 FACTORS = [1.5e38, 1e30, 1e-30, 1e-37]
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("which", WEIGHTED)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "which", "factor"), combined(LOSSES, WEIGHTED, FACTORS))
 def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_path):
     options = LAYOUTS["three of a bin"] | LOSSES[loss]
     expected = by_hand(tiny_model("llama"), WEIGHTED[which](), loss)
@@ -53,8 +52,7 @@ def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_p
     assert_same_step(found, expected)
 
 
-@pytest.mark.parametrize("mode", ["document", "sqrt"])
-@pytest.mark.parametrize("factor", [1.5e38, 1e-37])
+@pytest.mark.parametrize(("mode", "factor"), combined(["document", "sqrt"], [1.5e38, 1e-37]))
 def test_so_does_a_weighting_by_documents(mode, factor, tmp_path):
     model = tiny_model("llama")
     expected = by_hand(model, with_token_weights(), weighting=mode)
@@ -62,9 +60,9 @@ def test_so_does_a_weighting_by_documents(mode, factor, tmp_path):
     assert_same_step(one_step(model, with_token_weights(factor), tmp_path, **options), expected)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("factor", [1.5e38, 1e-37])
-@pytest.mark.parametrize("loss", ["nll", "smoothed"])
+@pytest.mark.parametrize(
+    ("loss", "factor", "padded"), combined(["nll", "smoothed"], [1.5e38, 1e-37], [False, True])
+)
 def test_evaluation_does_too(loss, factor, padded, tmp_path):
     sources = ["a", "b", "a", "a", "b", "b"]
     rows = [d | {"source": s} for d, s in zip(with_token_weights(factor), sources, strict=True)]
@@ -132,8 +130,7 @@ def stream(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize(("name", "loss"), combined(ZERO, LOSSES))
 def test_a_step_that_weighs_nothing_is_one_without_trained_tokens(name, loss, tmp_path, caplog):
     found = one_step(tiny_model("llama"), stream(ZERO[name]), tmp_path, **LOSSES[loss])
     assert found[0] == 0.0

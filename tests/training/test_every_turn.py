@@ -4,6 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset
+from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -98,6 +99,7 @@ def losses(trainer):
     "settings",
     [
         pytest.param({}, id="packed", marks=pytest.mark.slow),
+        pytest.param({"dataloader_num_workers": 2}, id="workers", marks=pytest.mark.slow),
         pytest.param({"packing": False, "documents_per_step": 5}, id="padding-free"),
         pytest.param(
             {"prefix_sharing": "group", "packing": False, "documents_per_step": 8},
@@ -198,6 +200,54 @@ def test_a_stream_trains_and_counts_the_same_documents(tmp_path, caplog):
     found = trainer.packing_report.preparation.conversations
     assert found.documents == 7 * found.number // 5
     assert found.silent == found.number // 5
+
+
+TWO_TURNS = [row for row in conversations(36) if len(row["messages"]) == 4]
+"""Shards of these hold the same documents, whether they are turned into documents before or not."""
+
+
+@pytest.mark.slow
+def test_workers_read_a_stream_of_turns_as_one_of_their_documents(tmp_path):
+    def run(name, rows, **settings):
+        stream = Dataset.from_list(rows).to_iterable_dataset(2)
+        settings |= {"max_steps": 6, "dataloader_num_workers": 2}
+        return trainer_for(tmp_path / name, stream, **settings)
+
+    turns = run("turns", TWO_TURNS, train_on="every_turn")
+    documents = run("documents", by_hand(TWO_TURNS, thinking_tokenizer()))
+    assert losses(turns) == losses(documents)
+    found = turns.packing_report.preparation.conversations
+    assert found.documents == 2 * found.number > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_turns_that_one_trains(tmp_path):
+    data = {"turns": TWO_TURNS, "documents": by_hand(TWO_TURNS, thinking_tokenizer())}
+    kinds = {
+        "packed": {"packing": True, "per_device_train_batch_size": 1},
+        "documents_per_step": {"documents_per_step": 6},
+        "stream": {"packing": True, "per_device_train_batch_size": 1, "max_steps": 3},
+    }
+
+    def run(name, of, accumulation=1):
+        steps = {"max_length": 256, "gradient_accumulation_steps": accumulation}
+        return Run(
+            str(tmp_path / name / of),
+            "PackedSFTTrainer",
+            data[of],
+            settings=kinds[name] | steps | ({"train_on": "every_turn"} if of == "turns" else {}),
+            shards=2 if name == "stream" else None,
+            chat_template=THINKS,
+        )
+
+    runs = {f"{name} {of}": run(name, of) for name in kinds for of in data}
+    of_ranks = {name: joined(found) for name, found in on_ranks(runs, tmp_path / "ranks").items()}
+    for name in kinds:
+        turns, documents = of_ranks[f"{name} turns"], of_ranks[f"{name} documents"]
+        assert turns == documents
+        assert len(turns["losses"]) > 2
+        if name != "stream":  # one rank reads its shards in another order
+            assert_same_steps(trained(run(name, "turns", accumulation=2)), turns)
 
 
 def test_a_resumed_stream_goes_on_with_the_same_documents(tmp_path):

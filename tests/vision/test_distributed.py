@@ -1,22 +1,137 @@
-"""Two ranks train documents with images as one rank with twice the accumulation does."""
+"""Two ranks train documents with images as one rank with twice the accumulation does.
+
+No rank has an image in the first step, and only rank 1 has one in the second.
+"""
+
+import importlib.util
+from dataclasses import asdict
 
 import pytest
 import torch
-from helpers.distributed.images import train
-from helpers.distributed.train import launch
+from helpers.distributed.images import ImageRun, run, run_on_two_ranks
+
+ACCUMULATED = {"gradient_accumulation_steps": 3}
+# DeepSpeed decays weights whose gradients are zeros, on any number of ranks.
+NO_DECAY = {"weight_decay": 0.0}
+WEIGHTED = {
+    "weights": [0.0, 2.0, 0.5, 1.0] * 3,
+    "options": {
+        "packing": True,
+        "documents_per_step": 4,
+        "loss_weighting": "document",
+        "train_sampling_strategy": "random",
+    },
+}
+LORA = {"r": 2, "target_modules": ["q_proj", "qkv", "proj"]}
+
+TILES = {"family": "llava_next"}
+RUNS: dict[str, dict[str, dict]] = {
+    "DDP": {
+        "plain": {},
+        "tiles": TILES,
+        "all parameters used": {"options": {"ddp_find_unused_parameters": False}},
+        "accumulated": {"options": ACCUMULATED, "rows": 24},
+        "weighted documents": WEIGHTED,
+    },
+    "fsdp2": {
+        "padded evaluation": {"scores": True},
+        "tiles": TILES,
+        "features in several layers": {"family": "qwen3_vl"},
+        "a mask": {"family": "gemma3"},
+        "accumulated": {"options": ACCUMULATED, "rows": 24},
+        "weighted documents": WEIGHTED,
+        "checkpointing": {"options": {"gradient_checkpointing": True}},
+        "LoRA": {"lora": LORA},
+    },
+    "zero2": {"plain": {"options": NO_DECAY}},
+    "zero3": {
+        "plain": {"options": NO_DECAY},
+        "padded evaluation": {"options": NO_DECAY, "scores": True},
+        "tiles": TILES | {"options": NO_DECAY},
+    },
+}
+SAVED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_steps": 4}
+RESUMED = ("DDP", "fsdp2")
+CASES = [(engine, name) for engine, runs in RUNS.items() for name in runs]
+
+
+def image_run(folder, name, arguments, ranks, engine=None) -> ImageRun:
+    made = ImageRun(str(folder / name.replace(" ", "-")), engine=engine, **arguments)
+    accumulation = made.options.get("gradient_accumulation_steps", 1) * 2 // ranks
+    made.options = made.options | {"gradient_accumulation_steps": accumulation}
+    return made
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Runs of two ranks, by engine and name; each engine needs processes of its own."""
+    known: dict[str, dict] = {}
+
+    def of(kind: str) -> dict[str, list[dict]]:
+        if kind.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+            pytest.skip("deepspeed is not installed: `make .venv/.all`")
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            engine = None if kind == "DDP" else kind
+            runs = {n: image_run(folder, n, a, 2, engine) for n, a in RUNS[kind].items()}
+            if kind in RESUMED:
+                whole = image_run(folder, "whole", {"options": SAVED}, 2, engine)
+                rest = ImageRun(**asdict(whole))
+                rest.output_dir = f"{whole.output_dir} rest"
+                rest.resume = f"{whole.output_dir}/checkpoint-2"
+                runs |= {"whole": whole, "rest": rest}
+            known[kind] = run_on_two_ranks(runs, folder / "results")
+        return known[kind]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """Runs of one rank, by their arguments; all engines are compared with them."""
+    known: dict[str, dict] = {}
+
+    def of(arguments: dict) -> dict:
+        key = repr(arguments)
+        if key not in known:
+            known[key] = run(image_run(tmp_path_factory.mktemp("alone"), "run", arguments, 1))
+        return known[key]
+
+    return of
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    for key in ("eval_loss", "eval_rows", "eval_correct"):
+        assert found["metrics"].get(key) == pytest.approx(expected["metrics"].get(key), rel=1e-5)
+    for name, parameter in expected["parameters"].items():
+        torch.testing.assert_close(found["parameters"][name], parameter, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_next"])
-def test_two_ranks_train_as_one(family, tmp_path):
-    """Also where one rank has a micro-batch without images, which leaves its tower unused."""
-    launch("helpers.distributed.images", family, str(tmp_path))
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    alone = train(family, tmp_path / "alone")
-    assert ranks[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    assert ranks[0]["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
-    for name, parameter in alone["parameters"].items():
-        for rank in ranks:
-            torch.testing.assert_close(
-                rank["parameters"][name.removeprefix("module.")], parameter, rtol=1e-4, atol=1e-5
-            )
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_two_ranks_train_as_one(engine, name, two_ranks, one_rank):
+    for rank in two_ranks(engine)[name]:
+        assert rank["is_sharded"]
+        assert_same(rank, one_rank(RUNS[engine][name]))
+
+
+@pytest.mark.slow
+def test_three_micro_batches_train_as_one(two_ranks, one_rank):
+    at_once = {"options": {"per_device_train_batch_size": 3}, "rows": 24}
+    assert_same(two_ranks("DDP")["accumulated"][0], one_rank(at_once))
+
+
+@pytest.mark.slow
+def test_runs_with_other_documents_fail_the_same_comparison(two_ranks, one_rank):
+    with pytest.raises(AssertionError):
+        assert_same(two_ranks("DDP")["accumulated"][0], one_rank({}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", RESUMED)
+def test_a_resumed_run_ends_in_the_same_weights_on_two_ranks(engine, two_ranks):
+    pairs = zip(two_ranks(engine)["whole"], two_ranks(engine)["rest"], strict=True)
+    for whole, rest in pairs:
+        for name, value in whole["parameters"].items():
+            assert torch.equal(rest["parameters"][name], value), name

@@ -65,31 +65,6 @@ def test_a_bad_row_is_named(message, tmp_path):
         trainer_of(model, processor, tmp_path, row(**BAD_ROWS[message]))
 
 
-@pytest.mark.parametrize("part", [{"type": "video"}, {"type": "audio"}])
-def test_videos_and_audio_are_refused(part, tmp_path):
-    processor = tiny_processor("qwen2_5_vl")
-    model = tiny_vision_model("qwen2_5_vl", processor)
-    messages = [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]
-    dataset = Dataset.from_list([{"images": [noise(9, 9, 0)], "messages": messages}])
-    with pytest.raises(ValueError, match="row 0 of the train dataset: a message has"):
-        trainer_of(model, processor, tmp_path, dataset)
-
-
-def test_a_processor_that_makes_other_tokens_of_pixels_is_an_error(tmp_path, monkeypatch):
-    processor = tiny_processor("qwen2_5_vl")
-    model = tiny_vision_model("qwen2_5_vl", processor)
-    right = type(processor).replace_image_token
-
-    def brighter(self, image_inputs, image_idx, **kwargs):
-        pixels = np.asarray(image_inputs["pixel_values"])
-        more = int(pixels.std(axis=0).max() > 0.01)  # none on a blank image
-        return right(self, image_inputs, image_idx, **kwargs) + self.image_token * more
-
-    monkeypatch.setattr(type(processor), "replace_image_token", brighter)
-    with pytest.raises(ValueError, match=r"row 0 of the train dataset has .* by its image sizes"):
-        trainer_of(model, processor, tmp_path)
-
-
 # --- overflow -------------------------------------------------------------------------------------
 
 DOCUMENTS = [

@@ -81,19 +81,3 @@ def test_gemma3_runs_by_the_next_exact_backend(tmp_path):
     )
     assert trainer.attention.backend == "mask"
     assert "not exact with images" in trainer.attention.reason
-
-
-def test_no_backend_means_no_training(tmp_path, monkeypatch):
-    right = ImageBatches.tensors
-
-    def swapped(self, documents, input_ids):
-        made = right(self, documents, input_ids)
-        if "pixel_values" in made:
-            made["pixel_values"] = made["pixel_values"].flip(0)
-        return made
-
-    monkeypatch.setattr(ImageBatches, "tensors", swapped)
-    processor = tiny_processor(NAME)
-    model = tiny_vision_model(NAME, processor)
-    with pytest.raises(RuntimeError, match="LEAK"):
-        packed(model, processor, image_dataset(), tmp_path, **LAYOUTS["one micro-batch"])

@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 from helpers.vision import noise
 from PIL import Image as PillowImage
+from PIL.PngImagePlugin import PngInfo
 
 from trl_packing.documents.labels import IMAGE_ROW
 from trl_packing.vision.image_store import ImageError, ImageStore
@@ -18,10 +19,16 @@ def encoded(image, kind="PNG", **options):
     return file.getvalue()
 
 
-def turned(height, width):
+def turned(kind, orientation=6):
     exif = PillowImage.Exif()
-    exif[0x0112] = 6
-    return encoded(noise(height, width, 1), "JPEG", exif=exif)
+    exif[0x0112] = orientation
+    return encoded(noise(20, 30, 1), kind, exif=exif)
+
+
+def turned_by_xmp():
+    words = PngInfo()
+    words.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    return encoded(noise(20, 30, 1), "PNG", pnginfo=words)
 
 
 def animated():
@@ -33,7 +40,12 @@ BYTES = {
     "PNG": encoded(noise(20, 30, 0)),
     "JPEG": encoded(noise(20, 30, 0), "JPEG"),
     "WebP": encoded(noise(21, 30, 0), "WEBP"),
-    "turned by EXIF": turned(20, 30),
+    **{f"turned {kind}": turned(kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "MPO")},
+    **{f"orientation {value}": turned("JPEG", value) for value in (1, 3, 5, 8)},
+    "turned by XMP": turned_by_xmp(),
+    "TIFF": encoded(noise(20, 30, 1), "TIFF"),
+    "CMYK": encoded(noise(5, 6, 0).convert("CMYK"), "JPEG"),
+    "16 bits": encoded(PillowImage.fromarray(np.ones((5, 6), np.uint16))),
     "gray": encoded(noise(5, 6, 0).convert("L")),
     "with transparency": encoded(noise(5, 6, 0).convert("RGBA")),
     "one pixel": encoded(noise(1, 1, 0)),
@@ -90,7 +102,10 @@ def test_headers_alone_are_read_before_training():
         store.load(1)
 
 
-@pytest.mark.parametrize("file", [b"", b"no image", None, "/nowhere/at_all.png"])
+DAMAGED = b"\x89PNG\r\n\x1a\n" + b"\0" * 9
+
+
+@pytest.mark.parametrize("file", [b"", b"no image", DAMAGED, None, "/nowhere/at_all.png"])
 def test_bad_files_name_their_row(file):
     kind = Value("string") if isinstance(file, str) else Value("binary")
     good = "x.png" if isinstance(file, str) else BYTES["PNG"]

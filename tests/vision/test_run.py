@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,16 +173,6 @@ def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tm
     )
     assert reason in trainer._run_path.reason
     assert isinstance(trainer.data_collator, collator)
-
-
-@pytest.mark.parametrize("engine", ["FSDP", "ZeRO-3"])
-def test_engines_that_shard_the_tower_take_trls_path(engine, model, monkeypatch):
-    args = SimpleNamespace(world_size=2, fsdp=engine == "FSDP")
-    if engine == "ZeRO-3":
-        monkeypatch.setattr(run_images, "is_deepspeed_zero3_enabled", lambda: True)
-    images = run_images.RunImages()
-    assert engine in images.why_not_packed(model, image_dataset(), None, args, None)
-    assert not images.packs
 
 
 def test_images_take_trls_path_with_an_older_transformers(monkeypatch):

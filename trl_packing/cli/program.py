@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NoReturn
 
 import trl_packing
@@ -21,7 +22,7 @@ from trl_packing.tools.command.exit_messages import message_of
 from trl_packing.tools.command.spelling import suggest
 
 # Modules of this folder, in the order of the help.
-COMMANDS = ("inspect", "plan", "verify", "doctor", "compare")
+COMMANDS = ("inspect", "plan", "prepare", "verify", "doctor", "compare")
 
 EPILOG = """\
 examples:
@@ -92,8 +93,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     arguments.notes = []
     if hasattr(arguments, "forwarded"):  # the training script comes first, if there is one
-        is_script = rest[:1] and not rest[0].startswith("--")
-        size = (2 if rest[0] == "-m" else 1) if is_script else 0
+        leading = list(takewhile(lambda word: not word.startswith("--"), rest))
+        size = min(len(leading), 2 if leading[:1] == ["-m"] else 1)
+        if hasattr(arguments, "places"):  # of a command that takes more than a script
+            arguments.places, rest, size = leading, rest[len(leading) :], 0
         arguments.words = [*rest[:size], *arguments.forwarded, *rest[size:]]
     elif rest:
         known = [name.replace("_", "-") for name in vars(arguments)]

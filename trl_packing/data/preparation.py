@@ -9,7 +9,8 @@
         ▼
     documents      each ≤ max_length, each with something to train
 
-A stream passes the same stages; the last three run while it is read (stream).
+A stream passes the same stages; the last three run while it is read (stream). Documents that
+`trl-packing prepare` wrote stay as they are, if the run has the rules that made them (prepared).
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from trl_packing.data.counting import count_conversations, fit_and_count
 from trl_packing.data.counts import Conversations, PreparationCounts
 from trl_packing.data.eos import MissingEos, end_in_eos
 from trl_packing.data.overflow import Overflow
+from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import AnyDataset, Preparation, UserRows
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
@@ -80,6 +82,10 @@ def prepare(
     Raises:
         ValueError: in one sentence, for data that cannot be prepared.
     """
+    records = records_of(dataset)
+    if len(records) == 1 and records[0].is_whole(dataset):
+        records[0].check(rules)
+        return dataset, records[0].counts
     return fit(unfitted(dataset, rules, formatting_func=formatting_func, name=name), rules)
 
 
@@ -89,11 +95,15 @@ def unfitted(
     """Return the documents of `dataset` before the overflow policy; arguments as `prepare`."""
     check_not_empty(dataset, name)
     rows = UserRows.from_dataset(dataset, name, formatting_func)
+    overflow = Overflow.from_args(rules.args, rules.packing)
+    if records := records_of(dataset):  # a selection, or several sets
+        for record in records:
+            record.check(rules)
+        return Unfitted(rows, dataset, overflow, ())
     check(rows, rules)
     documents, notes = _tokenize(rows, rules)
     documents, conversations = _count_turns(documents)
     notes.insert(0, _note_empty_completions(rows, rules))
-    overflow = Overflow.from_args(rules.args, rules.packing)
     overflow = replace(overflow, running_text=_is_running_text(rows, rules))
     missing = None
     if isinstance(documents, Dataset) and not rows.are_packed:
@@ -175,6 +185,7 @@ def _tokenize(rows: UserRows, rules: Preparation) -> tuple[AnyDataset, list[str 
             document_columns=document_columns(rows.columns, rules.options.named_columns()),
             num_proc=rules.args.dataset_num_proc,
             name=rows.name,
+            parts=rules.parts,
         )
         documents = _shuffle_unfitted(documents, rules)
     return _find_responses(documents, rules.labeler, rules, rows.name)

@@ -32,6 +32,7 @@ class HostRow:
         max_length: tokens of the longest document, as passed to kernels.
         tree: the documents, if they share prefixes; `boundaries` are then those of segments.
         sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
+        num_images: images of the documents.
     """
 
     boundaries: np.ndarray
@@ -40,6 +41,7 @@ class HostRow:
     max_length: int
     tree: "TreeNumbers | None" = None
     sources: np.ndarray | None = None
+    num_images: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -30,6 +30,7 @@ from trl_packing.formatting.message_flags import has_flags, says_what_is_trained
 from trl_packing.formatting.printable import escape_hidden, quote
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
+from trl_packing.formatting.tokenized_parts import TokenizedParts
 
 logger = get_logger(__name__)
 
@@ -68,6 +69,7 @@ def documents_from_rows(
     document_columns: Sequence[str] = (),
     num_proc: int | None = None,
     name: str = "train",
+    parts: TokenizedParts | None = None,
 ) -> Dataset | IterableDataset:
     """Return `dataset` with `input_ids` and `labels`, every document whole.
 
@@ -80,6 +82,7 @@ def documents_from_rows(
         document_columns: other columns that are always kept; of a stream those of `_DTYPES`.
         num_proc: processes that render and tokenize.
         name: of the data set, for messages.
+        parts: files that keep the finished parts of a data set; None: the cache of `datasets`.
 
     Raises:
         ValueError: naming the row, for what cannot be rendered or tokenized.
@@ -127,6 +130,8 @@ def documents_from_rows(
     if isinstance(rows, IterableDataset):
         return rows.map(_prepare_batch, **options)
     try:
+        if parts is not None:
+            return parts.map(rows, _prepare_batch, **options)
         return rows.map(_prepare_batch, **options)
     except (ValueError, RuntimeError) as error:
         bad = _all_bad_rows(rows, row_format, row_format.form(first), name)
@@ -164,7 +169,9 @@ def _prepare_batch(
     columns: Sequence[str],
     name: str,
     version: str,
+    first_row: int = 0,
 ) -> dict[str, list[Any]]:
+    indices = [first_row + index for index in indices]
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     tokenizer = row_format.chat.tokenizer
     numbers: list[int] = []  # the row of each document, in the batch

@@ -54,6 +54,10 @@ class Passed(NamedTuple):
     longest: int
 
 
+class NotIsolated(RuntimeError):
+    """Documents affect each other, or cannot be packed, by any backend that may be used."""
+
+
 class IsolationGuard:
     """Keep the documents of packed rows isolated on `model`, or refuse to run it.
 
@@ -173,7 +177,7 @@ class IsolationGuard:
             collator: makes the packed rows, by default a `PackedCollator`.
 
         Raises:
-            RuntimeError: the model cannot run packed documents; or, under
+            NotIsolated: the model cannot run packed documents; or, under
                 ``isolation_check="error"``, no backend that may be used isolates them.
         """
         precision = precision or self._precision
@@ -265,7 +269,7 @@ class IsolationGuard:
         """Return the backend to run although none is exact.
 
         Raises:
-            RuntimeError: none may be run.
+            NotIsolated: none may be run.
         """
         named = self._requested != "auto"
         fails = result.verdict in ("leaks", "refused")
@@ -278,7 +282,7 @@ class IsolationGuard:
             return padded
         message = why_not_exact(self.base_model, choice, result, named=named)
         if result.verdict == "refused" or (fails and self._isolation_check == "error"):
-            raise RuntimeError(message)
+            raise NotIsolated(message)
         self._logger.warning(message)
         return choice
 

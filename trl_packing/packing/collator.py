@@ -56,7 +56,8 @@ class PackedCollator:
     loop of your own, take them out for your loss: the model does not accept them.
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
-    still takes part in the step.
+    still takes part in the step. A blank image, also masked, does the same for the vision tower
+    where ranks wait for each other (vision/blank_images.py).
 
     Attributes:
         pad_token_id: token id of the padding that `pad_to_multiple_of` adds.
@@ -125,9 +126,13 @@ class PackedCollator:
         ]
         rows = list(_seq_lengths(documents, input_ids))
         lengths = [length for row in rows for length in row if length]
-        masked = self._masked_documents(len(lengths), sum(lengths))
+        blanks = [] if self.images is None else self.images.blanks(documents)
+        blank = [document["input_ids"] for document in blanks]
+        masked = list(map(len, blank))
+        masked += self._masked_documents(len(lengths + masked), sum(lengths + masked))
         tail = sum(masked)
-        input_ids.append(np.full(tail, self.pad_token_id, dtype=np.int64))
+        padding = tail - sum(map(len, blank))
+        input_ids += [*blank, np.full(padding, self.pad_token_id, dtype=np.int64)]
         labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
         lengths += masked
         batch = _batch(
@@ -158,9 +163,18 @@ class PackedCollator:
             return PackedBatch(tensors, tree.host)
         is_trained = tensors["labels"][0].numpy() != IGNORE_INDEX
         boundaries = np.cumsum([0, *lengths], dtype=np.int64)
+        images = 0 if self.images is None else self.images.count(documents)
         longest = batch["max_length_q"]
         return PackedBatch(
-            tensors, HostRow(boundaries, is_trained, tail, max_length=longest, sources=sources)
+            tensors,
+            HostRow(
+                boundaries,
+                is_trained,
+                tail,
+                max_length=longest,
+                sources=sources,
+                num_images=images,
+            ),
         )
 
     def _tree_row(

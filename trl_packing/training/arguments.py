@@ -20,6 +20,7 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.overflow import Overflow
+from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
@@ -73,6 +74,15 @@ def refuse_options(options: PackingOptions, reason: str) -> None:
             )
 
 
+def refuse_prepared(datasets: Iterable[Any], reason: str) -> None:
+    """Raise ValueError for prepared data on TRL's path, where nothing checks that they fit."""
+    for record in (record for dataset in datasets for record in records_of(dataset)):
+        raise ValueError(
+            f"{record.folder} holds documents for packed runs, but {reason}, which takes TRL's "
+            "path; pass the rows that they were prepared from"
+        )
+
+
 def packs_by_default(args: Any) -> bool:
     """Return whether `packing` has the default of `PackedSFTConfig`, which is not TRL's."""
     return getattr(args, "_packing_is_default", False)
@@ -90,6 +100,11 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
 
 def check_arguments(args: Any, train_dataset: Any) -> None:
     """Raise ValueError for settings that packing cannot serve, and for an empty data set."""
+    if getattr(args, "assistant_only_loss", False) and records_of(train_dataset):
+        raise ValueError(
+            "assistant_only_loss=True needs conversations, but the train dataset is prepared; "
+            "leave it out, and prepare the data with train_on='assistant'"
+        )
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)
@@ -203,8 +218,15 @@ def check_weights_and_sources(
             documents_of(dataset, compute_loss_func)  # refuses damaged weights
 
 
-def check_nothing_is_skipped(options: PackingOptions, completion_only: Any) -> None:
-    """Raise ValueError for changes of the data that ``skip_prepare_dataset=True`` skips."""
+def check_nothing_is_skipped(
+    options: PackingOptions, completion_only: Any, datasets: Iterable[Any]
+) -> None:
+    """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
+    if any(records_of(dataset) for dataset in datasets):
+        raise ValueError(
+            "skip_prepare_dataset=True skips the check that prepared data fit this run; leave it "
+            "out (they are not prepared again)"
+        )
     if completion_only is not None:
         raise ValueError(
             "skip_prepare_dataset=True skips the labels that DataCollatorForCompletionOnlyLM "

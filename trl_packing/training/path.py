@@ -19,6 +19,7 @@ from datasets import Dataset, IterableDataset
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.prepared import records_of
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import check_loss_options, reason_for_trl_path
 from trl_packing.training.collators import RunCollators
@@ -112,7 +113,8 @@ class UserChanges:
             self._take_trl_path(reason)
             return
         # Tokens without packing are trained as they are, as in TRL; bins have a capacity.
-        if self.collators.sampling.packing or "input_ids" not in columns_of(dataset):
+        is_tokenized = "input_ids" in columns_of(dataset) and not records_of(dataset)
+        if self.collators.sampling.packing or not is_tokenized:
             dataset = self.prepare(dataset)
         self.trainer.train_dataset = self._planned = dataset
         self.collators.hold_shapes()

@@ -3,16 +3,13 @@
 documents, settings, ranks  →  PackedBatchSampler  →  PackingReport
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from accelerate.logging import get_logger
 from datasets import IterableDataset
-from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
@@ -30,11 +27,14 @@ from trl_packing.training.histogram import Histogram
 from trl_packing.training.mixture import Mixture
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.throughput import Counts
-
-logger = get_logger(__name__)
+from trl_packing.training.unplanned_report import (
+    micro_batch_of_stream,
+    report_of_any_sampler,
+    size_in_words,
+    without_plan,
+)
 
 # Steps read to find the largest micro-batch: enough for a good guess, in well under a second.
 _STEPS_LOOKED_AT = 200
@@ -128,18 +128,14 @@ def order_in_words(args: Any, sampler: PackedBatchSampler) -> str:
     }[options.curriculum_order]
     first = ends[options.curriculum == LENGTH]
     stages = len(np.unique(sampler.stages))
-    return f"by {options.curriculum}, {first} first · {_words(stages, 'stage')}, each random"
+    return f"by {options.curriculum}, {first} first · {size_in_words(stages, 'stage')}, each random"
 
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:
     if sampler.documents_per_step is None:
-        return _words(sampler.bins_per_batch, "bin")
+        return size_in_words(sampler.bins_per_batch, "bin")
     per_batch = sampler.documents_per_step / (sampler.num_ranks * sampler.accumulation)
-    return _words(per_batch, "document")
-
-
-def _words(number: float, what: str) -> str:
-    return f"{number:g} {what}{'s' * (number != 1)}"
+    return size_in_words(per_batch, "document")
 
 
 def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
@@ -151,84 +147,6 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
         return None
     steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
     return int(sampler.tokens_of([batch for step in steps for batch in step]).max())
-
-
-def report_of_any_sampler(
-    documents: ArrowDocuments,
-    args: SFTConfig,
-    *,
-    micro_batches: int | None,
-    batch_size: int,
-    ranks: int,
-    attention: str,
-    loss: str | None,
-    preparation: PreparationCounts,
-) -> PackingReport:
-    """Return the report on documents that a user's sampler draws one by one.
-
-    Args:
-        documents: the training set.
-        args: the settings of the run.
-        micro_batches: of an epoch of one rank; None where the number is not known yet.
-        batch_size: documents of a micro-batch.
-        ranks: number of data-parallel ranks.
-        attention: what keeps documents apart, in words.
-        loss: the weighting of the loss, in words.
-        preparation: what was kept and lost when documents were prepared.
-    """
-    accumulation = args.gradient_accumulation_steps
-    return PackingReport(
-        ranks=ranks,
-        accumulation=accumulation,
-        micro_batch=_words(batch_size, "document"),
-        attention=attention,
-        capacity=args.max_length,
-        documents=documents.num_documents,
-        tokens=int(documents.lengths().sum()),
-        trained_tokens=int(documents.num_trained().sum()),
-        micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
-        steps_per_epoch=None if micro_batches is None else -(-micro_batches // accumulation),
-        documents_per_step=batch_size * accumulation * ranks,
-        loss=loss,
-        preparation=preparation,
-        lengths=Histogram.of(documents.lengths()),
-    )
-
-
-def micro_batch_of_stream(packing: bool, batch_size: int) -> str:
-    """Return the size of a stream's micro-batch in words."""
-    return _words(batch_size, "bin" if packing else "document")
-
-
-def without_plan(
-    args: Any,
-    *,
-    ranks: int,
-    micro_batch: str,
-    attention: str,
-    loss: str | None,
-    tokens_per_micro_batch: int | None = None,
-) -> PackingReport:
-    """Return the report on a stream, whose documents are counted only as it is read.
-
-    Raises:
-        ValueError: documents_per_step is set.
-    """
-    per_step = PackingOptions.of(args).documents_per_step
-    if per_step is not None:
-        raise ValueError(
-            f"documents_per_step={per_step} needs to know the documents, but a stream is packed as "
-            "it is read; leave it out, or load the data set without streaming"
-        )
-    return PackingReport(
-        ranks=ranks,
-        accumulation=args.gradient_accumulation_steps,
-        micro_batch=micro_batch,
-        attention=attention,
-        loss=loss,
-        capacity=args.max_length,
-        tokens_per_micro_batch=tokens_per_micro_batch,
-    )
 
 
 class RunReport:
@@ -366,52 +284,3 @@ class RunReport:
         if self.trainer.compute_loss_func is not None:
             return None
         return in_words(PackingOptions.of(self.trainer.args).loss_weighting, columns)
-
-
-class ReportCallback(TrainerCallback):
-    """Prints the report when a packed run starts, and when a stream was read.
-
-    Args:
-        report: of the run.
-        epochs: know the stream that is trained.
-        before_first_step: called when the model is wrapped and nothing is trained yet.
-        so_far: returns the counts of the run, of all ranks, and its seconds.
-    """
-
-    def __init__(
-        self,
-        report: RunReport,
-        epochs: ResumedEpochs,
-        before_first_step: Callable[[], None],
-        so_far: Callable[[], tuple[Counts, float] | None],
-    ):
-        self.report = report
-        self.epochs = epochs
-        self.before_first_step = before_first_step
-        self.so_far = so_far
-        self._has_warned = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check isolation and print the report, but not on TRL's path."""
-        if self.report.current is not None:
-            self.before_first_step()
-            self._print(state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Warn early of the documents that a stream loses: reading it may take days."""
-        stream = self.epochs.stream
-        if stream is not None and not self._has_warned and (words := str(stream.counts)):
-            read = stream.counts.before.documents
-            logger.warning(f"of the first {read:,} documents of the stream: {words}")
-            self._has_warned = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the report on a stream, which is counted as it is read."""
-        if self.epochs.stream is not None:
-            counts, measured = self.epochs.stream.counts_of_all_ranks(), self.so_far()
-            self.report.count_stream(counts, measured and measured[0])
-            self._print(state)
-
-    def _print(self, state: Any) -> None:
-        if state.is_world_process_zero:
-            print(f"\n{self.report.current}", flush=True)  # below the progress bar

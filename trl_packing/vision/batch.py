@@ -13,7 +13,6 @@ boundaries of the row. The model's `get_rope_index` makes positions for each doc
 whole row, they would run on from one document to the next.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, IMAGE_ROW, TOKEN_WEIGHTS
 from trl_packing.models.introspection import unwrap_peft
+from trl_packing.vision.blank_images import blank_document
 from trl_packing.vision.image_store import ImageError, ImageStore
+from trl_packing.vision.positions import RopePositions
 
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
@@ -46,14 +47,26 @@ class ImageBatches:
         store: the image files of the run.
         processor: of the model.
         model: its class makes positions and says which inputs it takes; PEFT may wrap it.
+        fills_rows: add a blank image to rows without images (blank_images.py).
     """
 
-    def __init__(self, store: ImageStore, processor: Any, model: Any):
+    def __init__(self, store: ImageStore, processor: Any, model: Any, *, fills_rows: bool = False):
         base = unwrap_peft(model)
         self.store = store
         self.processor = processor
         self.inputs = frozenset(inspect.signature(type(base).forward).parameters)
         self.positions = RopePositions.of(base)
+        self.blank = blank_document(processor) if fills_rows else None
+
+    def count(self, documents: Sequence[Mapping[str, Any]]) -> int:
+        """Return the number of images of `documents`."""
+        return sum(map(_num_images, documents))
+
+    def blanks(self, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the blank document of a row of `documents` in a list; none if it needs none."""
+        if self.blank is None or any(map(_num_images, documents)):
+            return []
+        return [self.blank]
 
     def tensors(
         self, documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
@@ -62,11 +75,13 @@ class ImageBatches:
 
         Args:
             documents: with `image_row` and `image_ids`, or with `images` of their own.
-            input_ids: the tokens of each document, and of padding behind them, ``(T,)`` each.
+            input_ids: the tokens of each document, and behind them those of a blank image and of
+                padding, ``(T,)`` each.
 
         Raises:
             ImageError: an image cannot be read, or needs another number of tokens than planned.
         """
+        documents = [*documents, *self.blanks(documents)]
         images = [self._images(document) for document in documents]
         pixels = self._pixels(documents, images)
         made = {name: value for name, value in pixels.items() if name in self.inputs}
@@ -93,6 +108,7 @@ class ImageBatches:
         self, documents: Sequence[Mapping[str, Any]], input_ids: Tensor
     ) -> dict[str, Tensor]:
         """Return the inputs that padded rows ``(B, T)`` need; the model makes their positions."""
+        documents = self.blanks(documents) or documents
         images = [self._images(document) for document in documents]
         made = self._pixels(documents, images)
         made = {name: value for name, value in made.items() if name in self.inputs}
@@ -119,17 +135,45 @@ class ImageBatches:
         rows = [row for of_document in images for row in of_document]
         if not rows:
             return {}
-        output = self.processor(
+        try:
+            output = self._processed(rows)
+        except Exception as error:  # processors raise all kinds of errors
+            self._name_refused(documents, images)
+            raise ImageError(
+                f"the processor refuses the images of a micro-batch: {error}"
+            ) from error
+        made = iter(output.pop("input_ids"))
+        for document, of_document in zip(documents, images, strict=True):
+            self._check_features(document, [np.asarray(next(made)) for _ in of_document])
+        return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
+
+    def _processed(self, rows: Sequence[Images]) -> Any:
+        return self.processor(
             images=rows,
             text=[self.processor.image_token * len(row) for row in rows],
             add_special_tokens=False,
             padding=True,
             return_tensors="pt",
         )
-        made = iter(output.pop("input_ids"))
+
+    def _name_refused(
+        self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[Images]]
+    ) -> None:
+        """Raise ImageError naming the first document whose images the processor refuses alone."""
         for document, of_document in zip(documents, images, strict=True):
-            self._check_features(document, [np.asarray(next(made)) for _ in of_document])
-        return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
+            try:
+                for row in of_document:
+                    self._processed([row])
+            except Exception as error:
+                modes = ", ".join(sorted({image.mode for row in of_document for image in row}))
+                raise ImageError(
+                    f"the processor refuses the images (mode {modes}) of {self._name(document)}: "
+                    f"{error}; convert or remove them"
+                ) from error
+
+    def _name(self, document: Mapping[str, Any]) -> str:
+        row = document.get(IMAGE_ROW)
+        return "a document" if row is None else self.store.name_of(int(row))
 
     def _check_features(self, document: Mapping[str, Any], made: Sequence[np.ndarray]) -> None:
         """Raise ImageError if images have another number of tokens than the document."""
@@ -137,10 +181,8 @@ class ImageBatches:
         needed = sum(int(np.isin(ids, features).sum()) for ids in made)
         given = int(np.isin(document["input_ids"], features).sum())
         if needed != given:
-            row = document.get(IMAGE_ROW)
-            which = "a document" if row is None else self.store.name_of(int(row))
             raise ImageError(
-                f"{which} has {given} image tokens, but its images need {needed} "
+                f"{self._name(document)} has {given} image tokens, but its images need {needed} "
                 "now; were the files or the processor changed after the data set was prepared?"
             )
 
@@ -181,47 +223,26 @@ class PaddedImages:
         names = (IMAGE_IDS, IMAGE_ROW)
         texts = [{k: v for k, v in document.items() if k not in names} for document in documents]
         batch = self.collator(texts)
+        for blank in self.images.blanks(documents):
+            batch = _behind_first_row(batch, blank["input_ids"])
         ids = batch["input_ids"].long()  # positions get its dtype, and some models need int64
         return {**batch, "input_ids": ids, **self.images.of_padded_rows(documents, ids)}
 
 
-class RopePositions:
-    """Positions of a document in time, height and width, from a model's `get_rope_index`.
-
-    Args:
-        maker: the module that has `get_rope_index`, without its weights.
-    """
-
-    def __init__(self, maker: Any):
-        self.maker = maker
-        self.arguments = frozenset(inspect.signature(type(maker).get_rope_index).parameters)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "RopePositions | None":
-        """Return the positions of `model`; None if it has one position for each token."""
-        found = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
-        return None if found is None else cls(_without_weights(found))
-
-    def of_document(self, ids: Tensor, types: Tensor, grids: Tensor) -> Tensor:
-        """Return the positions of a document ``(4, 1, T)`` int64; the first row counts its tokens.
-
-        Args:
-            ids: its tokens ``(T,)``.
-            types: 1 on image tokens, else 0, ``(T,)``.
-            grids: time, height and width of each image in patches, ``(images, 3)``.
-        """
-        text = torch.arange(len(ids))[None, None]
-        if not len(grids):
-            return text.expand(4, 1, -1)
-        given = {"mm_token_type_ids": types[None], "image_grid_thw": grids}
-        given = {name: value for name, value in given.items() if name in self.arguments}
-        positions, _ = self.maker.get_rope_index(ids[None], **given)
-        return torch.cat([text, positions.to(text.dtype)])
+def _num_images(document: Mapping[str, Any]) -> int:
+    if IMAGES in document:
+        return sum(map(len, document[IMAGES]))
+    return int((np.unique(document.get(IMAGE_IDS, ())) > 0).sum())
 
 
-def _without_weights(module: nn.Module) -> Any:
-    """Return a copy of `module` that can be sent to workers: its config and methods only."""
-    bare = copy.copy(module)
-    plain = {name: value for name, value in vars(module).items() if not callable(value)}
-    bare.__dict__ = plain | {"_modules": {}, "_parameters": {}, "_buffers": {}}
-    return bare
+def _behind_first_row(batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str, Any]:
+    """Return padded rows with masked `tokens` behind those of the first row, and its padding."""
+    fills = {"attention_mask": 0, "labels": IGNORE_INDEX, TOKEN_WEIGHTS: 0}
+    made = dict(batch)
+    for name, values in batch.items():
+        behind = values[:, -1:].repeat(1, len(tokens))  # tokens of text, and sources
+        if name in fills:
+            behind.fill_(fills[name])
+        made[name] = torch.cat([values, behind], dim=1)
+    made["input_ids"][0, -len(tokens) :] = torch.from_numpy(tokens)
+    return made

@@ -103,7 +103,7 @@ class ImageGuard(IsolationGuard):
         if first is None:
             return choice, result
         install_attention(self.model, first[0])
-        return first
+        return replace(first[0], reason="; ".join(reasons)), first[1]
 
     def _check_images(self, choice: AttentionChoice, calls: dict[str, Any]) -> CheckResult:
         wrapped = calls["wrapped"]

@@ -7,6 +7,7 @@ Prepared documents hold numbers, and the files stay where they are: bytes in the
 user's data set, or paths. A worker maps the file again; nothing is copied.
 """
 
+import struct
 from collections.abc import Iterator
 from io import BytesIO, UnsupportedOperation
 from typing import TYPE_CHECKING, NamedTuple
@@ -188,12 +189,22 @@ def _header_size(file: pa.Scalar, where: str) -> tuple[int, int]:
     try:
         with _opened(file, where, reads_all=False) as opened:
             width, height = opened.size
-            # PNG's reader would decode the whole image to look for EXIF behind its pixels.
-            has_exif = opened.format != "PNG" or "exif" in opened.info
-            turned = has_exif and opened.getexif().get(_ORIENTATION, 1) >= 5
+            turned = _is_turned(opened)
+    except ImageError:
+        raise
     except _errors() as error:
         raise _unreadable(where, error) from error
     return (width, height) if turned else (height, width)
+
+
+def _is_turned(opened: "PillowImage.Image") -> bool:
+    """Return whether decoding will exchange width and height of an image, from its header."""
+    from PIL.Image import Image as AnyImage
+
+    if opened.format == "TIFF":  # Pillow has turned its size already
+        return False
+    # The base class's method: PNG's would decode the whole image to look behind its pixels.
+    return bool(AnyImage.getexif(opened).get(_ORIENTATION, 1) >= 5)
 
 
 def _decoded(file: pa.Scalar, where: str) -> "PillowImage.Image":
@@ -204,6 +215,8 @@ def _decoded(file: pa.Scalar, where: str) -> "PillowImage.Image":
         image.load()
         if image.getexif().get(_ORIENTATION) is not None:
             image = ImageOps.exif_transpose(image)
+    except ImageError:
+        raise
     except _errors() as error:
         raise _unreadable(where, error) from error
     return image
@@ -212,7 +225,8 @@ def _decoded(file: pa.Scalar, where: str) -> "PillowImage.Image":
 def _errors() -> tuple[type[Exception], ...]:
     from PIL.Image import DecompressionBombError
 
-    return OSError, SyntaxError, DecompressionBombError
+    # Damaged EXIF data raise the last two.
+    return OSError, SyntaxError, DecompressionBombError, ValueError, struct.error
 
 
 def _unreadable(where: str, error: Exception) -> ImageError:

@@ -4,9 +4,12 @@ data set has images      model's family and settings            path
 no                                                              as without this module
 yes                      in `FAMILIES`, a data set in memory    packed
 yes                      any other                              TRL's, unchanged, with the reason
+
+A packed run takes TRL's path later if the processor contradicts its arithmetic, or if no attention
+backend is exact with images.
 """
 
-import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +20,8 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from packaging.version import Version
 from transformers import AutoConfig, ProcessorMixin
-from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.overflow import Overflow
@@ -32,11 +34,19 @@ from trl_packing.formatting.message_flags import has_flags
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.blank_images import StillTower, ranks_wait_for_tower
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
 from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
+from trl_packing.vision.other_media import check_no_other_media
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
 from trl_packing.vision.tower import hide_boundaries
+from trl_packing.vision.trl_check import difference_from_trl
+from trl_packing.vision.trl_path import (
+    check_nothing_is_weighted,
+    check_trl_can_train,
+    show_images_to_trl,
+)
 
 logger = get_logger(__name__)
 
@@ -47,7 +57,6 @@ FAMILIES = (
     *("idefics3", "smolvlm", "mistral3", "gemma3"),
 )
 
-_VERIFIED_ROWS = 3
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
 
 
@@ -65,11 +74,17 @@ class RunImages:
         packs: whether the training set has images that are packed; the other methods do nothing
             if not.
         store: the image files.
+        contradiction: how the processor contradicts its arithmetic; None if it does not.
+        is_built: whether the trainer is built, so that its path can no longer be chosen.
     """
 
     def __init__(self) -> None:
         self.packs = False
         self.store = ImageStore()
+        self.contradiction: str | None = None
+        self.is_built = False
+        self._given: tuple[Any, Any] = (None, None)
+        self._tower: StillTower | None = None
 
     def why_not_packed(
         self, model: Any, train: Any, evaluated: Any, args: Any, processor: Any
@@ -87,10 +102,27 @@ class RunImages:
             _why_no_version()
             or _why_no_data(train, evaluated, args)
             or _why_no_model(model, args, processor)
-            or _why_no_engine(args)
         )
         self.packs = reason is None
+        if reason is not None:
+            check_nothing_is_weighted([train, *_sets(evaluated)], reason)
         return reason
+
+    def take_all(self, train: Any, evaluated: Any) -> tuple[Any, Any]:
+        """Return the data sets of the constructor with numbers in place of their images."""
+        self._given = (train, evaluated)
+        return self.take(train, "train"), self.take(evaluated, "eval")
+
+    def give_back(self, trainer: SFTTrainer, reason: str) -> None:
+        """Make `trainer` train the data sets of the constructor as TRL does, with their images.
+
+        Raises:
+            ValueError: a setting, or the weights of a data set, would be refused or ignored there.
+        """
+        check_trl_can_train(trainer.args, reason)
+        check_nothing_is_weighted([self._given[0], *_sets(self._given[1])], reason)
+        self.packs = False
+        show_images_to_trl(trainer, *self._given)
 
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images; without images, as it is.
@@ -108,15 +140,25 @@ class RunImages:
             return IsolationGuard(model, **options)
         return ImageGuard(model, self.store, **options)
 
-    def add_to(self, collator: PackedCollator, processor: Any, model: Any) -> PackedCollator:
+    def add_to(self, collator: PackedCollator, trainer: SFTTrainer) -> PackedCollator:
         """Return `collator`, with the tensors of images in its rows if the run has images.
 
-        The tower of `model` then never sees boundaries of documents.
+        The tower of the model then never sees boundaries of documents.
         """
         if not self.packs:
             return collator
+        model, waits = trainer.model, ranks_wait_for_tower(trainer)
         hide_boundaries(model)
-        return replace(collator, images=ImageBatches(self.store, processor, model))
+        if waits and not trainer.is_deepspeed_enabled:
+            self._tower = StillTower()
+            trainer.add_callback(self._tower)
+        images = ImageBatches(self.store, trainer.processing_class, model, fills_rows=waits)
+        return replace(collator, images=images)
+
+    def measure(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Note whether any rank has images in the micro-batches of a step."""
+        if self._tower is not None:
+            self._tower.measure(batches)
 
     def tokenize(
         self, dataset: Any, rules: Preparation, chat_template: str | None, name: str
@@ -134,6 +176,10 @@ class RunImages:
         """
         if not isinstance(dataset, Dataset):
             return dataset
+        if isinstance(rules.processing_class, ProcessorMixin):
+            check_no_other_media(dataset, name)
+        if self.is_built and name == "train":  # the user has set another training set
+            self._given = (dataset, self._given[1])
         dataset, processor = self.take(dataset, name), rules.processing_class
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
@@ -159,47 +205,15 @@ class RunImages:
         if placeholders.counts_images:
             _check_no_row_is_cut(documents, sizes, rules, name)
         rules = replace(rules, row_format=row_format)
-        self._verify(dataset, documents, sizes, rules, chat_template, name)
+        found = difference_from_trl(dataset, documents, self.store, rules, chat_template, name)
+        if found is not None and self.is_built:
+            raise ValueError(f"{found}; its images cannot be packed, so remove them")
+        self.contradiction = self.contradiction or found
         return documents
 
-    def _verify(
-        self,
-        dataset: Dataset,
-        documents: Dataset,
-        sizes: list[np.ndarray],
-        rules: Preparation,
-        chat_template: str | None,
-        name: str,
-    ) -> None:
-        """Raise ValueError if a few documents differ from what TRL's collator makes of their rows.
 
-        That collator runs the whole processor on the pixels.
-        """
-        args, row_format = rules.args, rules.row_format
-        labels_are_trls = row_format.train_on is None
-        collate = DataCollatorForVisionLanguageModeling(
-            rules.processing_class,
-            completion_only_loss="completion" in dataset.column_names
-            and row_format.completion_only,
-            dataset_text_field=args.dataset_text_field,
-            assistant_only_loss=row_format.assistant_only and labels_are_trls,
-            chat_template=chat_template,
-        )
-        for number in _spread(sizes):
-            row = {key: value for key, value in dataset[number].items() if value is not None}
-            images = self.store.load(row.pop(IMAGE_ROW))
-            expected = collate([{**row, "images": images}])
-            document = documents[number]
-            names = ("input_ids", "labels") if labels_are_trls else ("input_ids",)
-            for column in names:
-                if expected[column][0].tolist() != document[column]:
-                    raise ValueError(
-                        f"row {number} of the {name} dataset has {len(document[column])} "
-                        f"{column} by its image sizes, but its processor "
-                        f"({type(rules.processing_class).__name__}) makes "
-                        f"{expected[column].shape[1]} of its pixels, or others; its images cannot "
-                        "be packed, so use SFTTrainer, and report this"
-                    )
+def _sets(evaluated: Any) -> list[Any]:
+    return list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
 
 
 def _why_no_version() -> str | None:
@@ -212,8 +226,7 @@ def _why_no_version() -> str | None:
 
 def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
     """Return why data or settings of TRL need TRL's path, or None."""
-    sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
-    sets = [dataset for dataset in sets if has_images(dataset)]
+    sets = [dataset for dataset in [train, *_sets(evaluated)] if has_images(dataset)]
     if any(isinstance(dataset, IterableDataset) for dataset in sets):
         return "a data set is a stream with images, whose lengths are unknown"
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
@@ -268,21 +281,6 @@ def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
     is_known = processor is None or all(hasattr(processor, name) for name in names)
     if not is_known:
         return f"the data set has images, and {type(processor).__name__} has no image_token"
-    return None
-
-
-def _why_no_engine(args: Any) -> str | None:
-    """Return why the engine of several ranks needs TRL's path, or None.
-
-    A rank without an image in its micro-batch does not call the tower, whose parameters the other
-    ranks gather.
-    """
-    if getattr(args, "world_size", 1) == 1:
-        return None
-    if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        return "the data set has images, and FSDP would wait for ranks without an image"
-    if is_deepspeed_zero3_enabled():
-        return "the data set has images, and ZeRO-3 would wait for ranks without an image"
     return None
 
 
@@ -361,13 +359,3 @@ def _learn(
                     f"pixels, which the processor refuses ({error}); remove the row or resize it"
                 ) from error
     return {size: placeholders.of(size) for size in found}
-
-
-def _spread(sizes: list[np.ndarray]) -> list[int]:
-    """Return the numbers of a few rows: with the most images, the largest one, and the first."""
-    if not sizes:
-        return []
-    most = int(np.argmax([len(of_row) for of_row in sizes]))
-    areas = [int(of_row.prod(axis=1).max(initial=0)) for of_row in sizes]
-    smallest = int(np.argmin([area or np.inf for area in areas]))
-    return sorted({0, most, smallest})[:_VERIFIED_ROWS]

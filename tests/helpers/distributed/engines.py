@@ -16,9 +16,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 LAYERS = {
-    "llama": "LlamaDecoderLayer",
-    "falcon_mamba": "FalconMambaBlock",
-    "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "llama": ["LlamaDecoderLayer"],
+    "falcon_mamba": ["FalconMambaBlock"],
+    "qwen3_moe": ["Qwen3MoeDecoderLayer"],
+    "qwen2_5_vl": ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"],
+    "qwen3_vl": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"],
+    "llava_next": ["LlamaDecoderLayer", "CLIPEncoderLayer"],
+    "gemma3": ["Gemma3DecoderLayer", "SiglipEncoderLayer"],
 }
 ENGINES = ("fsdp2", "zero2", "zero3")
 
@@ -26,7 +30,7 @@ ENGINES = ("fsdp2", "zero2", "zero3")
 def options(engine: str | None, model: str) -> dict[str, Any]:
     """Return the training arguments by which a user asks for `engine`."""
     if engine == "fsdp2":
-        wrapped = {"transformer_layer_cls_to_wrap": [LAYERS[model]]}
+        wrapped = {"transformer_layer_cls_to_wrap": LAYERS[model]}
         return {"fsdp": True, "fsdp_config": {"version": 2, **wrapped}}
     if engine is None:
         return {}

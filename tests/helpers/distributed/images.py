@@ -1,54 +1,133 @@
-"""A run on documents with images, on any number of gloo ranks; the result of each rank is saved.
+"""Runs on documents with images, on any number of gloo ranks; the result of each rank is saved.
 
-    python -m helpers.distributed.images FAMILY FOLDER
+    python -m helpers.distributed.images runs.json FOLDER
 
-The rows without images come first, so that one rank has a micro-batch without images beside one of
-the other rank with images.
+`runs.json` maps names to arguments of `ImageRun`. Rows without images come first: no rank has an
+image in the first step, and one of two ranks has none in the second.
 """
 
+import json
 import os
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
+from helpers.distributed import engines
+from helpers.distributed.train import launch, leave_group
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
-SGD = {"optim": "sgd", "learning_rate": 0.05, "max_steps": 3, "lr_scheduler_type": "constant"}
+#: Weights would decay in the tower, too, where it gets gradients of zeros.
+SGD = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "weight_decay": 0.5}
 
 
-def train(family: str, folder: Path) -> dict:
-    """Train three steps and return losses and parameters."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    processor = tiny_processor(family)
-    dataset = image_dataset(12)
+@dataclass
+class ImageRun:
+    """A run to train.
+
+    rows: of the training set.
+    engine: what shards the model (engines.ENGINES); None leaves it to DDP.
+    weights: the `loss_weight` of each row; none where it is empty.
+    lora: arguments of a LoraConfig.
+    options: of the config.
+    resume: the checkpoint.
+    scores: evaluate on padded rows, by `compute_metrics`.
+    """
+
+    output_dir: str
+    family: str = "qwen2_5_vl"
+    rows: int = 12
+    engine: str | None = None
+    weights: list[float] = field(default_factory=list)
+    lora: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    resume: str | None = None
+    scores: bool = False
+
+
+def run(scenario: ImageRun) -> dict:
+    """Train, evaluate, and return losses, metrics and parameters."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if scenario.engine == "fsdp2":
+        engines.fsdp_on_cpu()
+    engines.forget_zero3()
+    processor = tiny_processor(scenario.family)
+    model = tiny_vision_model(scenario.family, processor)
+    dataset = image_dataset(scenario.rows)
     order = sorted(range(len(dataset)), key=lambda n: bool(dataset[n]["images"]))
-    options = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2 // ranks,
-        "packing": False,
-        "train_sampling_strategy": "sequential",
-        "output_dir": str(folder),
-    }
+    dataset = dataset.select(order)
+    if scenario.weights:
+        dataset = dataset.add_column("loss_weight", scenario.weights)
+    settings = (
+        ONE_STEP
+        | SGD
+        | {
+            "output_dir": scenario.output_dir,
+            "max_length": 320,
+            "max_steps": 3,
+            "packing": False,
+            "train_sampling_strategy": "sequential",
+            "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1,
+        }
+    )
+    settings |= engines.options(scenario.engine, scenario.family) | scenario.options
+    config = PackedSFTConfig(**settings)
+    engines.start(scenario.engine)
     trainer = PackedSFTTrainer(
-        model=tiny_vision_model(family, processor),
-        args=PackedSFTConfig(**ONE_STEP | SGD | {"max_length": 320} | options),
-        train_dataset=dataset.select(order),
+        model=model,
+        args=config,
+        train_dataset=dataset,
         eval_dataset=image_dataset(5),
         processing_class=processor,
+        compute_metrics=_count_correct if scenario.scores else None,
+        peft_config=_lora(scenario.lora),
     )
-    trainer.train()
+    assert trainer._run_path.reason is None, trainer._run_path.reason
+    trainer.train(resume_from_checkpoint=scenario.resume)
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
-        "eval_loss": trainer.evaluate()["eval_loss"],
-        "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+        "metrics": trainer.evaluate(),
+        "is_sharded": engines.is_sharded(scenario.engine, trainer),
+        "parameters": {
+            name.removeprefix("module."): value
+            for name, value in engines.whole_parameters(scenario.engine, trainer).items()
+        },
     }
+
+
+def _lora(arguments: dict):
+    from peft import LoraConfig
+
+    return LoraConfig(**arguments) if arguments else None
+
+
+def _count_correct(prediction) -> dict:
+    chosen = prediction.predictions[:, :-1].argmax(-1)
+    targets = prediction.label_ids[:, 1:]
+    return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
+
+
+def run_on_two_ranks(runs: dict[str, ImageRun], folder: Path) -> dict[str, list[dict]]:
+    """Run `runs` one after another in one group; return the results of each by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "runs.json"
+    plan.write_text(json.dumps({name: asdict(made) for name, made in runs.items()}))
+    launch("helpers.distributed.images", str(plan), str(folder), timeout_seconds=400)
+    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(2)] for name in runs}
+
+
+def main() -> None:
+    plan, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    for name, arguments in json.loads(plan.read_text()).items():
+        print(f"run {name}", flush=True)
+        torch.save(run(ImageRun(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
+    leave_group()
 
 
 if __name__ == "__main__":
-    family, folder = sys.argv[1], Path(sys.argv[2])
-    torch.set_num_threads(1)
-    result = train(family, folder / "run")
-    torch.save(result, folder / f"{os.environ.get('RANK', 0)}.pt")
+    main()

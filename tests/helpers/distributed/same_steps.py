@@ -27,6 +27,7 @@ class Run:
     seeded_before_training: with what torch is seeded between constructor and `train`.
     shards: of an `IterableDataset` of the rows; None for a `Dataset`.
     shuffle: arguments of its `shuffle`.
+    chat_template: of the tokenizer, for rows of messages.
     """
 
     output_dir: str
@@ -37,6 +38,7 @@ class Run:
     seeded_before_training: int | None = None
     shards: int | None = None
     shuffle: dict | None = None
+    chat_template: str | None = None
 
 
 def trained(run: Run) -> dict:
@@ -74,11 +76,14 @@ def trained(run: Run) -> dict:
         "bf16": False,
         "use_cpu": True,
     }
+    tokenizer = tiny_tokenizer(chat=run.chat_template is not None)
+    if run.chat_template is not None:
+        tokenizer.chat_template = run.chat_template
     trainer = Recorder(
         tiny_model(),
         PackedSFTConfig(**{**settings, **run.settings}),
         train_dataset=_dataset(run),
-        processing_class=tiny_tokenizer(),
+        processing_class=tokenizer,
     )
     if run.seeded_before_training is not None:
         torch.manual_seed(run.seeded_before_training)

@@ -3,17 +3,18 @@
 import json
 import re
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import browser
 
 from trl_packing import versions
 from trl_packing.attention.backends import CHOICES
+from trl_packing.cli import main
+from trl_packing.packing import tree_row
 from trl_packing.tools.doctor import backends as doctor_backends
 from trl_packing.tools.doctor import machine as doctor_machine
 from trl_packing.tools.doctor import versions as doctor_versions
@@ -103,6 +104,54 @@ def test_a_backend_that_raises_is_an_error_and_not_chosen(monkeypatch):
     assert trials.chosen == "model"
 
 
+def prefixes_of(trials: Trials) -> Finding:
+    (finding,) = found(diagnose(["--use_cpu"], machine=MACHINE, trials=trials), "shared prefixes")
+    return finding
+
+
+def test_shared_prefixes_are_tried_by_the_chosen_backend(trials):
+    assert trials.prefixes.backend == trials.chosen
+    assert trials.prefixes.difference < trials.prefixes.tolerance < trials.prefixes.leak / 2
+    finding = prefixes_of(trials)
+    assert finding.status == "ok"
+    assert finding.text.startswith("computed once by documents; exact, by ")
+
+
+def test_siblings_that_see_each_other_differ(trials, monkeypatch):
+    """The negative control: the keys of a segment are all tokens before it."""
+    make = tree_row.build_prefix_tree
+
+    def leaking(ids, **options):
+        tree = make(ids, **options)
+        keys = [np.arange(end) for end in tree.cu_seqlens[1:]]
+        ends = np.cumsum([0, *map(len, keys)]).astype(np.int32)
+        return type(tree)(**{**vars(tree), "cu_seqlens_k": ends, "key_index": np.concatenate(keys)})
+
+    monkeypatch.setattr(tree_row, "build_prefix_tree", leaking)
+    tried = doctor_backends._trial_of_prefixes(
+        doctor_backends.tiny_model("llama"), "documents", torch.float32
+    )
+    assert tried.verdict == "differs"
+    assert tried.difference > tried.leak / 10
+    finding = prefixes_of(replace(trials, prefixes=tried))
+    assert finding.status == "note"
+    assert "a run computes them in every document" in finding.text
+
+
+@pytest.mark.parametrize("failure", ["refused", "error"])
+def test_a_model_that_cannot_share_prefixes_is_told_why(failure, trials, monkeypatch):
+    model = doctor_backends.tiny_model("llama")
+    if failure == "error":
+        monkeypatch.setattr(doctor_backends, "_packed", lambda *_: torch.tensor([1]) @ "no")
+    backend = "padded" if failure == "refused" else "documents"
+    tried = doctor_backends._trial_of_prefixes(model, backend, torch.float32)
+    assert (tried.verdict, tried.difference) == (failure, None)
+    finding = prefixes_of(replace(trials, prefixes=tried))
+    assert finding.status == {"refused": "-", "error": "note"}[failure]
+    reason = {"refused": "has one set of boundaries", "error": "TypeError"}[failure]
+    assert reason in finding.text
+
+
 def test_no_exact_backend_fails(trials):
     broken = replace(trials, chosen=None)
     diagnosis = diagnose(["--use_cpu"], machine=MACHINE, trials=broken)
@@ -110,7 +159,9 @@ def test_no_exact_backend_fails(trials):
 
 
 def test_half_precision_is_judged_by_its_own_rounding():
-    comparison = doctor_backends._Comparison(doctor_backends.tiny_model("llama"))
+    comparison = doctor_backends._Comparison(
+        doctor_backends.tiny_model("llama"), doctor_backends.tiny_documents()
+    )
     float32, leak = comparison.limits(torch.float32)
     bfloat16, _ = comparison.limits(torch.bfloat16)
     assert float32 < 1e-3 < bfloat16 < leak / 2
@@ -374,21 +425,12 @@ def test_the_page_shows_hostile_text_and_runs_none(tmp_path, model_folder, trial
             assert "onerror" in page.evaluate("document.body.innerText")
 
 
-def test_the_command_prints_and_exits(tmp_path):
+def test_the_command_prints_and_exits(tmp_path, capsys):
     page = tmp_path / "doctor.html"
-    command = [sys.executable, "-m", "trl_packing.cli", "doctor"]
-    good = subprocess.run(
-        [*command, "--use_cpu", "--html", str(page), "--output_dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
-    assert good.returncode == 0, good.stderr
-    assert "Nothing here would stop a training run." in good.stdout
+    assert main(["doctor", "--use_cpu", "--html", str(page), "--output_dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "shared prefixes" in printed
+    assert "Nothing here would stop a training run." in printed
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    bad = subprocess.run(
-        [*command, "--use_cpu", "--model", str(tmp_path / "nothing"), "--json"],
-        capture_output=True,
-        text=True,
-    )
-    assert bad.returncode == 1, bad.stderr
-    assert json.loads(bad.stdout)["trains"] is False
+    assert main(["doctor", "--use_cpu", "--model", str(tmp_path / "nothing"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["trains"] is False

@@ -47,6 +47,7 @@ class TrainerCall:
         processing_class: the tokenizer; None: the model's.
         data_collator: None, or a collator that finds the trained tokens.
         formatting_func: the user's function from a row to its text.
+        eval_dataset: rows, a dictionary of data sets, or None.
     """
 
     model: Any
@@ -55,6 +56,7 @@ class TrainerCall:
     processing_class: Any = None
     data_collator: Any = None
     formatting_func: Any = None
+    eval_dataset: Any = None
 
 
 class _Reached(BaseException):

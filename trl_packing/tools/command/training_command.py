@@ -257,6 +257,16 @@ def options_of_words(words: Sequence[str], others: Collection[str] = ()) -> Give
     return _with_long_names(GivenOptions.from_words(_split_script(words)[1]), others)
 
 
+def options_of_recipe(words: Sequence[str]) -> dict[str, str]:
+    """Return the options of a recipe's command as texts, by name; none of another script."""
+    script = _split_script(words)[0]
+    if script is not None and not _is_recipe(script):
+        return {}
+    options = options_of_words(words)
+    in_file = {name: str(value) for name, value in options.in_file.items() if name != "env"}
+    return in_file | {name: " ".join(values) for name, values in options.on_line.items()}
+
+
 def model_of_words(words: Sequence[str]) -> tuple[Any, Any]:
     """Return the model of a training command, a model or its name, and its settings.
 

@@ -4,6 +4,8 @@
     all documents in one packed row, by the backend       the trial
     the same row without boundaries                       the control: a leak, which must be seen
 
+The chosen backend is also tried on a row whose documents compute their common prefixes once.
+
 Verdicts: ``"exact"`` (within rounding), ``"differs"``, ``"refused"`` (it cannot be exact, and says
 why), ``"not installed"``, ``"error"``.
 """
@@ -21,12 +23,15 @@ from trl_packing.attention.backends import (
     refusals,
     resolve_attention,
 )
-from trl_packing.attention.install import install_attention
+from trl_packing.attention.install import install_attention, take_prefix_keys
+from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.isolation.fallback import with_fallbacks
 from trl_packing.isolation.measure import NOISE_FACTOR
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.tools.exactness.shared_step import shared_documents
 from trl_packing.tools.exactness.tiny_models import tiny_model
 from trl_packing.tools.exactness.tiny_step import (
+    Documents,
     StepResult,
     one_at_a_time,
     rounding_tolerance,
@@ -46,7 +51,8 @@ class Trial:
         backend: its name.
         verdict: one of those above.
         reason: why it was refused, or the error; empty if it ran.
-        difference: largest relative difference of logits, loss and gradients from the reference.
+        difference: largest relative difference of logits, loss and gradients from the reference;
+            of loss and gradients in a row that shares prefixes.
         tolerance: the largest difference that rounding explains.
         leak: the difference if documents see each other.
     """
@@ -69,6 +75,7 @@ class Trials:
         dtype: in which the run computes, half precision or float32.
         trials: the results.
         chosen: the backend that a run takes; None if none is exact.
+        prefixes: a row of it that shares prefixes; None if none was tried.
     """
 
     architecture: str
@@ -76,6 +83,7 @@ class Trials:
     dtype: str
     trials: tuple[Trial, ...]
     chosen: str | None
+    prefixes: Trial | None = None
 
     def __getitem__(self, backend: str) -> Trial:
         return next(trial for trial in self.trials if trial.backend == backend)
@@ -94,25 +102,27 @@ def try_backends(
     """
     tiny = tiny_model(architecture).to(device)
     reasons = refusals(tiny if model is None else model, device=device, dtype=dtype)
-    comparison = _Comparison(tiny)
+    comparison = _Comparison(tiny, tiny_documents())
     trials = [_trial(comparison, name, reasons.get(name), dtype) for name in CHOICES[1:]]
     exact = {trial.backend for trial in trials if trial.verdict == "exact"}
     first = resolve_attention(tiny if model is None else model, device=device, dtype=dtype)
+    chosen = next((c.backend for c in with_fallbacks(first) if c.backend in exact), None)
     return Trials(
         architecture=architecture,
         device=device,
         dtype=str(dtype).removeprefix("torch."),
         trials=tuple(trials),
-        chosen=next((c.backend for c in with_fallbacks(first) if c.backend in exact), None),
+        chosen=chosen,
+        prefixes=None if chosen is None else _trial_of_prefixes(tiny, chosen, dtype),
     )
 
 
 class _Comparison:
     """Documents of a tiny model, alone; and how far rounding and a leak move them, by dtype."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, documents: Documents) -> None:
         self.model = model
-        self.documents = tiny_documents()
+        self.documents = documents
         self.exact = one_at_a_time(model, self.documents)
         self._limits: dict[torch.dtype, tuple[float, float]] = {}
 
@@ -138,27 +148,45 @@ def _trial(comparison: _Comparison, name: str, refusal: str | None, dtype: torch
         return Trial(name, "not installed", refusal or "")
     if refusal is not None:
         return Trial(name, "refused", refusal)
+    return _tried(comparison, name, dtype, PackedCollator())
+
+
+def _trial_of_prefixes(model: Any, name: str, dtype: torch.dtype) -> Trial:
+    """Return the result of a row that computes the common prefixes of its documents once."""
+    if (refusal := take_prefix_keys(model, name)) is not None:
+        return Trial(name, "refused", refusal)
+    comparison = _Comparison(model, shared_documents())
+    return _tried(comparison, name, dtype, PackedCollator(shares_prefixes=True))
+
+
+def _tried(
+    comparison: _Comparison, name: str, dtype: torch.dtype, collator: PackedCollator
+) -> Trial:
     dtype = dtype if name in HALF_PRECISION else torch.float32
     tolerance, leak = comparison.limits(dtype)
     model = copy.deepcopy(comparison.model).to(dtype).train()
     try:
         install_attention(model, resolve_attention(model, name))
-        packed = _packed(model, comparison.documents)
+        packed = _packed(model, collator(comparison.documents))
     except Exception as error:  # kernels raise all kinds of errors
         first_line = (str(error).splitlines() or [""])[0]
         return Trial(name, "error", f"{type(error).__name__}: {first_line}")
-    difference = max(packed.distance(comparison.exact))
+    # A token of a row that shares prefixes stands for those of several documents.
+    distance = packed.distance_of_step if collator.shares_prefixes else packed.distance
+    difference = max(distance(comparison.exact))
     verdict = "exact" if difference <= min(tolerance, leak / 2) else "differs"
     return Trial(name, verdict, "", difference, tolerance, leak)
 
 
-def _packed(model: Any, documents: Any) -> StepResult:
+def _packed(model: Any, row: dict[str, Any]) -> StepResult:
     """Return the step of all documents in one packed row."""
-    row = PackedCollator()(documents)
     batch = {k: v.to(model.device) if torch.is_tensor(v) else v for k, v in row.items()}
     labels = batch.pop("labels")[0, 1:]
+    given, _ = batch.pop(TOKEN_WEIGHTS, None), batch.pop(TARGET_COUNTS, None)
+    weights = (labels != IGNORE_INDEX).float() if given is None else given[0, 1:]
     logits = model(**batch | {"use_cache": False}).logits[0].float()
-    loss = F.cross_entropy(logits[:-1], labels)
+    nll = F.cross_entropy(logits[:-1], labels, reduction="none")
+    loss = (nll * weights).sum() / weights.sum()
     loss.backward()
     gradients = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
     return StepResult(logits.detach(), loss.item(), gradients)

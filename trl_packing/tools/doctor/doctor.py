@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trl_packing.tools.doctor.backends import Trial, Trials, advice, try_backends
-from trl_packing.tools.doctor.findings import Diagnosis, Finding, Section
+from trl_packing.tools.doctor.findings import Diagnosis, Finding, Section, Status
 from trl_packing.tools.doctor.machine import Device, Disk, Hub, Machine, read_machine
 from trl_packing.tools.doctor.memory import RunMemory, memory_section, run_memory
 from trl_packing.tools.doctor.settings import RunSettings, load_config
@@ -162,6 +162,8 @@ def precision_advice(device: Device, run: RunSettings) -> list[str]:
 
 def _attention(trials: Trials, device: Device) -> Section:
     findings = [_finding(trial, trials) for trial in trials.trials]
+    if trials.prefixes is not None:
+        findings.append(_shared_prefixes(trials.prefixes))
     if trials.chosen is None:
         text = "no backend keeps documents apart on this device; train on another one"
         findings.append(Finding("fail", "attention", text))
@@ -183,6 +185,18 @@ def _finding(trial: Trial, trials: Trials) -> Finding:
     if trial.backend == trials.chosen:
         return Finding("ok", trial.backend, f"chosen: the fastest here; {text}")
     return Finding("-", trial.backend, f"{text}, but slower")
+
+
+def _shared_prefixes(trial: Trial) -> Finding:
+    """Return whether prefix_sharing is exact here; if not, a run trains without it."""
+    name, without = "shared prefixes", "; a run computes them in every document"
+    if trial.difference is None:
+        status: Status = "note" if trial.verdict == "error" else "-"
+        return Finding(status, name, f"{trial.verdict}: {trial.reason}{without}")
+    text = f"{trial.verdict}, by {trial.difference:.0e} (a leak: {trial.leak:.1g})"
+    if trial.verdict == "differs":
+        return Finding("note", name, text + without)
+    return Finding("ok", name, f"computed once by {trial.backend}; {text}")
 
 
 # --- disk and hub ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import Unfitted, prepare, unfitted
+from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
@@ -159,6 +160,8 @@ class PreviewedRun:
         None if the rows stay as they are, and for several data sets, which are prepared one by one.
         """
         if self._skips_preparation or isinstance(self.dataset, SourceRows):
+            return None
+        if records_of(self.dataset):
             return None
         whole = unfitted(self.dataset, self.preparation, formatting_func=self.formatting_func)
         return None if whole.rows.are_packed else whole

@@ -1,0 +1,149 @@
+"""Prepared data: speed and size of `trl-packing prepare`, and the start of a run on its folder.
+
+    python benchmarks/prepared.py --tokenizer PATH --data gsm8k_train.jsonl --rows 1000000 \\
+        --num_proc 2 --output benchmarks/results/prepared.md
+
+Rows are conversations of GSM8K, each with a number of its own. The command prepares them from a
+file. Then a trainer is built three times on a model of a few weights: on the rows for the first
+time, on the rows from the cache of `datasets`, and on the folder. Their documents and reports must
+be the same. The command is also killed after a third of the time, and run again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, disable_progress_bars
+from machine import Peak, anonymous_mib, provenance, publish, table
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_prepared, load_rows
+
+SETTINGS: dict[str, Any] = {"max_length": 2048, "train_on": "assistant"}
+
+
+def write_rows(path: Path, number: int, data: str) -> None:
+    pairs = [json.loads(line) for line in Path(data).read_text().splitlines()]
+    with path.open("w") as file:
+        for i in range(number):
+            pair = pairs[i % len(pairs)]
+            user = {"role": "user", "content": f"{i}. {pair['question']}"}
+            assistant = {"role": "assistant", "content": pair["answer"]}
+            file.write(json.dumps({"messages": [user, assistant]}) + "\n")
+
+
+def command(rows: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
+    settings = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+    words = ["-m", "trl_packing.cli", "prepare", str(rows), str(out), *settings]
+    return [
+        *(sys.executable, *words, "--model", arguments.tokenizer),
+        *("--num_proc", str(arguments.num_proc), "--json"),
+    ]
+
+
+def prepare(rows: Path, out: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], float]:
+    began = time.perf_counter()
+    words = command(rows, out, arguments)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout), time.perf_counter() - began
+
+
+def prepare_killed(rows: Path, out: Path, arguments: argparse.Namespace, after: float) -> float:
+    """Kill the command, run it again, and return the seconds of the second time."""
+    running = subprocess.Popen(command(rows, out, arguments), stdout=subprocess.DEVNULL)
+    time.sleep(after)
+    running.kill()
+    running.wait()
+    assert not out.exists(), "a killed command left its folder"
+    return prepare(rows, out, arguments)[1]
+
+
+def build(dataset: Dataset, tokenizer: Any, folder: str) -> PackedSFTTrainer:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    args = PackedSFTConfig(folder, report_to="none", use_cpu=True, bf16=False, **SETTINGS)
+    model = LlamaForCausalLM(config)
+    return PackedSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+
+
+def measured(make: Callable[[], Any]) -> tuple[Any, float, float]:
+    """Return what `make` returns, its seconds, and the memory by which it grew, in MiB."""
+    before, peak = anonymous_mib(), Peak()
+    peak.start()
+    began = time.perf_counter()
+    made = make()
+    seconds = time.perf_counter() - began
+    peak.stop.set()
+    peak.join()
+    return made, seconds, max(0.0, peak.mib - before)
+
+
+def size_of(path: Path) -> str:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return f"{sum(file.stat().st_size for file in files) / 1e6:,.0f} MB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", required=True, help="a chat model's folder or hub id")
+    parser.add_argument("--data", required=True, help="a .jsonl with question and answer")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--num_proc", type=int, default=1)
+    parser.add_argument("--output", help="Markdown file to write")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        file, out = folder / "rows.jsonl", folder / "out"
+        write_rows(file, arguments.rows, arguments.data)
+        rows = load_rows(str(file))  # so that no run below parses the file
+        told, seconds = prepare(file, out, arguments)
+        again = prepare_killed(file, folder / "killed", arguments, seconds / 3)
+        documents, load_seconds, _ = measured(lambda: load_prepared(out))
+        starts = {
+            name: measured(partial(build, dataset, tokenizer, place))
+            for name, dataset in (
+                ("rows, first time", rows),
+                ("rows, from the cache", rows),
+                ("prepared folder", documents),
+            )
+        }
+        reports = {str(trainer.packing_report) for trainer, *_ in starts.values()}
+        assert len(reports) == 1, reports
+        first = starts["rows, first time"][0].train_dataset
+        for number in range(0, len(documents), max(1, len(documents) // 1000)):
+            assert documents[number] == {name: first[number][name] for name in documents[number]}
+        stored = told["sets"]["train"]
+        header = ["start of a trainer", "s", "MiB in memory"]
+        lines = [
+            [name, f"{taken:,.1f}", f"{grown:,.0f}"] for name, (_, taken, grown) in starts.items()
+        ]
+        text = (
+            f"# Prepared data\n\n{stored['rows']:,} conversations, {stored['tokens']:,} tokens, "
+            f"{arguments.num_proc} processes.\n\n"
+            f"- prepared in {seconds:,.0f} s ({stored['rows'] / seconds:,.0f} rows/s, "
+            f"all of the command)\n"
+            f"- killed after {seconds / 3:,.0f} s, the same command took {again:,.0f} s\n"
+            f"- rows {size_of(file)}, prepared {size_of(out)} in {len(stored['shards'])} files\n"
+            f"- `load_prepared`: {1000 * load_seconds:,.0f} ms\n\n{table(header, lines)}\n"
+        )
+        publish(text + provenance(), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""`trl-packing prepare`, and commands and recipes on what it wrote."""
+
+import json
+
+import pytest
+from helpers.prepared import chats
+from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
+
+from trl_packing.cli import main
+from trl_packing.cli.prepare import _places
+from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Return a folder with a tokenizer and two files, which is the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tiny_tokenizer(chat=True).save_pretrained("model")
+    write("chats.jsonl", chats(20))
+    write("pairs.jsonl", tiny_dataset("question_answer", 20))
+    return tmp_path
+
+
+def write(name, rows):
+    with open(name, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]
+
+
+def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
+    assert main(["plan", "--data", "chats.jsonl", *RUN]) == 0
+    plan = capsys.readouterr().out
+    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
+    said = capsys.readouterr().out
+    assert "train        20 rows → 20 documents · " in said
+    assert "written      out · " in said
+    assert main(["plan", "--data", "out", *RUN]) == 0
+    assert capsys.readouterr().out == plan
+    shown = []
+    for data in ("chats.jsonl", "out"):
+        assert main(["inspect", "--data", data, *RUN, "--rows", "0", "7"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+def test_a_run_with_other_settings_is_refused_in_one_line(place, capsys):
+    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--data", "out", *RUN, "--max_length", "32"]) == 2
+    said = capsys.readouterr().err
+    assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
+    assert said.count("\n") == 1
+
+
+def test_json_is_the_manifest(place, capsys):
+    assert main(["prepare", "chats.jsonl", "out", *RUN, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told.pop("folder") == "out"
+    assert told.pop("seconds") > 0
+    assert told == json.loads((place / "out" / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["prepare", *RUN], "name the data and the folder to write first"),
+        (["prepare", "a", "b", "c", *RUN], "name the data and the folder to write first"),
+        (["prepare", "chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is a file; name a folder"),
+        (["prepare", "none.jsonl", "out", *RUN], "none.jsonl does not exist"),
+        (["prepare", "chats.jsonl", "out", *RUN, "--num_proc", "0"], "--num_proc 0 must be at"),
+        (["prepare", "chats.jsonl", "out", *RUN, "--maxlength", "3"], "--maxlength is unknown"),
+        (["prepare", "out", *RUN], "name the model and the data"),
+        (["prepare", "chats.jsonl", "model", *RUN], "model holds other files; name a new folder"),
+    ],
+)
+def test_mistakes_are_one_line(place, capsys, words, said):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+    assert not (place / "out").exists()
+
+
+def test_scripts_data_and_the_folder_are_told_apart():
+    places = {
+        ("out",): ([], [], "out"),
+        ("rows.jsonl", "out"): ([], ["--dataset_name", "rows.jsonl"], "out"),
+        ("lora.py", "out"): (["lora.py"], [], "out"),
+        ("-m", "my.train", "hub/id", "out"): (
+            ["-m", "my.train"],
+            ["--dataset_name", "hub/id"],
+            "out",
+        ),
+    }
+    for words, (script, data, out) in places.items():
+        found = _places(list(words))
+        assert (found[0], found[1], str(found[2])) == (script, data, out)
+
+
+# --- the recipe with columns and splits -----------------------------------------------------------
+
+COLUMNS = ["--prompt_column", "question", "--completion_column", "answer"]
+
+
+def prepare_pairs():
+    split = ["--test_split_size", "0.25"]
+    words = ["prepare", "pairs.jsonl", "out", "--model", "model", *COLUMNS, *split]
+    assert main(words) == 0
+
+
+def test_the_recipe_trains_prepared_splits(place):
+    prepare_pairs()
+    args = DataArguments(dataset_name="out", prompt_column="question", test_split_size=0.25)
+    data = load_documents(args, needs_test=True)
+    assert (len(data.train), len(data.test)) == (15, 5)
+    assert data.train.column_names == ["input_ids", "labels"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prompt_column": "answer"}, "prompt_column='question', and here prompt_column='answer'"),
+        ({"test_split_size": 0.5}, "test_split_size='0.25', and here test_split_size=0.5"),
+        ({"dataset_train_split": "test"}, "dataset_train_split=None, and here"),
+        ({"dataset_streaming": True}, "leave dataset_streaming out"),
+    ],
+)
+def test_the_recipe_refuses_other_columns_and_splits(place, changes, said):
+    prepare_pairs()
+    with pytest.raises(InputError, match=said):
+        load_documents(DataArguments(dataset_name="out", **changes))
+
+
+def test_a_test_split_must_have_been_prepared(place):
+    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
+    with pytest.raises(InputError, match="was prepared without a test split"):
+        load_documents(DataArguments(dataset_name="out"), needs_test=True)
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_a_prepared_folder(place, capsys):
+    from trl_packing.recipes import full
+
+    model = save_tiny_model(place)
+    run = ["--model_name_or_path", model, "--max_length", "64", "--train_on", "assistant"]
+    assert main(["prepare", "chats.jsonl", "out", *run]) == 0
+    options = [*run, "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
+    losses = []
+    for data in ("chats.jsonl", "out"):
+        trainer = full.main(["--dataset_name", data, *options, "--output_dir", f"run-{data}"])
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == losses[1]

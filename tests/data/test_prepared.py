@@ -1,0 +1,327 @@
+"""A run on prepared documents trains them as they are, or refuses them and says what differs."""
+
+import dataclasses
+import json
+
+import pytest
+from datasets import Dataset, concatenate_datasets, load_dataset
+from helpers.prepared import call_for, chats
+from helpers.tiny import tiny_dataset, tiny_tokenizer
+from trl import SFTConfig
+
+from trl_packing import PackedSFTConfig, load_prepared, load_rows
+from trl_packing.data.document_rules import hash_of_tokenizer, hashes_of_parts
+from trl_packing.data.prepared import is_prepared, records_of
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.prepare.prepare_run import prepare_run
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def made(out, call, **options):
+    prepare_run(call, out, **options)
+    return load_prepared(out)
+
+
+def documents_of(call):
+    return PreviewedRun.from_call(call).documents()
+
+
+TOKENIZED = tiny_dataset("tokenized_completion_mask")
+
+CASES = {
+    "defaults": (chats(), {}),
+    "text": (tiny_dataset("language_modeling"), {}),
+    "completions": (tiny_dataset("prompt_completion"), {}),
+    "whole completions": (tiny_dataset("prompt_completion"), {"completion_only_loss": False}),
+    "tokens": (TOKENIZED, {}),
+    "assistant": (chats(), {"train_on": "assistant"}),
+    "last assistant": (chats(), {"train_on": "last_assistant"}),
+    "every turn": (chats(), {"train_on": "every_turn"}),
+    "weights": (chats(weights=True), {}),
+    "sources": (chats(sources=True), {"source_column": "source"}),
+    "split": (chats(), {"max_length": 24, "overflow": "split"}),
+    "drop": (chats(), {"max_length": 56, "overflow": "drop"}),
+    "prompts cut": (chats(), {"max_length": 40, "train_on": "assistant"}),
+    "wrapped": (chats(), {"max_length": 24, "packing_strategy": "wrapped"}),
+    "ends kept": (chats(), {"max_length": 24, "truncation_mode": "keep_end"}),
+    "EOS": (TOKENIZED, {"append_eos": True}),
+    "padding-free": (chats(), {"packing": False, "max_length": 40}),
+    "shuffled": (chats(), {"shuffle_dataset": True, "max_length": 24, "overflow": "split"}),
+    "shuffled, padding-free": (chats(), {"shuffle_dataset": True, "packing": False}),
+    "template": (
+        Dataset.from_list([{"text": f"Why {i}? ### Answer: So {i}."} for i in range(9)]),
+        {"response_template": "### Answer:"},
+    ),
+    "fields": (
+        Dataset.from_list([{"query": f"Why {i}?", "response": f"So {i}."} for i in range(9)]),
+        {"prompt_template": "qa"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prepared_documents_and_counts_are_those_of_the_run(tmp_path, case):
+    rows, changes = CASES[case]
+    call = call_for(rows, **changes)
+    expected, counts = documents_of(call)
+    # Small parts and shards: there are several of each.
+    prepared = made(tmp_path / "out", call, rows_of_a_part=5, shard_bytes=500)
+    again = TrainerCall(None, call.args, prepared, tiny_tokenizer(chat=True))
+    documents, found = documents_of(again)
+    assert documents is prepared
+    assert found == counts
+    assert len(prepared) == len(expected)
+    kept = ["input_ids", "labels", *({"loss_weights", "source"} & {*expected.column_names})]
+    assert set(prepared.column_names) == set(kept)
+    for column in kept:
+        assert prepared[column][:] == expected[column][:], column
+    assert len([*(tmp_path / "out" / "train").iterdir()]) > 1
+
+
+def test_other_settings_prepare_other_documents(tmp_path):
+    first = made(tmp_path / "a", call_for(chats(), train_on="assistant"))
+    second = made(tmp_path / "b", call_for(chats(), train_on="last_assistant"))
+    assert first["labels"][:] != second["labels"][:]
+
+
+CHANGES = {
+    "max_length": {"max_length": 63},
+    "overflow": {"overflow": "drop"},
+    "train_on": {"train_on": "all"},
+    "completion_only_loss": {"completion_only_loss": True},
+    "append_eos": {"append_eos": True},
+    "source_column": {"source_column": "source"},
+    "shuffle_dataset": {"shuffle_dataset": True},
+    "response_template": {"train_on": None, "response_template": "<|im_start|>assistant"},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_with_another_setting_is_refused_by_its_name(tmp_path, name):
+    prepared = made(tmp_path / "out", call_for(chats(), train_on="assistant"))
+    changed = {"train_on": "assistant"} | CHANGES[name]
+    with pytest.raises(ValueError, match=f"{tmp_path / 'out'} do not fit this run: .*{name}="):
+        documents_of(call_for(prepared, **changed))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_length": 64},
+        {"overflow": "truncate"},
+        {"learning_rate": 1.0, "seed": 7, "per_device_train_batch_size": 3},
+        {"packing_strategy": "next_fit", "loss_weighting": "document", "prefix_sharing": "bin"},
+    ],
+)
+def test_a_run_with_the_same_documents_is_taken(tmp_path, changes):
+    prepared = made(tmp_path / "out", call_for(chats()))
+    assert documents_of(call_for(prepared, **changes))[0] is prepared
+
+
+def test_packing_may_change_where_it_changes_no_document(tmp_path):
+    prepared = made(tmp_path / "out", call_for(chats(), train_on="assistant"))
+    call = call_for(prepared, train_on="assistant", packing=False)
+    expected, counts = documents_of(call_for(chats(), train_on="assistant", packing=False))
+    documents, found = documents_of(call)
+    assert documents is prepared
+    assert found == counts
+    assert documents["labels"][:] == expected["labels"][:]
+    # A padded run keeps a document whose only label is on its first token, which trains nothing.
+    rows = [{"input_ids": [5, 6, 7], "labels": labels} for labels in ([5, -100, -100], [5, 6, 7])]
+    for packing in (True, False):
+        name = f"packing={packing}"
+        prepared = made(tmp_path / name, call_for(Dataset.from_list(rows), packing=packing))
+        assert len(prepared) == 2 - packing
+        with pytest.raises(ValueError, match=f"packing={packing} there and {not packing} here"):
+            documents_of(call_for(prepared, packing=not packing))
+
+
+def test_flags_of_messages_need_the_same_kind_of_settings(tmp_path):
+    prepared = made(tmp_path / "out", call_for(chats(weights=True)))
+    args = SFTConfig("unused", max_length=64, packing=True, use_cpu=True, bf16=False)
+    call = TrainerCall(None, args, prepared, tiny_tokenizer(chat=True))
+    with pytest.raises(ValueError, match="args='PackedSFTConfig' there and 'SFTConfig' here"):
+        documents_of(call)
+    plain = made(tmp_path / "plain", call_for(chats()))
+    documents_of(TrainerCall(None, args, plain, tiny_tokenizer(chat=True)))
+
+
+def test_a_default_that_the_rows_decide_is_compared_by_its_value(tmp_path):
+    prepared = made(tmp_path / "out", call_for(tiny_dataset("prompt_completion")))
+    assert documents_of(call_for(prepared, completion_only_loss=True))[0] is prepared
+    with pytest.raises(ValueError, match="completion_only_loss=True there and False here"):
+        documents_of(call_for(prepared, completion_only_loss=False))
+
+
+def test_another_tokenizer_is_refused_with_the_part_that_differs(tmp_path):
+    prepared = made(tmp_path / "out", call_for(tiny_dataset("language_modeling")))
+    longer = tiny_tokenizer(chat=True)
+    longer.add_tokens(["Explicit"])
+    with pytest.raises(ValueError, match=r"another tokenizer \(added tokens differs\)"):
+        documents_of(call_for(prepared, tokenizer=longer))
+    other_eos = tiny_tokenizer(chat=True)
+    other_eos.eos_token = "<eos>"
+    with pytest.raises(ValueError, match=r"another tokenizer \(special tokens differs\)"):
+        documents_of(call_for(prepared, tokenizer=other_eos))
+    other_pad = tiny_tokenizer(chat=True, pad="<|other|>")
+    assert documents_of(call_for(prepared, tokenizer=other_pad))[0] is prepared
+
+
+def test_another_template_is_refused_with_its_line_where_it_renders_rows(tmp_path):
+    prepared = made(tmp_path / "chats", call_for(chats()))
+    texts = made(tmp_path / "texts", call_for(tiny_dataset("language_modeling")))
+    tokenizer = tiny_tokenizer(chat=True)
+    lines = tokenizer.chat_template.split("\n")
+    lines[2] = "{{- message['role'] }}"
+    tokenizer.chat_template = "\n".join(lines)
+    with pytest.raises(ValueError, match=r"another chat template \(line 3 is .* there and .* here"):
+        documents_of(call_for(prepared, tokenizer=tokenizer))
+    assert documents_of(call_for(texts, tokenizer=tokenizer))[0] is texts
+
+
+def test_the_hash_of_a_tokenizer_ignores_what_a_call_leaves_behind():
+    tokenizer = tiny_tokenizer()
+    before = hash_of_tokenizer(tokenizer)
+    tokenizer(["a", "long text"], padding=True, truncation=True, max_length=3)
+    assert hash_of_tokenizer(tokenizer) == before
+    tokenizer.add_tokens(["Explicit"])
+    assert hash_of_tokenizer(tokenizer) != before
+
+
+def test_every_part_of_a_tokenizer_is_hashed():
+    plain, bos = hashes_of_parts(tiny_tokenizer()), hashes_of_parts(tiny_tokenizer(bos=True))
+    assert [name for name in plain if plain[name] != bos[name]] == [
+        "post_processor",
+        "special_tokens",
+    ]
+
+
+# Settings of a config that change no document. A new setting must be named here, or be compared.
+NOT_COMPARED = {
+    "attention",
+    "dataset_num_proc",
+    "documents_per_step",
+    "eval_packing",
+    "isolation_check",
+    "loss_weighting",
+    "packing_strategy",  # by the overflow policy that it implies
+    "pad_to_multiple_of",
+    "padding_free",
+    "prefix_group_size",
+    "prefix_sharing",
+    "run_page",
+    "static_shapes",
+    "truncation_mode",  # by the overflow policy
+    # TRL's
+    "activation_offloading",
+    "assistant_only_loss",  # refused
+    "chat_template_path",  # by the template
+    "dataset_kwargs",  # refused, if it skips preparation
+    "eos_token",  # by the tokenizer
+    "loss_type",
+    "model_init_kwargs",
+    "pad_token",
+    "router_aux_loss_coef",
+    "trust_remote_code",  # by the tokenizer
+}
+
+
+def test_every_setting_is_compared_or_known_to_change_no_document(tmp_path):
+    rows = Dataset.from_list([{"query": f"Why {i}?", "response": f"So {i}."} for i in range(9)])
+    changes = {"prompt_template": "qa", "append_eos": True, "shuffle_dataset": True}
+    compared = set()
+    for name, call in {
+        "fields": call_for(rows, **changes),
+        "text": call_for(tiny_dataset("language_modeling")),
+    }.items():
+        (record,) = records_of(made(tmp_path / name, call))
+        compared |= {*record.rules.settings}
+    from transformers import TrainingArguments
+
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
+    ours = {field.name for field in dataclasses.fields(PackedSFTConfig)} - theirs
+    assert ours - compared - NOT_COMPARED == set()
+    assert NOT_COMPARED & compared == set()
+
+
+# --- parts of prepared data -----------------------------------------------------------------------
+
+
+def test_a_selection_is_checked_and_cut_and_counted_anew(tmp_path):
+    prepared = made(tmp_path / "out", call_for(chats()))
+    part = prepared.select(range(3, 9))
+    documents, counts = documents_of(call_for(part))
+    assert counts.before.documents == 6
+    assert documents["input_ids"][:] == prepared["input_ids"][3:9]
+    with pytest.raises(ValueError, match="max_length=64 there and 32 here"):
+        documents_of(call_for(part, max_length=32))
+    longer = part.map(lambda row: {name: row[name] * 9 for name in ("input_ids", "labels")})
+    documents, counts = documents_of(call_for(longer))
+    assert max(map(len, documents["input_ids"])) == 64
+    assert "longer than max_length=64" in str(counts)
+
+
+def test_labels_of_a_selection_stay_with_a_response_template(tmp_path):
+    rows, changes = CASES["template"]
+    prepared = made(tmp_path / "out", call_for(rows, **changes))
+    documents, _ = documents_of(call_for(prepared.select(range(3)), **changes))
+    assert documents["labels"][:] == prepared["labels"][:3]
+
+
+def test_each_of_several_sets_is_checked(tmp_path):
+    first = made(tmp_path / "a", call_for(chats(8)))
+    second = made(tmp_path / "b", call_for(chats(9), max_length=32))
+    both = concatenate_datasets([first, second])
+    assert [record.folder[-1] for record in records_of(both)] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"/b do not fit this run: max_length=32 there"):
+        documents_of(call_for(both))
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+def test_sets_are_found_by_their_name_or_their_split(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in chats(20)))
+    file = str(tmp_path / "rows.jsonl")
+    train, test = (load_rows(file, split) for split in ("train[:75%]", "train[75%:]"))
+    made(tmp_path / "out", call_for(train, test))
+    assert len(load_rows(str(tmp_path / "out"), "train[:75%]")) == 15
+    assert len(load_rows(str(tmp_path / "out"), "train[75%:]")) == 5
+    assert len(load_prepared(tmp_path / "out")) == 15
+    assert len(load_prepared(tmp_path / "out", "eval")) == 5
+    with pytest.raises(ValueError, match=r"holds the prepared sets 'train' \(split 'train\[:75%\]"):
+        load_rows(str(tmp_path / "out"), "train[:10]")
+
+
+def test_a_damaged_folder_is_refused(tmp_path):
+    made(tmp_path / "out", call_for(chats()))
+    shard = tmp_path / "out" / "train" / "00000.arrow"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=r"00000\.arrow has [\d,]+ bytes instead of [\d,]+; copy"):
+        load_prepared(tmp_path / "out")
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"00000\.arrow does not exist; copy"):
+        load_prepared(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"holds no prepared data: it has no manifest\.json"):
+        load_prepared(tmp_path)
+    assert not is_prepared(tmp_path / "none")
+
+
+def test_a_folder_of_a_newer_version_is_refused(tmp_path):
+    made(tmp_path / "out", call_for(chats()))
+    file = tmp_path / "out" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"trl_packing_prepared": 2}))
+    with pytest.raises(ValueError, match=r"in a form that this version cannot read; update"):
+        load_prepared(tmp_path / "out")
+
+
+def test_a_folder_can_be_moved_and_its_shards_read_by_datasets(tmp_path):
+    prepared = made(tmp_path / "out", call_for(chats()))
+    expected = prepared["input_ids"][:]
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert load_prepared(tmp_path / "moved")["input_ids"][:] == expected
+    files = str(tmp_path / "moved" / "train" / "*.arrow")
+    read = load_dataset("arrow", data_files=files, split="train", cache_dir=str(tmp_path / "c"))
+    assert read["input_ids"][:] == expected

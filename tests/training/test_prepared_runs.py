@@ -1,0 +1,139 @@
+"""A run on prepared data trains, evaluates and reports what a run on the rows does, to the bit."""
+
+import pytest
+import torch
+from helpers.prepared import chats, settings
+from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTTrainer, load_prepared
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.prepare.prepare_run import prepare_run
+
+STEPS = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2}
+
+
+def trainer_for(folder, train, evaluated=None, **changes):
+    args = settings(folder, per_device_train_batch_size=2, **(STEPS | changes))
+    return PackedSFTTrainer(
+        tiny_model("llama"),
+        args,
+        train_dataset=train,
+        eval_dataset=evaluated,
+        processing_class=tiny_tokenizer(chat=True),
+    )
+
+
+def trained(folder, train, evaluated=None, **changes):
+    """Return everything that a run computes: logs, evaluation, weights and the report."""
+    trainer = trainer_for(folder, train, evaluated, **changes)
+    trainer.train()
+    logs = trainer.state.log_history
+    if evaluated is not None:
+        logs = [*logs, trainer.evaluate()]
+    kept = ("loss", "grad_norm", "num_tokens", "num_documents", "mean_token_accuracy")
+    numbers = [
+        {name: value for name, value in log.items() if name.removeprefix("eval_").startswith(kept)}
+        for log in logs
+    ]
+    return numbers, trainer.model.state_dict(), str(trainer.packing_report)
+
+
+def prepared(tmp_path, train, evaluated=None, **changes):
+    args = settings(**changes)
+    call = TrainerCall(None, args, train, tiny_tokenizer(chat=True), eval_dataset=evaluated)
+    prepare_run(call, tmp_path / "out", rows_of_a_part=7, shard_bytes=3000)
+    names = evaluated if isinstance(evaluated, dict) else ["eval"] * (evaluated is not None)
+    sets = {name: load_prepared(tmp_path / "out", name) for name in names}
+    return load_prepared(tmp_path / "out"), sets
+
+
+def assert_same_run(tmp_path, train, evaluated=None, **changes):
+    documents, sets = prepared(tmp_path, train, evaluated, **changes)
+    again = None if evaluated is None else sets if isinstance(evaluated, dict) else sets["eval"]
+    first = trained(tmp_path / "rows", train, evaluated, **changes)
+    second = trained(tmp_path / "prepared", documents, again, **changes)
+    assert second[0] == first[0]
+    assert any(log.get("loss", 0) > 0 for log in first[0])
+    for name, weight in first[1].items():
+        assert torch.equal(second[1][name], weight), name
+    assert second[2] == first[2]
+
+
+RUNS = {
+    "packed": (chats(), None, {"train_on": "assistant"}),
+    "padding-free": (chats(), None, {"packing": False, "documents_per_step": 5, "max_length": 40}),
+    "weights": (chats(weights=True), None, {"loss_weighting": "document"}),
+    "every turn, groups": (
+        chats(),
+        None,
+        {"train_on": "every_turn", "prefix_sharing": "group", "prefix_group_size": 2},
+    ),
+    "sources": (
+        chats(sources=True),
+        chats(9, sources=True),
+        {"train_on": "last_assistant", "source_column": "source"},
+    ),
+    "two evaluation sets": (
+        tiny_dataset("prompt_completion"),
+        {"a": tiny_dataset("prompt_completion", 5), "b": tiny_dataset("prompt_completion", 7)},
+        {"overflow": "split", "max_length": 24},
+    ),
+    "tokens": (tiny_dataset("tokenized_completion_mask"), None, {"append_eos": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        name if name in ("packed", "sources") else pytest.param(name, marks=pytest.mark.slow)
+        for name in RUNS
+    ],
+)
+def test_a_prepared_run_trains_what_the_rows_train(tmp_path, run):
+    train, evaluated, changes = RUNS[run]
+    assert_same_run(tmp_path, train, evaluated, **changes)
+
+
+@pytest.mark.slow
+def test_the_comparison_of_this_test_sees_other_documents(tmp_path):
+    documents, _ = prepared(tmp_path, chats(), train_on="assistant")
+    first = trained(tmp_path / "a", documents, train_on="assistant")
+    second = trained(tmp_path / "b", documents.select(range(20)), train_on="assistant")
+    assert first[0] != second[0]
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_prepared_data_where_one_on_rows_stopped(tmp_path):
+    changes = {"train_on": "assistant", "save_strategy": "steps", "save_steps": 2}
+    documents, _ = prepared(tmp_path, chats(), train_on="assistant")
+    whole = trainer_for(tmp_path / "rows", chats(), **changes)
+    whole.train()
+    resumed = trainer_for(tmp_path / "prepared", documents, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "rows" / "checkpoint-2"))
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], weight), name
+
+
+def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
+    documents, _ = prepared(tmp_path, chats(), train_on="assistant")
+    refusals = {
+        "max_length=64 there and 32 here": {"train_on": "assistant", "max_length": 32},
+        "skips the check that prepared data fit": {
+            "train_on": "assistant",
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+        },
+        "the train dataset is prepared; leave it out": {"assistant_only_loss": True},
+    }
+    for said, changes in refusals.items():
+        with pytest.raises(ValueError, match=said):
+            trainer_for(tmp_path / "run", documents, **changes)
+    with pytest.raises(ValueError, match="max_length=64 there and 48 here"):
+        trainer_for(tmp_path / "run", chats(), documents, train_on="assistant", max_length=48)
+    with pytest.raises(ValueError, match="holds documents for packed runs, but data_collator is"):
+        PackedSFTTrainer(
+            tiny_model("llama"),
+            settings(tmp_path / "run", packing=False),
+            lambda rows: rows,
+            documents,
+            processing_class=tiny_tokenizer(chat=True),
+        )

@@ -1,0 +1,152 @@
+"""A blank image makes a rank call the tower, and changes neither the loss nor any gradient."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.vision import NAMES, noise, tiny_processor, tiny_vision_model
+
+from trl_packing.attention.backends import resolve_attention
+from trl_packing.attention.install import install_attention
+from trl_packing.documents.host_row import for_kernels
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.blank_images import (
+    StillTower,
+    blank_document,
+    parameters_of_images,
+    ranks_wait_for_tower,
+)
+from trl_packing.vision.image_store import ImageStore
+from trl_packing.vision.tower import hide_boundaries
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+
+_FAST = {"qwen2_5_vl", "llava_next"}
+FAMILIES = [pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow) for name in NAMES]
+TEXTS = [{"input_ids": np.arange(20, 45)}, {"input_ids": np.arange(50, 62)}]
+
+
+def collator(model, processor, *, fills_rows):
+    images = ImageBatches(ImageStore(), processor, model, fills_rows=fills_rows)
+    return PackedCollator(tensors_only=True, images=images)
+
+
+def step(model, batch):
+    model.zero_grad()
+    batch = for_kernels(batch)
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    loss = F.cross_entropy(logits[0, :-1], labels[0, 1:])
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_without_images_train_the_same_and_give_the_tower_zeros(name):
+    processor = tiny_processor(name)
+    model = tiny_vision_model(name, processor)
+    hide_boundaries(model)
+    backend = "mask" if name == "gemma3" else "documents"
+    install_attention(model, resolve_attention(model, backend, device="cpu", dtype=torch.float32))
+    loss, gradients = step(model, collator(model, processor, fills_rows=False)(TEXTS))
+    filled = collator(model, processor, fills_rows=True)(TEXTS)
+    found, others = step(model, filled)
+    assert found == pytest.approx(loss, rel=1e-6)
+    of_images = {id(p) for p in parameters_of_images(model)}
+    for key, parameter in model.named_parameters():
+        if gradients[key] is None:
+            assert id(parameter) in of_images, key
+            assert others[key] is None or not others[key].any(), key
+        else:
+            assert id(parameter) not in of_images, key
+            torch.testing.assert_close(others[key], gradients[key], rtol=1e-4, atol=1e-6)
+    seen = [key for key in others if others[key] is not None and gradients[key] is None]
+    with_image = collator(model, processor, fills_rows=True)([blank_document(processor), *TEXTS])
+    _, trained = step(model, with_image)
+    assert seen == [key for key in trained if trained[key] is not None and gradients[key] is None]
+
+
+def test_the_blank_image_is_padding_of_its_row():
+    processor = tiny_processor("qwen2_5_vl")
+    model = tiny_vision_model("qwen2_5_vl", processor)
+    blank = blank_document(processor)["input_ids"]
+    assert len(blank) == 16
+    collate = collator(model, processor, fills_rows=True)
+    collate.pad_to_multiple_of = 8
+    batch = collate(TEXTS)
+    end = sum(len(d["input_ids"]) for d in TEXTS)
+    assert batch["input_ids"][0, end : end + 16].tolist() == blank.tolist()
+    assert (batch["labels"][0, end:] == -100).all()
+    assert batch["input_ids"].shape[1] % 8 == 0
+    assert batch.host.lengths.tolist() == [25, 12]
+    assert batch.host.num_images == 0
+    image = {"input_ids": blank, "images": [[noise(32, 32, 0)]]}
+    assert collate([image, *TEXTS]).host.num_images == 1
+    assert collate([image, TEXTS[0]]).host.padding == 7  # no blank image
+    empty = collate([])
+    assert empty["input_ids"][0, :16].tolist() == blank.tolist()
+
+
+def test_padded_rows_score_the_same_tokens_with_a_blank_image():
+    processor = tiny_processor("qwen2_5_vl")
+    model = tiny_vision_model("qwen2_5_vl", processor).eval()
+
+    def pad(documents):
+        longest = max(len(d["input_ids"]) for d in documents)
+        ids = torch.zeros(len(documents), longest, dtype=torch.int64)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+        for row, document in enumerate(documents):
+            tokens = torch.from_numpy(document["input_ids"])
+            ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    images = ImageBatches(ImageStore(), processor, model, fills_rows=True)
+    plain, filled = pad(TEXTS), images.padded(pad)(TEXTS)
+    assert "pixel_values" in filled
+    assert filled["input_ids"].shape == (2, 25 + 16)
+    assert filled["labels"][:, 25:].eq(-100).all()
+    for batch in (plain, filled):
+        batch.pop("labels")
+    with torch.no_grad():
+        expected, found = model(**plain).logits, model(**filled).logits
+    torch.testing.assert_close(found[0, :25], expected[0])
+    torch.testing.assert_close(found[1, :12], expected[1, :12])
+
+
+def test_a_step_without_images_leaves_the_tower_without_gradients():
+    processor = tiny_processor("llava")
+    model = tiny_vision_model("llava", processor)
+    collate = collator(model, processor, fills_rows=True)
+    with_image = collate([blank_document(processor), *TEXTS])
+    still = StillTower()
+    for batches, sees_images in (([collate(TEXTS)] * 2, False), ([collate(TEXTS), with_image], 1)):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        still.measure(batches)
+        still.on_pre_optimizer_step(None, None, None, model=model)
+        kept = {n.split(".")[1] for n, p in model.named_parameters() if p.grad is not None}
+        assert ("vision_tower" in kept) == bool(sees_images)
+        assert "language_model" in kept
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fsdp", "deepspeed", "find_unused", "expected"),
+    [
+        (1, False, False, None, False),
+        (1, False, True, None, False),
+        (2, False, False, True, False),
+        (2, False, False, False, True),
+        (2, True, False, True, True),
+        (2, False, True, True, True),
+    ],
+)
+def test_ranks_wait_where_all_of_them_gather_or_reduce(
+    world_size, fsdp, deepspeed, find_unused, expected
+):
+    args = SimpleNamespace(world_size=world_size, ddp_find_unused_parameters=find_unused)
+    trainer = SimpleNamespace(args=args, is_fsdp_enabled=fsdp, is_deepspeed_enabled=deepspeed)
+    assert ranks_wait_for_tower(trainer) == expected

@@ -1,0 +1,79 @@
+"""`trl-packing prepare`: the documents of a run, written once."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trl_packing.cli.output import note, print_json, quiet_libraries
+from trl_packing.cli.run_options import add_run_arguments
+
+HELP = "tokenize, cut and label the data of a run once, for any number of runs"
+
+EPILOG = """\
+examples:
+  trl-packing prepare chat.jsonl prepared --model M --num_proc 16
+  trl-packing prepare prepared --config recipes/lora_8b.yaml
+  trl-packing prepare recipes/chat_data.py prepared --config chat.yaml
+Then train, plan or inspect with --data prepared and the same settings.
+
+An interrupted command continues where it stopped. OUT appears when it is
+whole.
+
+exit status:
+  0  OUT holds the prepared data
+  2  the data cannot be prepared; stderr has the reason in one line
+"""
+
+_USAGE = "trl-packing prepare [SCRIPT] [DATA] OUT [--config FILE] [--OPTION ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = EPILOG
+    parser.set_defaults(places=())
+    parser.add_argument("--num_proc", type=int, metavar="N", help="processes (default: 1)")
+    add_run_arguments(parser, "prepare")
+    parser.usage = _USAGE
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the prepared data, and print what was kept and lost."""
+    script, data, out = _places(arguments.places)
+    words = [*script, *arguments.words, *data]
+    if arguments.num_proc is not None:
+        if arguments.num_proc < 1:
+            raise ValueError(f"--num_proc {arguments.num_proc} must be at least 1")
+        words += ["--dataset_num_proc", str(arguments.num_proc)]
+    quiet_libraries()
+    from trl_packing.tools.command.training_command import TrainingCommand, options_of_recipe
+    from trl_packing.tools.prepare.prepare_run import check_place, prepare_run
+    from trl_packing.tools.prepare.text import as_json, as_text
+
+    check_place(out)  # before the data are loaded
+    command = TrainingCommand.from_words(words)
+    try:
+        made = prepare_run(command.trainer_call(), out, options=options_of_recipe(words))
+    except KeyboardInterrupt:
+        if out.with_name(f"{out.name}.partial").exists():
+            note(f"interrupted; the same command continues with what {out}.partial keeps")
+        raise
+    if command.why:
+        arguments.notes.append(f"prepared as {command.why}")
+    if arguments.json:
+        print_json(as_json(made))
+    else:
+        print(as_text(made))
+    return 0
+
+
+def _places(words: Sequence[str]) -> tuple[list[str], list[Any], Path]:
+    """Return the script, the option that names the data, and the folder to write."""
+    size = 2 if words[:1] == ["-m"] else int(words[:1] != [] and words[0].endswith(".py"))
+    script, places = list(words[:size]), list(words[size:])
+    if len(places) not in (1, 2):
+        raise ValueError(
+            "name the data and the folder to write first: trl-packing prepare DATA OUT --model NAME"
+        )
+    *data, out = places
+    return script, ["--dataset_name", *data] if data else [], Path(out).expanduser()

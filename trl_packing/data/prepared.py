@@ -1,0 +1,189 @@
+"""A folder of prepared documents, as `trl-packing prepare` writes it, read as a data set.
+
+    OUT/
+    ├── manifest.json        sets, rules, counts, options, versions
+    ├── train/00000.arrow    Arrow streams of input_ids, labels and other columns of training
+    └── eval/00000.arrow
+
+Files are mapped into memory, so a million documents are there in milliseconds. The data set carries
+a record of how it was made. Preparation compares the record with the run, and then leaves the
+documents as they are.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetInfo, IterableDataset, concatenate_datasets
+
+from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
+from trl_packing.data.document_rules import DocumentRules
+from trl_packing.data.rules import Preparation
+
+MANIFEST = "manifest.json"
+FORMAT_KEY, FORMAT = "trl_packing_prepared", 1
+
+_MARK = "trl_packing prepared "  # starts the record in the description of a data set
+
+
+@dataclass(frozen=True)
+class PreparedRecord:
+    """How a set of documents was prepared.
+
+    Attributes:
+        folder: of the prepared data.
+        name: of the set, such as "train".
+        fingerprint: of the data set, while it is as it was loaded.
+        rules: that shaped its documents.
+        counts: of what preparation kept and lost; None for rows that were packed before.
+    """
+
+    folder: str
+    name: str
+    fingerprint: str
+    rules: DocumentRules
+    counts: PreparationCounts | None
+
+    @classmethod
+    def from_text(cls, text: str) -> "PreparedRecord":
+        """Return the record that `text` stores."""
+        stored = json.loads(text.removeprefix(_MARK))
+        rules, counts = DocumentRules.from_json(stored["rules"]), counts_from_json(stored["counts"])
+        return cls(stored["folder"], stored["name"], stored["fingerprint"], rules, counts)
+
+    def to_text(self) -> str:
+        """Return the record as one line."""
+        return f"{_MARK}{json.dumps(asdict(self))}"
+
+    def is_whole(self, dataset: Any) -> bool:
+        """Return whether nothing was selected from `dataset`, or changed, since it was loaded."""
+        return isinstance(dataset, Dataset) and dataset._fingerprint == self.fingerprint
+
+    def check(self, rules: Preparation) -> None:
+        """Raise ValueError if a run with these rules would make other documents."""
+        differences = "; ".join(self.rules.differences(rules))
+        if differences:
+            raise ValueError(
+                f"the data prepared in {self.folder} do not fit this run: {differences}; use the "
+                "same settings here, or run `trl-packing prepare` again with those of this run"
+            )
+
+
+def records_of(dataset: Any) -> list[PreparedRecord]:
+    """Return the records of prepared data in `dataset`; several if sets were concatenated."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return []
+    lines = (dataset.info.description or "").split("\n\n")
+    return [PreparedRecord.from_text(line) for line in lines if line.startswith(_MARK)]
+
+
+def counts_from_json(stored: Mapping[str, Any] | None) -> PreparationCounts | None:
+    """Return the counts that `asdict` has stored."""
+    if stored is None:
+        return None
+    stages = (
+        Stage(**{**stage, "lost": TokenCounts(**stage["lost"])}) for stage in stored["stages"]
+    )
+    return PreparationCounts(
+        TokenCounts(**stored["before"]),
+        TokenCounts(**stored["after"]),
+        tuple(stages),
+        tuple(stored["notes"]),
+        Conversations(**stored["conversations"]),
+    )
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Return whether `path` is a folder of prepared data."""
+    file = Path(path).expanduser() / MANIFEST
+    try:
+        return file.is_file() and FORMAT_KEY in json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """Return the manifest of a folder of prepared data.
+
+    Raises:
+        ValueError: it is not such a folder, or was written by a newer version.
+    """
+    if not is_prepared(folder):
+        raise ValueError(
+            f"{folder} holds no prepared data: it has no {MANIFEST} of `trl-packing prepare`"
+        )
+    manifest = json.loads((Path(folder).expanduser() / MANIFEST).read_text(encoding="utf-8"))
+    if manifest[FORMAT_KEY] > FORMAT:
+        raise ValueError(
+            f"{folder} was prepared by trl_packing {manifest['versions']['trl_packing']}, in a "
+            "form that this version cannot read; update trl_packing, or prepare the data again"
+        )
+    return manifest
+
+
+def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
+    """Return a set of prepared documents, for `train_dataset` or `eval_dataset` of the trainer.
+
+    Args:
+        folder: written by `trl-packing prepare`.
+        name: "train", the name of an evaluation set ("eval" if there is one), or the split that a
+            set was prepared from.
+
+    Raises:
+        ValueError: there is no such folder or set, or its files are damaged.
+
+    Examples:
+        >>> load_prepared("prepared")  # doctest: +SKIP
+        Dataset({
+            features: ['input_ids', 'labels'],
+            num_rows: 7473
+        })
+    """
+    manifest = read_manifest(folder)
+    sets, path = manifest["sets"], Path(folder).expanduser().resolve()
+    name = _set_named(name, sets, folder)
+    stored = sets[name]
+    for shard in stored["shards"]:
+        _check_shard(path / shard["file"], shard["bytes"])
+    text = json.dumps([manifest, name], sort_keys=True)
+    fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    record = PreparedRecord(
+        str(folder),
+        name,
+        fingerprint,
+        DocumentRules.from_json(stored["rules"]),
+        counts_from_json(stored["counts"]),
+    )
+    shards = [Dataset.from_file(str(path / shard["file"])) for shard in stored["shards"]]
+    documents = concatenate_datasets(shards)
+    info = DatasetInfo(description=record.to_text(), features=documents.features)
+    return Dataset(documents.data, info=info, fingerprint=fingerprint)
+
+
+def _set_named(name: str, sets: Mapping[str, Any], folder: str | Path) -> str:
+    if name in sets:
+        return name
+    for other, stored in sets.items():
+        if stored["split"] == name:
+            return other
+    held = ", ".join(
+        f"{other!r}" + (f" (split {stored['split']!r})" if stored["split"] else "")
+        for other, stored in sets.items()
+    )
+    raise ValueError(
+        f"{folder} holds the prepared sets {held}, and none that is called {name!r}; a prepared "
+        "set is used whole, so to use another split or part, prepare that"
+    )
+
+
+def _check_shard(file: Path, size: int) -> None:
+    found = file.stat().st_size if file.is_file() else None
+    if found != size:
+        is_wrong = "does not exist" if found is None else f"has {found:,} bytes instead of {size:,}"
+        raise ValueError(f"{file} {is_wrong}; copy the folder again, or prepare the data again")

@@ -1,0 +1,59 @@
+"""The data sets of a run that can be prepared, and the rules for them.
+
+train_dataset    a data set                      "train"
+eval_dataset     a data set, or {"a": …}         "eval", or "a", …
+"""
+
+from datasets import Dataset
+
+from trl_packing.data.checks import check_not_empty
+from trl_packing.data.prepared import records_of
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def sets_of(call: TrainerCall) -> dict[str, Dataset]:
+    """Return the data sets by name: "train", and "eval" or the keys of a dictionary.
+
+    Raises:
+        ValueError: one of them cannot be prepared.
+    """
+    evaluated = call.eval_dataset
+    if not isinstance(evaluated, dict):
+        evaluated = {} if evaluated is None else {"eval": evaluated}
+    if "train" in evaluated:
+        raise ValueError("an evaluation set is called 'train'; give it another name")
+    sets = {"train": call.train_dataset, **evaluated}
+    for name, rows in sets.items():
+        if not isinstance(rows, Dataset):
+            raise ValueError(
+                f"the {name} dataset is {type(rows).__name__}, which cannot be prepared: only data "
+                "sets of known length are; load it without streaming, or save it to a file first"
+            )
+        check_not_empty(rows, name)
+        if records_of(rows):
+            raise ValueError(f"the {name} dataset is prepared already")
+        if {"image", "images"} & {*rows.column_names}:
+            raise ValueError(
+                f"the {name} dataset has images, which are loaded while it is trained; it cannot "
+                "be prepared"
+            )
+    return sets
+
+
+def run_of(call: TrainerCall) -> PreviewedRun:
+    """Return the run of a trainer, with the rules that prepare its data.
+
+    Raises:
+        ValueError: its data cannot be prepared.
+    """
+    args = call.args
+    if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        raise ValueError("skip_prepare_dataset=True leaves nothing to prepare; leave it out")
+    if getattr(args, "assistant_only_loss", False):
+        raise ValueError(
+            "assistant_only_loss=True needs conversations when training starts, and prepared data "
+            "are tokens; set train_on='assistant', which trains the same turns by any template"
+        )
+    sets_of(call)  # refuses streams, of which a preview would read only the first rows
+    return PreviewedRun.from_call(call)
