@@ -1,16 +1,21 @@
 """Documents with images: a packed run against TRL's padded run, and the preparation of many rows.
 
-    python benchmarks/images.py --output benchmarks/results/images.md      # about 2 minutes
+    python benchmarks/images.py --output benchmarks/results/images.md      # about 6 minutes
 
 A Qwen2.5-VL with a tower of 4 layers × 128 and a text model of 4 layers × 256 trains the same
-documents in the same steps, by `SFTTrainer` and by `PackedSFTTrainer`, in turns. Images have the
-sizes of photographs, answers are of 10 to 300 words, one row in four has no image. Losses of both
-runs must agree first. Preparation is timed apart, on rows with JPEG files.
+documents in the same steps, by `SFTTrainer` and by `PackedSFTTrainer`, in turns, each run in a
+process of its own. Images have the sizes of photographs, answers are of 10 to 300 words, one row in
+four has no image. Losses of both runs must agree, or nothing is published.
+
+Preparation is timed apart, on rows with JPEG files. benchmarks/image_bins.py plans epochs.
 """
 
 import argparse
 import io
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, disable_progress_bars
-from machine import anonymous_mib, provenance, publish, table
+from machine import Peak, anonymous_mib, provenance, publish, table
 from PIL import Image
 from trl import SFTConfig, SFTTrainer
 
@@ -31,8 +36,12 @@ from helpers.vision import tiny_processor, vision_model
 
 SIZES = [(480, 640), (640, 480), (427, 640), (375, 500), (768, 1024), (334, 500), (600, 400)]
 WORDS = ["a", "street", "with", "two", "dogs", "and", "red", "cars", "under", "blue", "sky"]
-STEPS, BATCH, TURNS = 2, 8, 2
+STEPS, BATCH = 3, 8
 MOST_DIFFERENT = 1e-4  # of losses, relative
+RUNS = {
+    "TRL, padded": (SFTTrainer, SFTConfig, {}),
+    "packed": (PackedSFTTrainer, PackedSFTConfig, {"packing": False, "run_page": False}),
+}
 
 
 def processor():
@@ -50,6 +59,9 @@ def model(tokens):
     tower |= {"patch_size": 14, "window_size": 112, "out_hidden_size": 256}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
     return vision_model("qwen2_5_vl", tokens, text | {"rope_parameters": rope}, tower)
+
+
+# --- data -----------------------------------------------------------------------------------------
 
 
 def photograph(rng, height, width):
@@ -94,76 +106,96 @@ def data(number, folder):
     )
 
 
-def run(trainer_class, config_class, dataset, folder, **options):
-    """Return losses, CPU seconds of training, and tokens and cells computed."""
+# --- training -------------------------------------------------------------------------------------
+
+
+def train(name, folder):
+    """Return losses, CPU seconds, tokens computed with padding, and the memory of the steps."""
+    trainer_class, config_class, options = RUNS[name]
     tokens = processor()
-    common = {
-        "output_dir": folder,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "max_length": None,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "train_sampling_strategy": "sequential",
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "learning_rate": 1e-4,
-    }
+    args = config_class(
+        output_dir=f"{folder}/out",
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        max_length=None,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        learning_rate=1e-4,
+        **options,
+    )
     trainer = trainer_class(
         model=model(tokens),
-        args=config_class(**common, **options),
-        train_dataset=dataset,
+        args=args,
+        train_dataset=data(STEPS * BATCH, folder),
         processing_class=tokens,
     )
-    cells = []
+    cells: list[int] = []
+    seconds: list[float] = []
+    peak = Peak()
     step = trainer.training_step
 
     def count(inner, inputs, *others):
+        if not cells:
+            peak.start()
         cells.append(inputs["input_ids"].numel())
-        return step(inner, inputs, *others)
+        start = time.process_time()
+        loss = step(inner, inputs, *others)
+        seconds.append(time.process_time() - start)
+        return loss
 
     trainer.training_step = count
-    start = time.process_time()
+    before = anonymous_mib()
     trainer.train()
-    seconds = time.process_time() - start
+    peak.stop.set()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return losses, seconds, sum(cells)
-
-
-def compare(folder):
-    """Return the rows of the table of training."""
-    dataset = data(STEPS * BATCH, folder)
-    runs = {
-        "TRL, padded": (SFTTrainer, SFTConfig, {}),
-        "packed": (PackedSFTTrainer, PackedSFTConfig, {"packing": False, "run_page": False}),
+    return {
+        "losses": losses,
+        "seconds": sum(seconds),
+        "tokens": sum(cells),
+        "mib": peak.mib - before,
     }
-    found: dict[str, list] = {name: [] for name in runs}
-    for turn in range(TURNS):
-        for name, (trainer_class, config_class, options) in runs.items():
-            found[name].append(
-                run(trainer_class, config_class, dataset, f"{folder}/{name}{turn}", **options)
-            )
-    losses = [np.array(results[0][0]) for results in found.values()]
-    difference = float(np.abs(losses[0] / losses[1] - 1).max())
-    assert difference < MOST_DIFFERENT, losses
+
+
+def compare(folder, turns):
+    """Return the largest difference of losses, and the rows of the table of training."""
+    found: dict[str, list] = {name: [] for name in RUNS}
+    for turn in range(turns):
+        for name in RUNS:
+            result = Path(folder, f"{turn}.json")
+            command = [sys.executable, __file__, "--run", name, "--result", str(result)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode:
+                sys.exit(f"{name} failed:\n{done.stderr}")
+            found[name].append(json.loads(result.read_text()))
+    padded, packed = (np.array(results[0]["losses"]) for results in found.values())
+    difference = float(np.abs(padded / packed - 1).max())
+    if difference > MOST_DIFFERENT:
+        sys.exit(f"losses differ: {padded} padded, {packed} packed")
     return difference, [
         [
             name,
-            f"{results[0][2]:,}",
-            f"{statistics.median(seconds for _, seconds, _ in results):.1f}",
-            f"{results[0][0][-1]:.4f}",
+            f"{results[0]['tokens']:,}",
+            f"{statistics.median(result['seconds'] for result in results):.1f}",
+            f"{statistics.median(result['mib'] for result in results):,.0f} MiB",
+            f"{results[0]['losses'][-1]:.4f}",
         ]
         for name, results in found.items()
     ]
 
 
-def prepare(number, folder):
-    """Return the rows of the table of preparation."""
-    dataset = data(number, folder)
+# --- preparation ----------------------------------------------------------------------------------
 
+
+def prepare(number, folder):
+    """Return a row of the table of preparation."""
+    dataset = data(number, folder)
     before, start = anonymous_mib(), time.process_time()
     ImageStore().take(dataset, "train")
     headers, after_headers = time.process_time() - start, anonymous_mib()
@@ -178,16 +210,8 @@ def prepare(number, folder):
         processing_class=tokens,
     )
     whole = time.process_time() - start
-    size = (
-        sum(
-            len(file["bytes"])
-            for row in dataset.data.column("images")[:700].to_pylist()
-            for file in row
-        )
-        / 700
-        * number
-        / 2**20
-    )
+    some = dataset.data.column("images")[:700].to_pylist()
+    size = sum(len(file["bytes"]) for row in some for file in row) / len(some) * number / 2**20
     return [
         f"{number:,}",
         f"{size:,.0f} MiB",
@@ -200,28 +224,32 @@ def prepare(number, folder):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", help="write the table here, too")
-    parser.add_argument("--rows", type=int, nargs="+", default=[2_000, 10_000])
+    parser.add_argument("--output", help="write the tables here, too")
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--turns", type=int, default=3, help="of each run")
+    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     disable_progress_bars()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        difference, compared = compare(folder)
+        if options.run:
+            options.result.write_text(json.dumps(train(options.run, folder)))
+            return
+        difference, compared = compare(folder, options.turns)
         prepared = [prepare(number, f"{folder}/{number}") for number in options.rows]
-    heads = ["run", "tokens computed", "CPU seconds", "loss of the last step"]
+    training = ["run", "tokens computed", "CPU seconds of steps", "memory of steps"]
+    preparing = ["rows", "images", "s, headers", "memory", "s, whole trainer", "memory"]
     lines = [
-        f"Losses agree within {difference:.1e} in {STEPS} steps of {BATCH} documents.",
+        f"Losses agree within {difference:.1e} in {STEPS} steps of {BATCH} documents; medians of "
+        f"{options.turns} turns. Memory of steps is what they need above the built trainer.",
         "",
-        table(heads, compared),
+        table([*training, "loss of the last step"], compared),
+        "Preparation on one core; memory is what stays:",
         "",
-        "Preparation on one core:",
-        "",
-        table(
-            ["rows", "images", "s, headers", "memory", "s, whole trainer", "memory"],
-            prepared,
-        ),
+        table(preparing, prepared),
     ]
-    publish("\n".join(["# Documents with images", "", provenance(), *lines, ""]), options.output)
+    publish("\n".join(["# Documents with images", "", provenance(), *lines]), options.output)
 
 
 if __name__ == "__main__":

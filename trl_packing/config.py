@@ -156,6 +156,14 @@ class PackingOptions:
             "equally many boundaries. Needs packing=True. Losses and gradients stay the same."
         },
     )
+    max_patches: int | None = field(
+        default=None,
+        metadata={
+            "help": "With images: most patches of the vision tower in a bin, beside the tokens of "
+            "max_length, so that no micro-batch needs much more memory than others. Default: the "
+            "fewest to which bins can be limited with at most 1 % more bins."
+        },
+    )
     prefix_sharing: str = _choice(
         "off",
         "Compute tokens with which documents of a micro-batch begin alike (a system prompt, many "
@@ -286,6 +294,7 @@ def check_options(args: Any) -> None:
     _check_mixture(args, options)
     _check_overlap(args, options)
     _check_curriculum(args, options)
+    _check_patches(args, options)
     if options.documents_per_step is not None and options.documents_per_step < 1:
         raise ValueError(
             f"documents_per_step={options.documents_per_step} must be at least 1, or None"
@@ -314,6 +323,7 @@ _TYPES = {
     "prefix_group_size": (_WHOLE, False),
     "overlap_tokens": (_WHOLE, True),
     "curriculum": (_TEXT, True),
+    "max_patches": (_WHOLE, True),
     "packing": (_YES_OR_NO, False),
     "eval_packing": (_YES_OR_NO, True),
     "append_eos": (_YES_OR_NO, False),
@@ -508,6 +518,20 @@ def _check_curriculum(args: Any, options: PackingOptions) -> None:
                 f"curriculum={curriculum!r} and {name}={value!r} both say which documents come "
                 "together; leave one of them out"
             )
+
+
+def _check_patches(args: Any, options: PackingOptions) -> None:
+    most, per_step = options.max_patches, options.documents_per_step
+    if most is None:
+        return
+    if most < 1:
+        raise ValueError(f"max_patches={most} must be at least 1, or None")
+    other = f"documents_per_step={per_step}" if per_step is not None else "packing=False"
+    if not args.packing or per_step is not None:
+        raise ValueError(
+            f"max_patches={most} limits bins, and {other} makes none; leave max_patches out, and "
+            "raise gradient_accumulation_steps for smaller micro-batches"
+        )
 
 
 def _check_supervision(args: Any, options: PackingOptions) -> None:

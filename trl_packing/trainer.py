@@ -193,6 +193,7 @@ class PackedSFTTrainer(SFTTrainer):
             self, self._step_loss.trained, self._step_loss.trained_sources
         )
         self._sampling = Sampling(self)
+        self._sampling.image_loads = self._images.loads
         self._epochs = ResumedEpochs(self, self._sampling)
         self._completion_only: DataCollatorForCompletionOnlyLM | None = None
         self._preparation: dict[str, PreparationCounts] = {}
@@ -262,6 +263,7 @@ class PackedSFTTrainer(SFTTrainer):
         if shards_sequences:
             check_nothing_is_weighted([train, *evaluated], self._options)
         check_weights_and_sources(train, evaluated, self._options, self.compute_loss_func)
+        self._images.check_options(self._options)
 
     def _build_packed_run(self, collator: PackedCollator | None, *, takes_count: bool) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""

@@ -204,6 +204,7 @@ NOT_COMPARED = {
     "eval_packing",
     "isolation_check",
     "loss_weighting",
+    "max_patches",
     "packing_strategy",  # by the overflow policy that it implies
     "pad_to_multiple_of",
     "padding_free",

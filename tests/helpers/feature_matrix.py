@@ -130,7 +130,6 @@ FEATURES = (
         "source_column",
         {**_EVALUATES, "source_column": "source"},
         lambda: {"eval_dataset": _with_sources(_conversations(4))},
-        data=_with_sources,
         instead_of=("evaluation",),
     ),
     Feature(

@@ -218,11 +218,22 @@ def test_a_small_set_takes_few_rounds_and_has_other_partners_under_another_seed(
         assert any(pairs(plan) != pairs(plans[0]) for plan in plans[1:])
 
 
+def recut_pairs(sizes, homes, num_bins, capacity, rng):
+    remixing._recut_pairs([(sizes, capacity)], homes, num_bins, rng)
+
+
+def exchange_documents(sizes, homes, num_bins, capacity, rng):
+    remixing._exchange_documents([(sizes, capacity)], homes, num_bins, rng)
+
+
+MOVES = [remixing._exchange_tails, recut_pairs, exchange_documents]
+
+
 @given(
     lengths=LENGTHS,
     capacity=st.integers(CAPACITY, 3 * CAPACITY),
     seed=st.integers(0, 9),
-    move=st.sampled_from([remixing._exchange_tails, remixing._recut_pairs]),
+    move=st.sampled_from(MOVES),
 )
 def test_each_move_keeps_capacity_documents_and_bins(lengths, capacity, seed, move):
     plan = pack(lengths, capacity, "next_fit")
@@ -238,7 +249,7 @@ def test_each_move_keeps_capacity_documents_and_bins(lengths, capacity, seed, mo
     assert tokens.sum() == sum(lengths)
 
 
-@pytest.mark.parametrize("move", ["_exchange_tails", "_recut_pairs"])
+@pytest.mark.parametrize("move", MOVES)
 def test_each_move_changes_partners(move):
     lengths = np.sort(log_normal(300))[::-1].astype(np.int32)
     plan = pack(lengths, 4096)
@@ -246,7 +257,7 @@ def test_each_move_changes_partners(move):
     for number, documents in enumerate(plan):
         homes[documents] = number
     before = homes.copy()
-    getattr(remixing, move)(lengths, homes, len(plan), 4096, np.random.default_rng(0))
+    move(lengths, homes, len(plan), 4096, np.random.default_rng(0))
     assert (homes != before).any()
 
 

@@ -48,6 +48,7 @@ SETTINGS = (
     ("mixture_unit", "{documents,tokens,trained_tokens}", "unit of the shares"),
     ("mixture_temperature", "T", "draw small sources more often: shares of size^(1/T)"),
     ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
+    ("max_patches", "N", "with images: most patches of the vision tower in a bin"),
     ("prefix_sharing", "{off,bin,group}", "compute common beginnings of documents once"),
     ("prefix_group_size", "N", "with prefix_sharing group: most documents of a group"),
     ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),

@@ -127,16 +127,31 @@ def _cut(
     documents: ArrowDocuments, overflow: Overflow, before: _PieceCounts, stop_ids: np.ndarray
 ) -> tuple[_PieceCounts, Pieces]:
     """Return the pieces of the documents under a policy, and their counts."""
-    whole = _whole(documents)
-    prompts = np.zeros_like(whole.rows)
-    if overflow.policy == "truncate_prompt":
-        prompts = _prompts(documents)
-    pieces = pieces_of(whole.stops, overflow, prompts)
-    if IMAGE_IDS in documents.columns:
-        pieces = keep_images_whole(pieces, _image_ids(documents), overflow)
-    if all(map(np.array_equal, pieces[:3], whole[:3])):
+    pieces = pieces_of_documents(documents, overflow)
+    if all(map(np.array_equal, pieces[:3], _whole(documents)[:3])):
         return before, pieces
     return _count(documents, pieces, stop_ids), pieces
+
+
+def pieces_of_documents(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
+    """Return the pieces that a policy keeps of `documents`; no image is cut."""
+    lengths = documents.lengths()
+    prompts = np.zeros_like(lengths)
+    if overflow.policy == "truncate_prompt":
+        prompts = _prompts(documents)
+    pieces = pieces_of(lengths, overflow, prompts)
+    if IMAGE_IDS not in documents.columns:
+        return pieces
+    if overflow.overlap is not None:  # it cuts no document with images
+        return keep_images_whole(pieces, _image_ids(documents, np.arange(len(lengths))), overflow)
+    is_cut = pieces.stops - pieces.starts < lengths[pieces.rows]
+    rows = np.unique(pieces.rows[is_cut])  # only these are read
+    cut = Pieces(np.searchsorted(rows, pieces.rows[is_cut]), *(p[is_cut] for p in pieces[1:3]))
+    cut = keep_images_whole(cut, _image_ids(documents, rows), overflow)
+    pairs = zip(pieces[:3], (rows[cut.rows], *cut[1:3]), strict=True)
+    merged = Pieces(*(np.concatenate([whole[~is_cut], of_cut]) for whole, of_cut in pairs))
+    order = np.lexsort([merged.starts, merged.rows])
+    return Pieces(*(part[order] for part in merged[:3]))
 
 
 def _losses(
@@ -165,10 +180,10 @@ def _prompts(documents: ArrowDocuments) -> np.ndarray:
     return documents.in_order([prompt_lengths(*chunk) for chunk in chunks])
 
 
-def _image_ids(documents: ArrowDocuments) -> FlatLists:
-    """Return the image of each token of all documents, in their order."""
-    lists = [document[IMAGE_IDS] for document in documents]
-    return np.concatenate(lists), np.cumsum([0, *map(len, lists)])
+def _image_ids(documents: ArrowDocuments, rows: np.ndarray) -> FlatLists:
+    """Return the image of each token of some documents, in the order of `rows`."""
+    lists = [document[IMAGE_IDS] for document in documents.__getitems__(rows)]
+    return np.concatenate([np.zeros(0, np.int32), *lists]), np.cumsum([0, *map(len, lists)])
 
 
 def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _PieceCounts:

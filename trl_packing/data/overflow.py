@@ -209,11 +209,15 @@ def keep_images_whole(pieces: Pieces, image_ids: FlatLists, overflow: Overflow) 
     images, capacity = ImageSpans(image_ids), overflow.capacity
     if capacity is None or not len(images.first):
         return pieces
-    if overflow.policy == "overlap" and (np.diff(image_ids[1]) > capacity).any():
-        raise ValueError(
-            "overflow='overlap' cannot cut documents with images: an overlap might begin in one; "
-            "set overflow='split', or raise max_length"
-        )
+    if overflow.policy == "overlap":
+        running = np.concatenate([[0], np.cumsum(image_ids[0] > 0)])
+        begins, ends = image_ids[1][:-1], image_ids[1][1:]
+        if ((ends - begins > capacity) & (running[ends] > running[begins])).any():
+            raise ValueError(
+                "overflow='overlap' cannot cut a document with images: an overlap might begin in "
+                "one; set overflow='split', or raise max_length"
+            )
+        return pieces
     if overflow.policy != "split":
         _, starts = images.around(pieces.rows, pieces.starts)
         stops, _ = images.around(pieces.rows, pieces.stops)

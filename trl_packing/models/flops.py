@@ -97,6 +97,8 @@ def model_flops(model: Any) -> ModelFlops:
     _check_adapters(model)
     base = unwrap_peft(model)
     config = base.config
+    if getattr(config, "vision_config", None) is not None:
+        raise NotCountable("it has a vision tower, whose operations are not counted")
     if text_config(base) is not config or getattr(config, "is_encoder_decoder", False):
         raise NotCountable("the model is more than a decoder of text")
     head = next((n for n, m in base.named_modules() if m is base.get_output_embeddings()), None)

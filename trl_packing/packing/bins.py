@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.packing.remixing import random_order_within, remix, stable_argsort
+from trl_packing.packing.remixing import Limit, random_order_within, remix, stable_argsort
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def pack(
         if rng is not None:
             remix(sizes, bin_of, capacity, rng)
     else:
-        bin_of = _next_fit(sizes, capacity)
-    return _plan(order, sizes, bin_of, capacity, rng)
+        bin_of = next_fit([(sizes, capacity)])
+    return plan_of_bins(order, sizes, bin_of, capacity, rng)
 
 
 def _checked_capacity(capacity: Any) -> int:
@@ -260,27 +260,43 @@ def _expand(filled: np.ndarray) -> np.ndarray:
     return np.repeat(bins, np.repeat(each, number))
 
 
-def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each document, with one bin open at a time and documents in order."""
-    ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    # For a bin that starts at each document: the document at which the next bin starts.
-    next_start = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
-    jump, start, starts = next_start.data, 0, []
-    while start < len(sizes):
+def next_fit(limits: Sequence[Limit]) -> np.ndarray:
+    """Return the bin of each document, with one bin open at a time and documents in order.
+
+    Args:
+        limits: amounts of each document, none beyond its limit. A bin closes as soon as the next
+            document exceeds one of them.
+    """
+    next_starts = []  # for a bin that starts at each document: where the next bin starts
+    for amounts, most in limits:
+        ends = np.concatenate([[0], np.cumsum(amounts, dtype=np.int64)])
+        next_starts.append(np.searchsorted(ends, ends[:-1] + most, side="right") - 1)
+    jump = np.minimum.reduce(next_starts).data
+    start, starts, number = 0, [], len(next_starts[0])
+    while start < number:
         starts.append(start)
         start = jump[start]
-    opens = np.zeros(len(sizes), dtype=_smallest_integer(len(sizes)))
+    opens = np.zeros(number, dtype=_smallest_integer(number))
     opens[starts[1:]] = 1
     return np.cumsum(opens, dtype=opens.dtype)
 
 
-def _plan(
+def plan_of_bins(
     order: np.ndarray,
     sizes: np.ndarray,
     bin_of: np.ndarray,
     capacity: int,
     rng: np.random.Generator | None,
 ) -> PackingPlan:
+    """Return the plan of documents in known bins.
+
+    Args:
+        order: numbers of the documents, ``(documents,)``.
+        sizes: their tokens, in that order.
+        bin_of: their bins, in that order.
+        capacity: tokens that a bin may hold.
+        rng: shuffles the bins; None keeps their order.
+    """
     num_bins = int(bin_of.max()) + 1
     if rng is not None:  # a step takes neighboring bins, which must be a fair sample
         bin_of = rng.permutation(num_bins).astype(bin_of.dtype)[bin_of]

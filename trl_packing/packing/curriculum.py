@@ -9,6 +9,7 @@ is in the same stage in every epoch; which of several documents with equal numbe
 drawn once, from the seed. So all epochs have equally many bins.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.balance import balanced_order
-from trl_packing.packing.bins import PackingPlan, pack
+from trl_packing.packing.bins import PackingPlan
 
 #: The value of the setting `curriculum` that orders by tokens.
 LENGTH = "length"
@@ -97,30 +98,27 @@ def stages_of(
 
 
 def pack_stages(
-    lengths: np.ndarray,
     stages: np.ndarray,
-    capacity: int,
-    strategy: str,
+    pack_part: Callable[[np.ndarray, Sequence[int] | None], PackingPlan],
     seed: tuple[int, int] | None,
 ) -> PackingPlan:
     """Return a plan whose bins hold documents of one stage, stage after stage.
 
     Args:
-        lengths: tokens of each document, ``(documents,)`` integers.
         stages: of each document, ``(documents,)`` integers.
-        capacity: as in `pack`, like the others.
-        strategy: as in `pack`.
-        seed: as in `pack`.
+        pack_part: returns the bins of some documents, counted from 0, given their numbers and a
+            seed.
+        seed: of the epoch; None keeps the order of the data set.
     """
     indices, sizes, tokens = [], [], []
     for stage in np.unique(stages).tolist():
         members = np.flatnonzero(stages == stage)
-        plan = pack(lengths[members], capacity, strategy, seed and (*seed, stage))
+        plan = pack_part(members, None if seed is None else (*seed, stage))
         indices.append(members[plan.indices])
         sizes.append(np.diff(plan.offsets))
         tokens.append(plan.tokens)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-    return PackingPlan(np.concatenate(indices), offsets, np.concatenate(tokens), capacity)
+    return PackingPlan(np.concatenate(indices), offsets, np.concatenate(tokens), plan.capacity)
 
 
 def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:

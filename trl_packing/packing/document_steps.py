@@ -31,6 +31,7 @@ class DocumentSteps:
         attention_cost: c in the cost of a document, len + c · len².
         groups: documents with common prefixes, next to each other in `order`; None if each document
             is computed alone.
+        image_costs: of the vision tower for each document, in tokens; None without images.
     """
 
     order: np.ndarray
@@ -40,6 +41,7 @@ class DocumentSteps:
     accumulation: int
     attention_cost: float
     groups: PrefixGroups | None = None
+    image_costs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.documents_per_step)
@@ -56,6 +58,8 @@ class DocumentSteps:
         )
         lengths = self.lengths[documents].astype(float)
         costs = lengths + self.attention_cost * lengths**2
+        if self.image_costs is not None:
+            costs += self.image_costs[documents]
         if self.groups is None:
             return _equal_cost(documents, costs, number)
         depths = self.groups.depths[documents].astype(float)

@@ -68,6 +68,7 @@ def steps_from_plan(
     rng: np.random.Generator | None,
     squares: np.ndarray | None = None,
     stages: np.ndarray | None = None,
+    image_costs: np.ndarray | None = None,
 ) -> PackedSteps:
     """Return the micro-batches of an epoch.
 
@@ -85,6 +86,7 @@ def steps_from_plan(
         rng: shuffles the bins; None keeps the order of the plan.
         squares: len² of each document, where it computes less than all of its pairs of tokens.
         stages: of each document, whose bins come stage after stage; None draws all bins at once.
+        image_costs: of the vision tower for each document, in tokens; None without images.
     """
     slots = num_ranks * accumulation
     bins = np.arange(len(plan)) if rng is None else rng.permutation(len(plan))
@@ -98,7 +100,7 @@ def steps_from_plan(
         if stages is not None:
             balance = partial(balanced_in_stages, stages=stages[bins])
         order = balance(
-            _costs(plan, lengths, attention_cost, squares)[bins],
+            _costs(plan, lengths, attention_cost, squares, image_costs)[bins],
             tokens=plan.tokens[bins],
             documents=np.diff(plan.offsets)[bins],
             slots=slots,
@@ -129,16 +131,23 @@ def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> Packi
 
 
 def _costs(
-    plan: PackingPlan, lengths: np.ndarray, attention_cost: float, squares: np.ndarray | None
+    plan: PackingPlan,
+    lengths: np.ndarray,
+    attention_cost: float,
+    squares: np.ndarray | None,
+    image_costs: np.ndarray | None,
 ) -> np.ndarray:
-    """Return tokens + c · Σ len² of each bin, in whole tokens."""
+    """Return tokens + c · Σ len² + the tower's cost of each bin, in whole tokens."""
     if squares is None:
         squares = lengths[plan.indices].astype(np.int64)
         squares *= squares
     else:
         squares = squares[plan.indices]
     squares = np.add.reduceat(squares, plan.offsets[:-1])
-    return plan.tokens + (attention_cost * squares).astype(np.int64)
+    costs = plan.tokens + (attention_cost * squares).astype(np.int64)
+    if image_costs is None:
+        return costs
+    return costs + np.add.reduceat(image_costs[plan.indices], plan.offsets[:-1])
 
 
 def _dealt_evenly(bins: list[np.ndarray], number: int) -> list[np.ndarray]:

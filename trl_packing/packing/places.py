@@ -33,20 +33,24 @@ class EpochPlaces:
 
     def lengths(self, epoch: int) -> np.ndarray:
         """Return the tokens at each place, ``(places,)``."""
-        return self._lengths if self.draw is None else self._lengths[self._documents(epoch)]
+        return self.values(self._lengths, epoch)
+
+    def values(self, of_documents: np.ndarray, epoch: int) -> np.ndarray:
+        """Return values of the documents ``(documents,)`` as those of the places ``(places,)``."""
+        return of_documents if self.draw is None else of_documents[self.documents(epoch)]
 
     def documents_at(self, places: np.ndarray, epoch: int) -> np.ndarray:
         """Return the documents at some places, int64."""
         places = np.asarray(places, np.int64)
-        return places if self.draw is None else self._documents(epoch)[places]
+        return places if self.draw is None else self.documents(epoch)[places]
 
     def fair_order(self, epoch: int) -> np.ndarray:
         """Return the places in an order of which every part is a fair mixture."""
         assert self.draw is not None
-        return self.draw.fair_order(self._documents(epoch), epoch)
+        return self.draw.fair_order(self.documents(epoch), epoch)
 
-    def _documents(self, epoch: int) -> np.ndarray:
-        """Return the document at each place, kept for one epoch."""
+    def documents(self, epoch: int) -> np.ndarray:
+        """Return the document at each place of a mixture, kept for one epoch."""
         assert self.draw is not None
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, self.draw.documents(epoch)

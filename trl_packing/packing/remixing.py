@@ -10,8 +10,11 @@ Two moves change the partners of documents without a new bin, in rounds over all
     order, and cut where both halves fit                         around it the other
 
 The first move finds a partner for most bins if there are many documents, the second if there are
-few.
+few. With several limits, the second one alternates with an exchange of documents that are about
+equally long.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,10 +49,34 @@ def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.G
     # tokens of a bin of another cut?
     free = capacity - int(sizes.sum(dtype=np.int64)) / num_bins
     meets = len(sizes) ** 2 * (1 + free) > capacity * num_bins
-    rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
-    most = _MAX_ROUNDS if len(sizes) >= _SMALL else _MAX_ROUNDS_OF_SMALL
-    for _ in range(min(rounds, most)):
-        (_exchange_tails if meets else _recut_pairs)(sizes, bin_of, num_bins, capacity, rng)
+    for _ in range(_rounds(len(sizes))):
+        if meets:
+            _exchange_tails(sizes, bin_of, num_bins, capacity, rng)
+        else:
+            _recut_pairs([(sizes, capacity)], bin_of, num_bins, rng)
+
+
+#: Amounts of something in each document, ``(documents,)``, and the most of it that a bin may hold.
+Limit = tuple[np.ndarray, int]
+
+
+def remix_within(limits: Sequence[Limit], bin_of: np.ndarray, rng: np.random.Generator) -> None:
+    """Move documents between bins as `remix` does, where bins have several limits.
+
+    Args:
+        limits: tokens, each at least 1, and other amounts, which may be 0.
+        bin_of: bin of each document, ``(documents,)``, changed in place.
+        rng: draws the moves.
+    """
+    num_bins = int(bin_of.max()) + 1
+    for _ in range(_rounds(len(bin_of)) if num_bins > 1 else 0):
+        _recut_pairs(limits, bin_of, num_bins, rng)
+        _exchange_documents(limits, bin_of, num_bins, rng)
+
+
+def _rounds(num_documents: int) -> int:
+    rounds = int((_REMIX_BELOW / num_documents) ** (2 / 3))
+    return min(rounds, _MAX_ROUNDS if num_documents >= _SMALL else _MAX_ROUNDS_OF_SMALL)
 
 
 # --- tails ----------------------------------------------------------------------------------------
@@ -110,33 +137,38 @@ def _matched(
 
 
 def _recut_pairs(
-    sizes: np.ndarray, bin_of: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
+    limits: Sequence[Limit], bin_of: np.ndarray, num_bins: int, rng: np.random.Generator
 ) -> None:
     """Pair the bins at random, and partition each pair again if one stretch allows it.
 
     The documents of a pair are laid out in random order. Any stretch of them with a number of
-    tokens in [total − capacity, capacity] can be one bin, and the remaining documents the other.
+    tokens in [total − capacity, capacity] can be one bin, and the remaining documents the other;
+    the same holds for every other limit.
     """
     num_pairs = num_bins // 2
     bins = rng.permutation(num_bins)
     pair_of_bin = np.empty(num_bins, dtype=np.int64)
     pair_of_bin[bins] = np.arange(num_bins) // 2  # with an odd number, the last bin has no partner
-    shuffled = rng.permutation(len(sizes))
+    shuffled = rng.permutation(len(bin_of))
     shuffled = shuffled[stable_argsort(pair_of_bin[bin_of[shuffled]], num_pairs)]
     pair = pair_of_bin[bin_of[shuffled]]
     paired = int(np.searchsorted(pair, num_pairs))
     shuffled, pair = shuffled[:paired], pair[:paired]
 
-    before = np.concatenate([[0], np.cumsum(sizes[shuffled], dtype=np.int64)])
     ends = np.cumsum(np.bincount(pair, minlength=num_pairs))
     starts = np.concatenate([[0], ends[:-1]])
-    least = np.maximum(before[ends] - before[starts] - capacity, 1)
-    # For a stretch that starts at each document, one search finds the first end that leaves at most
-    # `capacity` tokens to the other bin.
     first = np.arange(paired)
-    last = np.searchsorted(before, before[:-1] + least[pair])
+    last, sums = first + 1, []
+    for amounts, most in limits:
+        before = np.concatenate([[0], np.cumsum(amounts[shuffled], dtype=np.int64)])
+        least = np.maximum(before[ends] - before[starts] - most, 0)
+        # For a stretch that starts at each document, one search finds the first end that leaves at
+        # most `most` to the other bin.
+        last = np.maximum(last, np.searchsorted(before, before[:-1] + least[pair]))
+        sums.append((before, most))
     legal = (last <= ends[pair]) & (last - first < (ends - starts)[pair])
-    legal &= before[np.minimum(last, paired)] - before[:-1] <= capacity
+    for before, most in sums:
+        legal &= before[np.minimum(last, paired)] - before[:-1] <= most
     chosen, at = np.unique(pair[legal], return_index=True)
 
     cut = np.zeros((2, num_pairs), dtype=np.int64)
@@ -145,6 +177,25 @@ def _recut_pairs(
     moved = cut[1, pair] > 0
     dealt = bins[2 * pair + inside]
     bin_of[shuffled[moved]] = dealt[moved]
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+def _exchange_documents(
+    limits: Sequence[Limit], bin_of: np.ndarray, num_bins: int, rng: np.random.Generator
+) -> None:
+    """Exchange documents of about equally many tokens between two bins, where no limit objects."""
+    tokens, capacity = limits[0]
+    order = random_order_within(tokens, capacity, rng)
+    bins = bin_of[order]
+    fits = bins[:-1] != bins[1:]
+    for amounts, most in limits:
+        held = np.bincount(bin_of, amounts, num_bins)  # exact: below 2⁵³
+        more = np.diff(amounts[order].astype(np.int64))  # for the bin of the shorter document
+        fits &= (more <= most - held[bins[:-1]]) & (-more <= most - held[bins[1:]])
+    lower, upper = _matched(bins, np.flatnonzero(fits), num_bins, rng)
+    bin_of[order[lower]], bin_of[order[upper]] = bins[upper], bins[lower]
 
 
 # --- orders ---------------------------------------------------------------------------------------

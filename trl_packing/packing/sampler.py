@@ -15,6 +15,7 @@ Bins and steps are made of places, and micro-batches are yielded as documents.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -26,6 +27,8 @@ from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_
 from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan, with_more_bins
 from trl_packing.packing.group_order import keep_groups_together
+from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import PatchBins
 from trl_packing.packing.places import EpochPlaces
 from trl_packing.packing.prefix_groups import PrefixGroups
 
@@ -75,6 +78,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
             needs. Bins of the others are split until there are as many.
         stages: of each document, (documents,) integers: those of a stage come after those of the
             stages before it, and share bins only with each other (curriculum.py).
+        loads: Images of the documents: bins are limited by their patches, too, and the tower is
+            part of the cost of a micro-batch.
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -104,12 +109,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
         draw: MixtureDraw | None = None,
         epochs: int = 1,
         stages: np.ndarray | None = None,
+        loads: ImageLoads | None = None,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
         self.draw = draw
         self.epochs = epochs
         self.stages = stages
+        self.loads = loads
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
@@ -313,11 +320,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         is_seeded = find_strategy(self.strategy).order_dependent
         return max(
             len(
-                pack(
-                    self.places.lengths(epoch),
-                    self.capacity,
-                    self.strategy,
-                    (self.seed, epoch) if is_seeded else None,
+                self._pack_part(
+                    self.places.documents(epoch), (self.seed, epoch) if is_seeded else None
                 )
             )
             for epoch in range(max(self.epochs, 1))
@@ -342,11 +346,30 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
         if self.stages is not None:
-            return pack_stages(lengths, self.stages, self.capacity, self.strategy, seed)
-        plan = pack(lengths, self.capacity, self.strategy, seed)
-        if self.places.are_same_every_epoch or self.num_bins is None:
-            return plan
-        return with_more_bins(plan, lengths, self.num_bins)
+            return pack_stages(self.stages, self._pack_part, seed)
+        if self.draw is not None:
+            plan = self._pack_part(self.places.documents(epoch), seed)
+            return with_more_bins(plan, lengths, self.num_bins or 0)
+        if self._patch_bins is not None:
+            return self._patch_bins.pack(seed)
+        return pack(self.lengths, self.capacity, self.strategy, seed)
+
+    def _pack_part(self, documents: np.ndarray, seed: Sequence[int] | None) -> PackingPlan:
+        """Return the bins of some documents, which it counts from 0 as they are given."""
+        assert self.capacity is not None
+        lengths, loads = self.lengths[documents], self.loads
+        if loads is None or loads.most_patches is None:
+            return pack(lengths, self.capacity, self.strategy, seed)
+        limits = self.capacity, loads.most_patches
+        return PatchBins(lengths, loads.patches[documents], *limits, self.strategy).pack(seed)
+
+    @cached_property
+    def _patch_bins(self) -> PatchBins | None:
+        loads = self.loads
+        if loads is None or loads.most_patches is None or self.capacity is None:
+            return None
+        limits = self.capacity, loads.most_patches
+        return PatchBins(self.lengths, loads.patches, *limits, self.strategy)
 
     def _packed_steps(self) -> PackedSteps:
         if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
@@ -362,6 +385,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
                 squares=None if self.groups is None else self.groups.squares,
                 stages=self.stages,
+                image_costs=self._image_costs(),
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -393,9 +417,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 self.accumulation,
                 self.attention_cost,
                 self.groups,
+                self._image_costs(),
             )
             self._steps_epoch = self.epoch
         return self._steps
+
+    def _image_costs(self) -> np.ndarray | None:
+        """Return the cost of the images at each place of this epoch; None without images."""
+        return None if self.loads is None else self.places.values(self.loads.costs, self.epoch)
 
 
 def _evenly_spread(total: int, number: int) -> list[int]:

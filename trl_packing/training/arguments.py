@@ -35,6 +35,7 @@ _PREPARATION_OPTIONS = (
     "append_eos",
     "curriculum",
     "documents_per_step",
+    "max_patches",
     "mixture",
     "mixture_temperature",
     "overflow",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.isolation.evidence import Checked
 from trl_packing.training.histogram import Histogram
+from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.prefix_savings import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
 from trl_packing.training.source_shares import SourceShare, source_lines
@@ -51,6 +52,7 @@ class PackingReport:
         sources: of the training set, and how often the epoch draws them; empty if not known.
         documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
         order: of the documents of an epoch, in words; "" if they are drawn at random.
+        images: of the documents; None without any.
     """
 
     ranks: int
@@ -80,6 +82,7 @@ class PackingReport:
     sources: tuple[SourceShare, ...] = ()
     documents_in_data: int | None = None
     order: str = ""
+    images: ImageCounts | None = None
 
     @property
     def utilization(self) -> float | None:
@@ -139,6 +142,7 @@ class PackingReport:
             ("turns", str(self.preparation.conversations)),
             ("documents", self._data()),
             *source_lines(self.sources),
+            ("images", str(self.images or "")),
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),
             *self._epoch(),

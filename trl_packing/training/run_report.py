@@ -12,7 +12,7 @@ from datasets import IterableDataset
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
@@ -24,6 +24,7 @@ from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.histogram import Histogram
+from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.mixture import Mixture
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
 from trl_packing.training.prefix_sharing import PrefixSharing
@@ -100,6 +101,7 @@ def plan_report(
         sources=() if mixture is None else mixture.shares(lengths, trained),
         documents_in_data=None if sampler.draw is None else len(documents),
         order=order,
+        images=ImageCounts.of(sampler),
         prefixes=None
         if tokens_per_micro_batch or IMAGE_IDS in documents.columns  # equal ids, other images
         else prefix_savings(documents, sampler, prefix_sharing),
@@ -128,7 +130,7 @@ def order_in_words(args: Any, sampler: PackedBatchSampler) -> str:
     }[options.curriculum_order]
     first = ends[options.curriculum == LENGTH]
     stages = len(np.unique(sampler.stages))
-    return f"by {options.curriculum}, {first} first · {size_in_words(stages, 'stage')}, each random"
+    return f"by {options.curriculum}, {first} first · {quantity(stages, 'stage')}, each random"
 
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:

@@ -23,6 +23,8 @@ from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.curriculum import numbers_of, stages_of
 from trl_packing.packing.document_order import order_seed, packing_seed
 from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import patch_budget
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
@@ -44,6 +46,7 @@ def training_sampler(
     subset: np.ndarray | None = None,
     index: PrefixIndex | None = None,
     mixture: Mixture | None = None,
+    loads: ImageLoads | None = None,
 ) -> PackedBatchSampler:
     """Return the sampler of one rank's training micro-batches.
 
@@ -60,6 +63,7 @@ def training_sampler(
             all documents.
         index: of `documents`, if groups of documents with common prefixes are drawn.
         mixture: of `documents`; a subset is sampled as it is.
+        loads: of the images of `documents`; None without images.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -67,6 +71,7 @@ def training_sampler(
     lengths = documents.lengths()
     if subset is not None:
         lengths, index = lengths[subset], index and index.subset(subset)
+        loads = loads and loads.subset(subset)
     return sampler_of_lengths(
         lengths,
         args,
@@ -81,6 +86,7 @@ def training_sampler(
         groups=None if index is None else _groups(index, lengths, args),
         draw=None if mixture is None or subset is not None else mixture.draw,
         numbers=_numbers(documents, args, subset),
+        loads=loads,
     )
 
 
@@ -99,6 +105,7 @@ def sampler_of_lengths(
     groups: PrefixGroups | None = None,
     draw: MixtureDraw | None = None,
     numbers: np.ndarray | None = None,
+    loads: ImageLoads | None = None,
 ) -> PackedBatchSampler:
     """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
 
@@ -116,6 +123,7 @@ def sampler_of_lengths(
         groups: of documents with common prefixes; None draws single documents.
         draw: the documents that each epoch of a mixture draws; None draws every document once.
         numbers: those of a curriculum; None draws from all documents at any time.
+        loads: of the images of the documents, as `limited_loads` returns them; None without images.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
@@ -162,6 +170,7 @@ def sampler_of_lengths(
         groups=groups,
         draw=draw,
         stages=stages,
+        loads=loads,
     )
     if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
         return sampler(epochs=math.ceil(args.num_train_epochs))
@@ -178,6 +187,26 @@ def _numbers(
         return None
     numbers = numbers_of(documents, curriculum)
     return numbers if subset is None else numbers[subset]
+
+
+def limited_loads(
+    loads: ImageLoads, lengths: np.ndarray, args: SFTConfig, *, packing: bool
+) -> ImageLoads:
+    """Return the loads of images with the limit of bins that the settings name or imply.
+
+    Args:
+        loads: of documents.
+        lengths: tokens of these documents, ``(documents,)``.
+        args: the settings of the run.
+        packing: pack documents into bins.
+    """
+    options, capacity = PackingOptions.of(args), args.max_length
+    if not packing or capacity is None or options.documents_per_step is not None:
+        return loads
+    most = options.max_patches
+    if most is None:
+        most = patch_budget(lengths, loads.patches, capacity, args.packing_strategy)
+    return loads.limited(most)
 
 
 def prefix_index(documents: ArrowDocuments) -> PrefixIndex:
@@ -236,6 +265,7 @@ def plan_settings(
         "overlap_tokens": Overflow.from_args(args, packing).overlap,
         "curriculum": options.curriculum,
         "curriculum_order": options.curriculum and options.curriculum_order,
+        "max_patches": options.max_patches,
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
         "seed": packing_seed(args),
@@ -255,6 +285,7 @@ class Sampling:
         mixture: of the training set that was sampled last; None if its sources are not known.
         draws_groups: returns whether groups of documents with common prefixes are drawn, in
             training or evaluation.
+        image_loads: returns the loads of the images of documents; None without images.
     """
 
     def __init__(self, trainer: SFTTrainer):
@@ -264,7 +295,9 @@ class Sampling:
         self.torch_seed: int | None = None
         self.mixture: Mixture | None = None
         self.draws_groups: Callable[[bool], bool] = lambda training: False
+        self.image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
         self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
+        self._loads: dict[tuple[int, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -308,6 +341,7 @@ class Sampling:
             subset=subset,
             index=self._index(documents) if self.draws_groups(True) else None,
             mixture=self.mixture,
+            loads=self._limited_loads(documents, self.packing),
         )
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
@@ -330,7 +364,20 @@ class Sampling:
             attention_cost=attention_cost(self.hidden_size),
             allow_idle_ranks=True,
             groups=groups,
+            loads=self._limited_loads(documents, self.eval_packing),
         )
+
+    def _limited_loads(self, documents: ArrowDocuments, packing: bool) -> ImageLoads | None:
+        """Return the loads of the images of a data set, made once."""
+        key = id(documents.dataset), packing
+        if key not in self._loads:
+            if len(self._loads) == _MOST_INDEXES:
+                del self._loads[next(iter(self._loads))]
+            loads, args = self.image_loads(documents), self.trainer.args
+            if loads is not None:
+                loads = limited_loads(loads, documents.lengths(), args, packing=packing)
+            self._loads[key] = documents, loads
+        return self._loads[key][1]
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the index of a data set, made once."""

@@ -18,12 +18,17 @@ import numpy as np
 from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
+from trl_packing.vision.patches import Rule, num_patches, patch_rule
+
 logger = get_logger(__name__)
 
 #: Height and width of an image, and how many images its row has, up to 2.
 Size = tuple[int, int, int]
 
-_TRIALS: tuple[Size, ...] = ((112, 168, 1), (300, 224, 1), (640, 427, 1))
+_TRIALS: tuple[Size, ...] = (
+    *((112, 168, 1), (300, 224, 1), (640, 427, 1)),
+    *((96, 480, 1), (1000, 1000, 1)),  # other grids of tiles
+)
 _PROGRESS = 50  # sizes from which measuring them shows a progress bar
 
 
@@ -34,10 +39,12 @@ class Placeholder:
     Attributes:
         text: replaces the placeholder of a chat template.
         runs: feature tokens of each run in `text`.
+        patches: positions of the vision tower.
     """
 
     text: str
     runs: tuple[int, ...]
+    patches: int = 0
 
     @property
     def num_features(self) -> int:
@@ -50,6 +57,7 @@ class Placeholders:
 
     Args:
         processor: of a vision-language model.
+        patch_size: pixels of a side of a patch of its tower.
 
     Attributes:
         token: the placeholder that chat templates write for an image.
@@ -57,8 +65,9 @@ class Placeholders:
         feature_token: the same as text.
     """
 
-    def __init__(self, processor: Any):
+    def __init__(self, processor: Any, patch_size: int = 14):
         self.processor = processor
+        self.patch_size = patch_size
         self.token: str = processor.image_token
         ids = [token for token in processor.image_token_ids if token is not None]
         self.feature_id = int(ids[0])
@@ -72,9 +81,11 @@ class Placeholders:
             ValueError: the processor refuses an image of some size.
         """
         new = sorted(set(map(self._key, sizes)) - self._known.keys())
-        if self._has_arithmetic:
-            for size, length in zip(new, self._lengths(new), strict=True):
-                self._known[size] = Placeholder(self.feature_token, (length,))
+        rule = self._patch_rule
+        if rule is not None:
+            numbers = zip(new, self._lengths(new), rule(new), strict=True)
+            for size, length, patches in numbers:
+                self._known[size] = Placeholder(self.feature_token, (length,), patches)
             return
         words = "Measuring image sizes"
         for size in tqdm(new, desc=words, disable=len(new) < _PROGRESS):
@@ -94,16 +105,23 @@ class Placeholders:
         return self._measured((height, width, 1)) != self._measured((height, width, 2))
 
     @cached_property
-    def _has_arithmetic(self) -> bool:
-        """Whether images are runs, as long as the processor's arithmetic says, in three trials."""
+    def _patch_rule(self) -> Rule | None:
+        """Patches by size, if the processor's arithmetic is right in all trials; else None.
+
+        Then an image is one run of tokens, as long as that arithmetic says.
+        """
         if not hasattr(self.processor, "_get_num_multimodal_tokens") or self.counts_images:
-            return False
+            return None
         try:
-            measured = [self._measured(size) for size in _TRIALS]
-            expected = [Placeholder(self.feature_token, (n,)) for n in self._lengths(_TRIALS)]
+            measured = {size: self._measured(size) for size in _TRIALS}
+            lengths = self._lengths(_TRIALS)
         except Exception:  # arithmetic of some processors needs more than sizes
-            return False
-        return measured == expected
+            return None
+        found = [(image.text, image.runs) for image in measured.values()]
+        if found != [(self.feature_token, (length,)) for length in lengths]:
+            return None
+        patches = {size: image.patches for size, image in measured.items()}
+        return patch_rule(self.processor, self.images_kwargs(), patches)
 
     def _lengths(self, sizes: Sequence[Size]) -> list[int]:
         if not sizes:
@@ -119,10 +137,11 @@ class Placeholders:
         height, width, images = size
         blank = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
         images_kwargs = self.images_kwargs()
-        _, (text, *_) = self.processor._process_images([[blank] * images], **images_kwargs)
+        made, (text, *_) = self.processor._process_images([[blank] * images], **images_kwargs)
+        patches = num_patches(made, self.patch_size) // images
         run = re.compile(f"(?:{re.escape(self.feature_token)})+")
         runs = [len(found) // len(self.feature_token) for found in run.findall(text)]
-        return Placeholder(run.sub(lambda _: self.feature_token, text), tuple(runs))
+        return Placeholder(run.sub(lambda _: self.feature_token, text), tuple(runs), patches)
 
     def images_kwargs(self) -> dict[str, Any]:
         """Return the arguments with which the processor processes images by default."""

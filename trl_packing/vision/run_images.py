@@ -33,14 +33,17 @@ from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.blank_images import StillTower, ranks_wait_for_tower
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
 from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
+from trl_packing.vision.loads import RunLoads
 from trl_packing.vision.other_media import check_no_other_media
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
 from trl_packing.vision.tower import hide_boundaries
+from trl_packing.vision.tower_cost import TowerCost, patch_size_of
 from trl_packing.vision.trl_check import difference_from_trl
 from trl_packing.vision.trl_path import (
     check_nothing_is_weighted,
@@ -81,6 +84,8 @@ class RunImages:
     def __init__(self) -> None:
         self.packs = False
         self.store = ImageStore()
+        self._loads = RunLoads(TowerCost())
+        self._patch_size = 0
         self.contradiction: str | None = None
         self.is_built = False
         self._given: tuple[Any, Any] = (None, None)
@@ -106,7 +111,22 @@ class RunImages:
         self.packs = reason is None
         if reason is not None:
             check_nothing_is_weighted([train, *_sets(evaluated)], reason)
+        if self.packs:
+            config = _config_of(model, args)
+            self._loads, self._patch_size = RunLoads(TowerCost.of(config)), patch_size_of(config)
         return reason
+
+    def loads(self, documents: ArrowDocuments) -> ImageLoads | None:
+        """Return the patches and the cost of the images of documents; None if they have none."""
+        return self._loads.of(documents) if self.packs else None
+
+    def check_options(self, options: PackingOptions) -> None:
+        """Raise ValueError for a setting that only data sets with images have."""
+        if options.max_patches is not None and not self.packs:
+            raise ValueError(
+                f"max_patches={options.max_patches} limits the images of a bin, but the training "
+                "set has no images; leave it out"
+            )
 
     def take_all(self, train: Any, evaluated: Any) -> tuple[Any, Any]:
         """Return the data sets of the constructor with numbers in place of their images."""
@@ -185,17 +205,20 @@ class RunImages:
             return dataset
         check_settings(dataset, rules, name)
         chat = ChatTemplate(processor.tokenizer, chat_template or template_of(processor))
-        placeholders = Placeholders(processor)
+        placeholders = Placeholders(processor, self._patch_size)
         row_format = replace(rules.row_format, chat=chat)
         weighted = has_flags(dataset, dataset[0])
         if weighted and row_format.flags_decide:
             row_format = replace(row_format, train_on="assistant")
         rows = ImageRows.of(row_format, placeholders.token, placeholders.feature_id)
         sizes = [self.store.sizes(row) for row in dataset[IMAGE_ROW]]
+        learned = _learn(placeholders, sizes, name)
+        patches = [[learned[key].patches for key in keys_of(of_row)] for of_row in sizes]
+        self._loads.add(dataset[IMAGE_ROW], patches)
         documents = tokenize_rows(
             dataset,
             rows,
-            _learn(placeholders, sizes, name),
+            learned,
             sizes,
             kept=document_columns(dataset.column_names, rules.options.named_columns()),
             weighted=weighted and row_format.train_on in ("assistant", "last_assistant"),
@@ -270,11 +293,7 @@ def _fields(kind: pa.DataType | None) -> dict[str, pa.DataType]:
 
 def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
     """Return why a model or its processor needs TRL's path, or None."""
-    config = getattr(model, "config", None)
-    if config is None:
-        given = getattr(args, "model_init_kwargs", None) or {}
-        chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
-        config = AutoConfig.from_pretrained(model, **chosen)
+    config = _config_of(model, args)
     if config.model_type not in FAMILIES:
         return f"the data set has images, which are not packed for {config.model_type} models"
     names = ("image_token", "image_token_ids", "_process_images")
@@ -282,6 +301,16 @@ def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
     if not is_known:
         return f"the data set has images, and {type(processor).__name__} has no image_token"
     return None
+
+
+def _config_of(model: Any, args: Any) -> Any:
+    """Return the config of a model, or of its name."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        return config
+    given = getattr(args, "model_init_kwargs", None) or {}
+    chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
+    return AutoConfig.from_pretrained(model, **chosen)
 
 
 def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:

@@ -39,6 +39,8 @@ class RunMemory:
         recomputed: share of the operations of a step that gradient checkpointing adds, of the
             whole step.
         fitting_tokens: tokens of a micro-batch that fit without it; None if it cannot be computed.
+        patches: bytes that 1,000 patches of images add with gradient checkpointing; None without a
+            vision tower.
         unknown: why activations cannot be computed; empty if they can.
     """
 
@@ -48,6 +50,7 @@ class RunMemory:
     with_checkpointing: StepMemory | None
     recomputed: float
     fitting_tokens: int | None
+    patches: int | None = None
     unknown: str = ""
 
     def facts(self) -> dict[str, Any]:
@@ -95,8 +98,18 @@ def run_memory(
         with_checkpointing=kept,
         recomputed=recomputed_share(model),
         fitting_tokens=fitting,
+        patches=_bytes_of_patches(config, 2 if autocast else (dtype or torch.float32).itemsize),
         unknown=unknown,
     )
+
+
+def _bytes_of_patches(config: Any, itemsize: int) -> int | None:
+    """Return the bytes of 1,000 patches in the inputs of all layers of the vision tower."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return None
+    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+    return 1000 * (width or 0) * getattr(vision, "num_hidden_layers", 0) * itemsize or None
 
 
 def tokens_of(args: Any) -> int:
@@ -153,6 +166,10 @@ def memory_section(memory: RunMemory, args: Any, devices: tuple[Device, ...]) ->
             text = f"{_gb(step.peak - states.total)}, so {_gb(step.peak)} at most, {name} gradient"
             findings.append(Finding("ok", "activations", f"{text} checkpointing"))
         findings.append(_verdict(memory, without, kept, args, devices))
+    if memory.patches:
+        each = f"1,000 patches of images keep at least {_gb(memory.patches)}"
+        text = f"not counted: {each} with gradient checkpointing (docs/images.md)"
+        findings.append(Finding("note", "images", text))
     tokens = f"{tokens_of(args):,} tokens a micro-batch"
     return Section("Memory", tuple(findings), f"{memory.model}, {tokens}, one device, computed")
 

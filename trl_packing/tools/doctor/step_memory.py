@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trl_packing.attention import document_sdpa
 from trl_packing.attention.interface import mark_packed_calls
@@ -86,17 +86,19 @@ class StepMemory:
 
 
 def meta_model(config: Any, *, dtype: torch.dtype = torch.float32, lora: Any = None) -> Any:
-    """Return a causal language model on the meta device, in training mode.
+    """Return a language model, with its vision tower if it has one, on the meta device.
+
+    It is in training mode.
 
     Args:
         config: of the model.
         dtype: of the weights. TRL loads float32.
         lora: a `LoraConfig` of PEFT, or None to train all weights.
     """
+    has_tower = getattr(config, "vision_config", None) is not None
+    maker = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=document_sdpa.NAME
-        )
+        model = maker.from_config(config, dtype=dtype, attn_implementation=document_sdpa.NAME)
     if lora is not None:
         from peft import get_peft_model
 

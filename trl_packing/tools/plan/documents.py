@@ -12,7 +12,8 @@ import numpy as np
 
 from trl_packing.data.counts import quantity
 from trl_packing.data.overflow import is_kept
-from trl_packing.documents.labels import IGNORE_INDEX, document_labels
+from trl_packing.data.whole_images import ImageSpans
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, document_labels
 from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import escape
 from trl_packing.tools.plan.run_plan import CutDocuments, RunPlan
@@ -44,7 +45,7 @@ def _examples(plan: RunPlan) -> Iterator[str]:
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
         document = documents[row]
         kinds = _kinds(_labels(document))
-        yield _document(f"{name}: document {row:,}", document["input_ids"], kinds, plan.tokenizer)
+        yield _document(f"{name}: document {row:,}", document, kinds, plan.tokenizer)
     if plan.cut is not None and len(plan.cut.rows):
         yield from _cut_documents(plan.cut, plan.tokenizer)
 
@@ -67,7 +68,7 @@ def _cut_documents(cut: CutDocuments, tokenizer: Any) -> Iterator[str]:
         words = [f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"]
         words += [f"kept in {kept:,} pieces"] * (kept > 1)
         starts = pieces.starts[mine][1:].tolist()
-        yield _document(name, document["input_ids"], kinds, tokenizer, starts, words)
+        yield _document(name, document, kinds, tokenizer, starts, words)
 
 
 def _labels(document: Mapping[str, Any]) -> np.ndarray:
@@ -83,23 +84,44 @@ def _kinds(labels: np.ndarray) -> np.ndarray:
 
 def _document(
     name: str,
-    ids: np.ndarray,
+    document: Mapping[str, np.ndarray],
     kinds: np.ndarray,
     tokenizer: Any,
     pieces: Sequence[int] = (),
     words: Sequence[str] = (),
 ) -> str:
     trained = int((kinds == _TRAINED).sum())
+    ids, images = document["input_ids"], _image_starts(document)
+    words = [*([quantity(len(images), "image")] * bool(images)), *words]
     note = ", ".join([quantity(len(ids), "token"), f"{trained:,} trained", *words])
+    shown = np.ones(len(ids), bool)  # of an image, only its first token
+    for start, size in images.items():
+        shown[start + 1 : start + size] = False
+    places = np.cumsum(shown) - 1
+    ids, kinds, pieces = ids[shown], kinds[shown], places[list(pieces)].tolist()
+    sizes = {int(places[start]): size for start, size in images.items()}
     return (
         f'<div class="document of{trained % 6}"><h3>{escape(name)} '
         f'<span class="note">{escape(note)}</span></h3>'
-        f'<pre class="wrap">{"".join(_text(ids, kinds, tokenizer, pieces))}</pre></div>'
+        f'<pre class="wrap">{"".join(_text(ids, kinds, tokenizer, pieces, sizes))}</pre></div>'
     )
 
 
+def _image_starts(document: Mapping[str, np.ndarray]) -> dict[int, int]:
+    """Return the number of tokens of each image, by its first token in the document."""
+    if IMAGE_IDS not in document:
+        return {}
+    ids = document[IMAGE_IDS]
+    spans = ImageSpans((ids, np.array([0, len(ids)]))).of(0)
+    return {start: stop - start for start, stop in spans}
+
+
 def _text(
-    ids: np.ndarray, kinds: np.ndarray, tokenizer: Any, pieces: Sequence[int]
+    ids: np.ndarray,
+    kinds: np.ndarray,
+    tokenizer: Any,
+    pieces: Sequence[int],
+    images: Mapping[int, int],
 ) -> Iterator[str]:
     shown = 0
     for start, stop in _windows(kinds, pieces):
@@ -107,6 +129,9 @@ def _text(
             yield f"<u> … {start - shown:,} tokens … </u>"
         shown = stop
         texts = token_texts(ids[start:stop].tolist(), tokenizer)
+        for place, size in images.items():
+            if start <= place < stop:
+                texts[place - start] = f"[image, {quantity(size, 'token')}]"
         changes = np.flatnonzero(np.diff(kinds[start:stop])) + 1
         cuts = [at - start for at in pieces if start < at < stop]
         edges = sorted({0, *changes.tolist(), *cuts, stop - start})

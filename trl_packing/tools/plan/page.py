@@ -83,6 +83,10 @@ def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield f"{report.documents:,}", "documents" if whole is None else f"documents of {whole:,} drawn"
     yield f"{tokens:,}", "tokens"
     yield f"{trained / tokens:.1%}", f"{trained:,} tokens are trained"
+    images = report.images
+    if images is not None:
+        words = f"images, of {images.tokens:,} tokens ({images.share:.0%}) and {images.patches:,}"
+        yield f"{images.images:,}", f"{words} patches"
     if report.utilization is not None:
         yield (
             f"{report.utilization:.2%}",
@@ -97,6 +101,8 @@ def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
     size = f"{report.documents_per_step:,.1f} documents"
     yield f"{report.steps_per_epoch:,}", f"steps an epoch, of {size}{beside}"
     yield f"{int(plan.epoch.tokens.max()):,}", "tokens in the largest micro-batch"
+    if plan.epoch.patches is not None:
+        yield f"{int(plan.epoch.patches.max()):,}", "patches in the micro-batch with most of them"
     if counts.before.tokens:
         lost = counts.before.tokens - counts.after.tokens
         yield _share(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
@@ -144,6 +150,9 @@ def _shapes(plan: RunPlan) -> str:
         trained = 100 * plan.documents.num_trained() / np.maximum(plan.documents.lengths(), 1)
         chart = _figure("Trained share of documents", trained, "% of the tokens", "documents")
         charts.insert(1, chart)
+    if epoch.patches is not None:
+        batches = _figure("Patches in a micro-batch", epoch.patches, "patches", "micro-batches")
+        charts.append(batches)
     return section("Shapes", columns(*charts), note="of the first epoch")
 
 
@@ -176,6 +185,8 @@ def _max_lengths(plan: RunPlan) -> str:
         )
     if plan.grouped:
         said += " These plans bring no documents with a common prefix together."
+    if plan.epoch.patches is not None:
+        said += " These plans fill bins by tokens alone, not by patches of images."
     content = table(head, rows, marked=marked), f'<p class="what">{said}</p>'
     return section("If max_length were …", *content, note=note)
 
@@ -274,12 +285,13 @@ def _ranks(plan: RunPlan) -> str:
             for rank, cost in enumerate(costs[:_MOST_RANKS])
         )
         content = _beside(content, "<h3>Cost of an epoch</h3>" + drawn)
+    tower = "" if plan.epoch.patches is None else ", plus the vision tower by the patches of images"
     return section(
         "Balance of ranks",
         content,
         '<p class="what">The cost of a micro-batch is its tokens, plus attention in proportion to '
-        "the squared lengths of its documents. Ranks wait for the costliest micro-batch of a "
-        "moment.</p>",
+        f"the squared lengths of its documents{tower}. Ranks wait for the costliest micro-batch of "
+        "a moment.</p>",
         note=f"{quantity(ranks, 'rank')} in this run",
     )
 

@@ -3,7 +3,8 @@
 micro-batch     0    1  |  2    3  |  4        ranks × accumulation of them make a step
 documents       5    4  |  6    5  |  2
 tokens       1020 1019  | 998 1024 | 420
-cost         1104 1150  |1050 1120 | 440       tokens + c · Σ len², what balances the ranks
+cost         1104 1150  |1050 1120 | 440       tokens + c · Σ len² + the cost of the vision tower,
+                                               by which ranks are balanced
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class PlannedEpoch:
         costs: of each micro-batch in tokens, ``(micro-batches,)`` float64.
         ranks: data-parallel ranks.
         slots: micro-batches of a full step.
+        patches: of each micro-batch, ``(micro-batches,)`` int64; None without images.
     """
 
     members: list[np.ndarray]
@@ -34,6 +36,7 @@ class PlannedEpoch:
     costs: np.ndarray
     ranks: int
     slots: int
+    patches: np.ndarray | None = None
 
     @classmethod
     def from_sampler(cls, sampler: PackedBatchSampler) -> "PlannedEpoch":
@@ -54,8 +57,11 @@ class PlannedEpoch:
 
         tokens = sampler.tokens_of(members)
         costs = tokens + sampler.attention_cost * sums(squares)
+        patches, loads = None, sampler.loads
+        if loads is not None:
+            patches, costs = sums(loads.patches[drawn]), costs + sums(loads.costs[drawn])
         slots = sampler.num_ranks * sampler.accumulation
-        return cls(members, documents, tokens, costs, sampler.num_ranks, slots)
+        return cls(members, documents, tokens, costs, sampler.num_ranks, slots, patches)
 
     @property
     def steps(self) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.data.overflow import Overflow, Pieces, pieces_of, prompt_lengths
+from trl_packing.data.counting import pieces_of_documents
+from trl_packing.data.overflow import Overflow, Pieces
 from trl_packing.data.preparation import Unfitted, fit
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
@@ -56,10 +57,7 @@ class CutDocuments:
     def of(cls, whole: Unfitted) -> "CutDocuments":
         """Return those of the run's own policy."""
         documents = _token_documents(whole.documents)
-        lengths = documents.lengths()
-        chunks = documents.readers["labels"].chunks
-        prompts = documents.in_order([prompt_lengths(*chunk) for chunk in chunks])
-        pieces = pieces_of(lengths, whole.overflow, prompts)
+        lengths, pieces = documents.lengths(), pieces_of_documents(documents, whole.overflow)
         intact = pieces.rows[pieces.stops - pieces.starts == lengths[pieces.rows]]
         return cls(documents, whole.overflow, pieces, np.setdiff1d(np.arange(len(lengths)), intact))
 
@@ -126,7 +124,7 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     whole = run.unfitted()
     prepared, counts = run.documents() if whole is None else fit(whole, run.preparation)
     documents, sampler = plan_of(run, prepared, ranks=ranks)
-    setup = Setup(run.args, ranks, run.hidden_size, sampler.groups, sampler.draw)
+    setup = Setup(run.args, ranks, run.hidden_size, sampler.groups, sampler.loads, sampler.draw)
     lengths, own = documents.lengths(), run.args.max_length
     limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
     return RunPlan(
@@ -136,13 +134,14 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         epoch=PlannedEpoch.from_sampler(sampler),
         bins=None if sampler.rows else sampler.plan(),
         cut=None if whole is None else CutDocuments.of(whole),
-        # Documents that are cut elsewhere have other prefixes, and other numbers in a mixture.
+        # Documents that are cut elsewhere have other prefixes, images, and numbers in a mixture.
         what_if=()
         if whole is None or sampler.draw is not None
-        else _what_if(whole, run, setup.with_groups(None), limits),
+        else _what_if(whole, run, setup.of_tokens_alone(), limits),
         ways=() if sampler.rows else tuple(ways_to_batch(lengths, setup)),
         ranks=tuple(on_ranks(lengths, setup, sorted({*RANKS, ranks}), rows=sampler.rows)),
-        sharing=ways_to_share(documents, setup),
+        # Equal tokens of images may stand for other images.
+        sharing=() if sampler.loads is not None else ways_to_share(documents, setup),
         mixture=mixture_of(documents, run.args),
     )
 

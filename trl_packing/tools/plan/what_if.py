@@ -17,14 +17,15 @@ from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.preparation import Unfitted, shuffle_fitted
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
-from trl_packing.documents.labels import TOKEN_COLUMNS
+from trl_packing.documents.labels import token_columns
 from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.plan.planned_epoch import PlannedEpoch
-from trl_packing.training.sampling import sampler_of_lengths
+from trl_packing.training.sampling import limited_loads, sampler_of_lengths
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
 
@@ -38,6 +39,7 @@ class Setup:
         ranks: data-parallel processes.
         hidden_size: the model's, which the balance of ranks depends on.
         groups: documents with common prefixes that share a bin; None for single documents.
+        loads: of the images of the documents; None without images.
         draw: the documents that an epoch of a mixture draws; None draws every document once.
     """
 
@@ -45,11 +47,16 @@ class Setup:
     ranks: int = 1
     hidden_size: int | None = None
     groups: PrefixGroups | None = None
+    loads: ImageLoads | None = None
     draw: MixtureDraw | None = None
 
     def with_groups(self, groups: PrefixGroups | None) -> "Setup":
         """Return the same setup for other groups."""
         return replace(self, groups=groups)
+
+    def of_tokens_alone(self) -> "Setup":
+        """Return the same setup for documents of which only the number of tokens is known."""
+        return replace(self, groups=None, loads=None)
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Setup":
         """Return the same setup with other ranks or `args`."""
@@ -60,17 +67,21 @@ class Setup:
 
     def sampler(self, lengths: np.ndarray, *, rows: bool = False) -> PackedBatchSampler:
         """Return the sampler of rank 0 for documents, or packed rows, of these lengths."""
+        loads, packing = self.loads, self.args.packing
+        if loads is not None and loads.most_patches is None:
+            loads = limited_loads(loads, lengths, self.args, packing=packing)
         return sampler_of_lengths(
             lengths,
             self.args,
             rows=rows,
-            packing=self.args.packing,
+            packing=packing,
             batch_size=self.args.per_device_train_batch_size,
             ranks=self.ranks,
             hidden_size=self.hidden_size,
             groups=self.groups,
             draw=self.draw,
             numbers=lengths if getattr(self.args, "curriculum", None) == LENGTH else None,
+            loads=loads,
         )
 
     def computed(self, tokens: np.ndarray) -> np.ndarray:
@@ -133,7 +144,8 @@ def other_max_lengths(
         setup: of the run.
         max_lengths: most tokens of a document, and of a bin.
     """
-    documents = ArrowDocuments(whole.documents, TOKEN_COLUMNS)
+    columns = token_columns(whole.documents.column_names)
+    documents = ArrowDocuments(whole.documents, columns)
     longest = int(documents.lengths().max(initial=0))
     policies = {limit: replace(whole.overflow, capacity=limit) for limit in max_lengths}
     fits = [

@@ -1,0 +1,139 @@
+"""Bins of documents with images hold neither more tokens nor more patches than their limits."""
+
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+
+from trl_packing.packing import patch_bins
+from trl_packing.packing.bins import pack
+from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import PatchBins, patch_budget
+from trl_packing.packing.sampler import PackedBatchSampler
+
+CAPACITY = 2048
+
+
+def photographs(number=1500, seed=0):
+    """Return lengths and patches of documents: two in three have an image of up to 1,200 tokens."""
+    rng = np.random.default_rng(seed)
+    tokens = np.clip(np.exp(rng.normal(5.5, 0.8, number)), 4, 1200).astype(int)
+    tokens *= rng.random(number) < 2 / 3
+    return tokens + rng.integers(20, 300, number), 4 * tokens
+
+
+def loads_of(patches, *, costs=None, limit=None):
+    """Return loads with these patches and costs of the tower."""
+    costs = np.zeros(len(patches), int) if costs is None else costs
+    return ImageLoads((patches > 0).astype(int), patches // 4, patches, costs, limit)
+
+
+def partners(plan):
+    return {pair for documents in plan for pair in combinations(sorted(documents.tolist()), 2)}
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "greedy", "next_fit"])
+def test_no_bin_exceeds_a_limit_and_every_document_is_in_one(strategy):
+    lengths, patches = photographs()
+    bins = PatchBins(lengths, patches, CAPACITY, 5000, strategy)
+    for seed in (None, (0, 0), (0, 1)):
+        plan = bins.pack(seed)
+        assert sorted(plan.indices.tolist()) == list(range(len(lengths)))
+        assert max(lengths[documents].sum() for documents in plan) <= CAPACITY
+        assert max(patches[documents].sum() for documents in plan) <= 5000
+        assert [lengths[documents].sum() for documents in plan] == plan.tokens.tolist()
+    # Tokens alone do not keep the limit.
+    assert max(patches[documents].sum() for documents in pack(lengths, CAPACITY)) > 5000
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "greedy"])
+def test_epochs_have_equally_many_bins_and_other_partners(strategy):
+    lengths, patches = photographs()
+    bins = PatchBins(lengths, patches, CAPACITY, 5000, strategy)
+    plans = [bins.pack((0, epoch)) for epoch in range(3)]
+    assert len({len(plan) for plan in plans}) == 1
+    if strategy == "bfd":  # "greedy" keeps the order of lengths
+        pairs = [partners(plan) for plan in plans]
+        assert len(pairs[0] & pairs[1]) < 0.05 * len(pairs[0])
+
+
+def test_bins_are_nearly_as_few_as_tokens_and_patches_allow():
+    lengths, patches = photographs()
+    for most in (4800, 5000, 20_000):
+        number = len(PatchBins(lengths, patches, CAPACITY, most).pack(None))
+        assert number <= 1.04 * max(patches.sum() / most, lengths.sum() / CAPACITY)
+
+
+def test_large_sets_are_packed_in_parts(monkeypatch):
+    lengths, patches = photographs()
+    whole = len(PatchBins(lengths, patches, CAPACITY, 5000).pack((0, 0)))
+    monkeypatch.setattr(patch_bins, "_DOCUMENTS_OF_A_PART", 200)
+    plan = PatchBins(lengths, patches, CAPACITY, 5000).pack((0, 0))
+    assert sorted(plan.indices.tolist()) == list(range(len(lengths)))
+    assert max(patches[documents].sum() for documents in plan) <= 5000
+    assert whole <= len(plan) <= whole + 8
+
+
+def test_a_document_beyond_the_limit_is_named():
+    with pytest.raises(ValueError, match="images of document 1 have 9 patches, but max_patches=8"):
+        PatchBins(np.array([5, 5]), np.array([8, 9]), 10, 8)
+
+
+def test_the_budget_costs_hardly_any_bins_and_holds_the_fullest_one_down():
+    lengths, patches = photographs()
+    budget = patch_budget(lengths, patches, CAPACITY, "bfd")
+    free = pack(lengths, CAPACITY, "bfd", (0, 0))
+    plan = PatchBins(lengths, patches, CAPACITY, budget).pack((0, 0))
+    assert len(plan) <= 1.01 * len(free)
+    assert budget >= patches.max()
+    fullest = [max(patches[documents].sum() for documents in each) for each in (plan, free)]
+    assert fullest[0] <= budget < 0.9 * fullest[1]
+
+
+def test_documents_without_images_need_no_budget():
+    lengths, patches = photographs()
+    assert patch_budget(lengths, 0 * patches, CAPACITY, "bfd") is None
+
+
+def test_images_without_limit_and_cost_change_no_epoch():
+    lengths, patches = photographs(300)
+    options = {"num_ranks": 2, "accumulation": 2}
+    plain = PackedBatchSampler(lengths, CAPACITY, **options)
+    images = PackedBatchSampler(lengths, CAPACITY, loads=loads_of(patches), **options)
+    for one, other in zip(plain.micro_batches(), images.micro_batches(), strict=True):
+        assert one.tolist() == other.tolist()
+    limited = PackedBatchSampler(lengths, CAPACITY, loads=loads_of(patches, limit=5000), **options)
+    assert list(limited) != list(plain)
+
+
+@pytest.mark.parametrize("kind", [{"capacity": CAPACITY}, {"documents_per_step": 32}])
+def test_ranks_and_accumulation_train_the_same_steps(kind):
+    lengths, patches = photographs(300)
+    loads = loads_of(patches, costs=patches // 5, limit=5000)
+    one = PackedBatchSampler(lengths, **kind, loads=loads, accumulation=4)
+    two = [
+        PackedBatchSampler(lengths, **kind, loads=loads, accumulation=2, num_ranks=2, rank=rank)
+        for rank in range(2)
+    ]
+    merged = [list(chain(*pair)) for pair in zip(*map(list, two), strict=True)]
+    assert _in_steps(list(one), 4) == _in_steps(merged, 2)
+
+
+def _in_steps(batches, size):
+    """Return the documents of each step, in ascending order."""
+    return [sorted(chain(*batches[at : at + size])) for at in range(0, len(batches), size)]
+
+
+@pytest.mark.parametrize("kind", [{"capacity": CAPACITY}, {"documents_per_step": 256}])
+def test_ranks_balance_the_tower_and_the_text(kind):
+    lengths, patches = photographs(4000)
+    costs = patches // 2
+
+    def waiting(loads):
+        """Return the share of the ranks' time in which they wait for the costliest one."""
+        sampler = PackedBatchSampler(lengths, **kind, loads=loads, num_ranks=8, accumulation=2)
+        cost = [(lengths + costs)[batch].sum() for batch in sampler.micro_batches()]
+        together = np.array(cost[: len(cost) // 8 * 8]).reshape(-1, 8)
+        return 1 - together.sum() / (together.max(1).sum() * 8)
+
+    assert waiting(loads_of(patches, costs=costs)) < 0.5 * waiting(loads_of(patches))

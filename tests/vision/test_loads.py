@@ -1,0 +1,167 @@
+"""Patches that are planned from image sizes are those that the vision tower computes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers.one_step import ONE_STEP
+from helpers.vision import NAMES, image_dataset, noise, tiny_processor, tiny_vision_model
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.training.image_counts import ImageCounts
+from trl_packing.vision.placeholders import Placeholders
+from trl_packing.vision.tower_cost import TowerCost, patch_size_of
+
+SIZES = [(20, 36), (90, 30), (33, 120), (64, 64)]
+
+_FAST = {"qwen2_5_vl", "llava_next", "mistral3"}
+FAMILIES = [pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow) for name in NAMES]
+
+# GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+
+
+class TowerPositions:
+    """Counts the positions of the vision tower of a model: outputs of its convolution of pixels."""
+
+    def __init__(self, model):
+        self.calls = []
+        kinds = (torch.nn.Conv2d, torch.nn.Conv3d)
+        of_pixels = [m for m in model.modules() if isinstance(m, kinds) and m.in_channels == 3]
+        assert len(of_pixels) == 1
+        of_pixels[0].register_forward_hook(self._count)
+
+    def _count(self, convolution, _, output):
+        self.calls.append(output.numel() // convolution.out_channels)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_patches_by_size_are_those_of_the_tower(name):
+    processor = tiny_processor(name)
+    model = tiny_vision_model(name, processor).eval()
+    tower = TowerPositions(model)
+    placeholders = Placeholders(processor, patch_size_of(model.config))
+    placeholders.learn((*size, 1) for size in SIZES)
+    collate = DataCollatorForVisionLanguageModeling(processor)
+    user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}
+    for height, width in SIZES:
+        batch = collate([{"images": [noise(height, width, 0)], "messages": [user]}])
+        tower.calls.clear()
+        with torch.no_grad():
+            model(**batch)
+        assert placeholders.of((height, width, 1)).patches == sum(tower.calls)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cost_of_a_tower_follows_from_its_config(name):
+    config = tiny_vision_model(name, tiny_processor(name)).config
+    costs = TowerCost.of(config).of_images(np.array([8, 16, 64]))
+    assert (costs[1:] > 1.99 * costs[:-1]).all()
+    assert costs[0] > 0
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return tiny_vision_model("qwen2_5_vl", processor)
+
+
+def trainer_of(model, processor, folder, dataset, **options):
+    settings = {"max_length": 320, "packing": True} | ONE_STEP | options
+    return PackedSFTTrainer(
+        model=copy.deepcopy(model),
+        args=PackedSFTConfig(output_dir=str(folder), **settings),
+        train_dataset=dataset,
+        processing_class=processor,
+    )
+
+
+def loads_of(trainer) -> tuple[Dataset, ImageLoads]:
+    dataset = trainer.train_dataset
+    documents = trainer._remove_unused_columns(dataset)
+    return dataset, trainer._sampling.image_loads(documents)
+
+
+@pytest.mark.parametrize("options", [{}, {"overflow": "split", "max_length": 60}])
+def test_loads_of_documents_are_those_of_their_images(options, model, processor, tmp_path):
+    options = options | {"shuffle_dataset": True}
+    trainer = trainer_of(model, processor, tmp_path, image_dataset(), **options)
+    dataset, loads = loads_of(trainer)
+    feature = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    for number, document in enumerate(dataset):
+        tokens = document["input_ids"].count(feature)
+        assert loads.tokens[number] == tokens
+        assert loads.patches[number] == 4 * tokens  # 2 × 2 patches are one token
+        assert loads.images[number] == len({i for i in document["image_ids"] if i})
+        assert (loads.costs[number] > 0) == (tokens > 0)
+    assert loads.images.sum() == (8 if not options.get("overflow") else loads.images.sum())
+
+
+def test_text_has_no_loads(model, processor, tmp_path):
+    rows = [{"prompt": "Hi", "completion": " there"}] * 4
+    trainer = trainer_of(model, processor, tmp_path, Dataset.from_list(rows))
+    assert loads_of(trainer)[1] is None
+    assert trainer.packing_report.images is None
+
+
+def test_the_report_counts_images(model, processor, tmp_path):
+    trainer = trainer_of(model, processor, tmp_path, image_dataset())
+    _, loads = loads_of(trainer)
+    counts = trainer.packing_report.images
+    assert (counts.images, counts.documents) == (8, 6)
+    assert counts.tokens == loads.tokens.sum()
+    assert f"images       8 in 6 documents · {counts.tokens:,} tokens" in str(
+        trainer.packing_report
+    )
+    assert '"images": {' in trainer.packing_report.to_json()
+
+
+@pytest.mark.slow
+def test_the_tower_never_computes_more_than_max_patches(model, processor, tmp_path):
+    most = {}
+    for limit in (200, None):
+        options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 1}
+        options |= {"max_length": 1000, "isolation_check": "off", "max_patches": limit}
+        trainer = trainer_of(model, processor, tmp_path, image_dataset(32), **options)
+        tower = TowerPositions(trainer.model)
+        trainer.train()
+        most[limit] = max(tower.calls)
+        assert most[limit] == trainer.packing_report.images.most_patches
+    assert most[200] <= 200 < most[None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_patches": 8}, "patches, but max_patches=8; raise max_patches"),
+        ({"max_patches": 0}, "max_patches=0 must be at least 1"),
+        ({"max_patches": 400, "packing": False}, "packing=False makes none"),
+        ({"max_patches": 400, "documents_per_step": 4}, "documents_per_step=4 makes none"),
+    ],
+)
+def test_limits_that_cannot_hold_are_refused(options, message, model, processor, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(model, processor, tmp_path, image_dataset(), **options)
+
+
+def test_a_limit_of_patches_needs_images(model, processor, tmp_path):
+    rows = Dataset.from_list([{"prompt": "Hi", "completion": " there"}] * 4)
+    with pytest.raises(ValueError, match="max_patches=8 limits the images of a bin"):
+        trainer_of(model, processor, tmp_path, rows, max_patches=8)
+    stream = image_dataset().to_iterable_dataset()
+    with pytest.raises(ValueError, match="max_patches=8, but a data set is a stream"):
+        trainer_of(model, processor, tmp_path, stream, max_patches=8)
+
+
+def test_counts_of_an_epoch_without_images_are_none():
+    from trl_packing.packing.sampler import PackedBatchSampler
+
+    assert ImageCounts.of(PackedBatchSampler([5, 3, 2], 8)) is None

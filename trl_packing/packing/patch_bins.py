@@ -1,0 +1,157 @@
+"""Bins with two limits: tokens of the text model, and patches of the vision tower.
+
+    documents   tokens 5 3 2 2      patches 8 0 8 0
+    limits      7 tokens, 8 patches
+
+    bin 0       5 2     8 0         a bin that is full of patches takes documents without images
+    bin 1       3 2     0 8
+
+The first plan depends on the documents alone; a seed then moves documents between bins (remixing).
+Every epoch therefore has the same number of bins, and other partners for each document.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from trl_packing.packing.bins import (
+    PackingPlan,
+    checked_lengths,
+    find_strategy,
+    next_fit,
+    pack,
+    plan_of_bins,
+)
+from trl_packing.packing.remixing import Limit, remix_within
+
+# Best fit looks at all open bins for each document, so large sets are packed in parts.
+_DOCUMENTS_OF_A_PART = 8192
+
+# The budget is the lowest of these, in mean patches of a bin, that needs hardly more bins.
+_BUDGETS = (1.1, 1.25, 1.5, 2.0, 3.0)
+_MORE_BINS = 1.01
+
+
+@dataclass(frozen=True, eq=False)
+class PatchBins:
+    """Packs documents with images.
+
+    Args:
+        lengths: tokens of each document, ``(documents,)`` integers from 1 to `capacity`.
+        patches: of each document, ``(documents,)`` integers.
+        capacity: tokens that a bin may hold.
+        most: patches that a bin may hold.
+        strategy: as in `bins.pack`.
+
+    Raises:
+        ValueError: a document has more patches than `most`, or more tokens than `capacity`.
+    """
+
+    lengths: np.ndarray
+    patches: np.ndarray
+    capacity: int
+    most: int
+    strategy: str = "bfd"
+
+    def __post_init__(self) -> None:
+        checked_lengths(self.lengths, self.capacity)
+        if self.patches.max() > self.most:
+            at = int(np.argmax(self.patches > self.most))
+            raise ValueError(
+                f"the images of document {at} have {self.patches[at]} patches, but max_patches="
+                f"{self.most}; raise max_patches, or let the processor make images smaller"
+            )
+
+    def pack(self, seed: int | Sequence[int] | None) -> PackingPlan:
+        """Return a plan with each document in one bin and no bin beyond a limit; seed as `pack`."""
+        chosen = find_strategy(self.strategy)
+        rng = None if seed is None or not chosen.shuffles else np.random.default_rng(seed)
+        if chosen.packs_as == "bfd":
+            order, bin_of = self._fitted
+            if rng is not None:
+                bin_of = bin_of.copy()
+                remix_within(self._limits(order), bin_of, rng)
+        else:
+            order = (
+                np.arange(len(self.lengths)) if rng is None else rng.permutation(len(self.lengths))
+            )
+            if not chosen.order_dependent:
+                order = order[np.lexsort((-self.patches[order], -self.lengths[order]))]
+            bin_of = next_fit(self._limits(order))
+        return plan_of_bins(order, self.lengths[order], bin_of, self.capacity, rng)
+
+    def _limits(self, order: np.ndarray) -> list[Limit]:
+        return [(self.lengths[order], self.capacity), (self.patches[order], self.most)]
+
+    @cached_property
+    def _fitted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Documents, the fullest by either limit first, and the bin of each."""
+        tokens, patches = self.lengths.astype(np.int64), self.patches.astype(np.int64)
+        fullness = np.maximum(tokens * self.most, patches * self.capacity)
+        order = np.argsort(-fullness, kind="stable")
+        bin_of = np.empty(len(order), np.int64)
+        number = -(-len(order) // _DOCUMENTS_OF_A_PART)
+        bins_before = 0
+        for part in range(number):
+            chosen = order[part::number]
+            found = _best_fit(tokens[chosen], patches[chosen], self.capacity, self.most)
+            bin_of[part::number] = found + bins_before
+            bins_before += int(found.max()) + 1
+        return order, bin_of
+
+
+def _best_fit(tokens: np.ndarray, patches: np.ndarray, capacity: int, most: int) -> np.ndarray:
+    """Return the bin of each document, in the order given: the fullest one that has room for it.
+
+    O(documents × open bins), in array operations over the open bins.
+    """
+    least, num_open, num_bins = int(tokens.min()), 0, 0
+    space = np.zeros((2, len(tokens)), np.int64)  # left in each open bin: tokens, patches
+    number = np.zeros(len(tokens), np.int64)  # of each open bin
+    bin_of = np.empty(len(tokens), np.int64)
+    for at, amounts in enumerate(np.stack([tokens, patches], 1)):
+        open_bins = space[:, :num_open]
+        fits = np.flatnonzero((open_bins >= amounts[:, None]).all(0))
+        if len(fits):
+            left = open_bins[0, fits] * most + open_bins[1, fits] * capacity
+            chosen = int(fits[left.argmin()])
+        else:
+            chosen, num_open = num_open, num_open + 1
+            space[:, chosen], number[chosen] = (capacity, most), num_bins
+            num_bins += 1
+        bin_of[at] = number[chosen]
+        space[:, chosen] -= amounts
+        if space[0, chosen] < least:  # the last open bin takes the place of a full one
+            num_open -= 1
+            space[:, chosen], number[chosen] = space[:, num_open], number[num_open]
+    return bin_of
+
+
+def patch_budget(
+    lengths: np.ndarray, patches: np.ndarray, capacity: int, strategy: str
+) -> int | None:
+    """Return a limit on the patches of a bin that needs at most 1 % more bins than none.
+
+    None if there is no such limit, or no image. Large sets are judged by a part of their documents.
+
+    Args:
+        lengths: tokens of each document, ``(documents,)``.
+        patches: of each document, ``(documents,)``.
+        capacity: tokens that a bin may hold.
+        strategy: as in `bins.pack`.
+    """
+    if not patches.any():
+        return None
+    by_size = np.lexsort((patches, lengths))
+    some = np.sort(by_size[:: -(-len(by_size) // _DOCUMENTS_OF_A_PART)])
+    bins = len(pack(lengths[some], capacity, strategy))
+    mean, largest = patches[some].sum() / bins, int(patches.max())
+    for budget in _BUDGETS:
+        most = max(largest, math.ceil(budget * mean))
+        limited = PatchBins(lengths[some], patches[some], capacity, most, strategy)
+        if len(limited.pack(None)) <= _MORE_BINS * bins:
+            return most
+    return None
