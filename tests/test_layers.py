@@ -131,6 +131,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "trainer",
             "training",
             "versions",
+            "vision",
         },
         {
             "datasets",

@@ -8,6 +8,7 @@ from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
 from trl_packing.cli.prepare import _places
+from trl_packing.formatting import tokenize_rows
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 
 
@@ -98,6 +99,27 @@ def test_scripts_data_and_the_folder_are_told_apart():
     for words, (script, data, out) in places.items():
         found = _places(list(words))
         assert (found[0], found[1], str(found[2])) == (script, data, out)
+
+
+def test_an_interrupt_says_how_to_continue(place, monkeypatch, capsys):
+    original = tokenize_rows._prepare_batch
+
+    def stop_at_evaluation(batch, indices, name, **options):
+        if name == "eval":
+            raise KeyboardInterrupt
+        return original(batch, indices, name=name, **options)
+
+    monkeypatch.setattr(tokenize_rows, "_prepare_batch", stop_at_evaluation)
+    words = ["prepare", "pairs.jsonl", "out", "--model", "model", *COLUMNS]
+    words += ["--test_split_size", "0.25"]
+    assert main(words) == 130
+    said = capsys.readouterr().err
+    assert "interrupted; the same command continues with what out.partial keeps" in said
+    assert not (place / "out").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    assert main(words) == 0
+    assert not (place / "out.partial").exists()
 
 
 # --- the recipe with columns and splits -----------------------------------------------------------

@@ -40,7 +40,9 @@ def trained(folder, train, evaluated=None, **changes):
 
 def prepared(tmp_path, train, evaluated=None, **changes):
     args = settings(**changes)
-    call = TrainerCall(None, args, train, tiny_tokenizer(chat=True), eval_dataset=evaluated)
+    call = TrainerCall(
+        tiny_model("llama"), args, train, tiny_tokenizer(chat=True), eval_dataset=evaluated
+    )
     prepare_run(call, tmp_path / "out", rows_of_a_part=7, shard_bytes=3000)
     names = evaluated if isinstance(evaluated, dict) else ["eval"] * (evaluated is not None)
     sets = {name: load_prepared(tmp_path / "out", name) for name in names}

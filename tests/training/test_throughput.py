@@ -245,3 +245,12 @@ def test_a_meter_counts_the_rows_of_a_run_without_a_trainer():
     assert meter.log_run(means, num_samples=2, first_step=0) == 4 / (1 / 4)
     assert meter.take_logs()["train_documents"] == 4
     assert not meter.is_running
+
+
+def test_images_are_counted_where_there_are_some():
+    throughput = Throughput()
+    throughput.add_shared(Counts(4, 56, 20, 64, images=6))
+    assert throughput.run_metrics(1, UNKNOWN)["train_images"] == 6
+    assert metrics(throughput.run, 2.0, 1, UNKNOWN)["images_per_second"] == 3
+    assert Counts(4, 56, 20, 64, images=6).shared_by(2).images == 3
+    assert not any("images" in name for name in metrics(Counts(4, 56, 20, 64), 1.0, 1, UNKNOWN))

@@ -19,18 +19,20 @@ from trl_packing.vision.tower import hide_boundaries
 NAME = "qwen2_5_vl"
 
 
-def documents_of(processor):
-    """Return two documents of the same text with different images."""
+def documents_of(processor, counts=(1, 1)):
+    """Return documents of about the same text with different images, as many as `counts` says."""
     made = []
-    for number in range(2):
-        image = noise(24, 40, number)
-        text = f"<|vision_start|><|image_pad|><|vision_end|>What is this, number {number}?"
-        ids = processor(images=[image], text=[text])["input_ids"][0]
-        made.append({"input_ids": np.asarray(ids), "images": [[image]]})
+    for number, count in enumerate(counts):
+        images = [noise(24, 40, number + 10 * at) for at in range(count)]
+        wraps = "vision_start" in processor.chat_template
+        image = "<|vision_start|><|image_pad|><|vision_end|>" if wraps else processor.image_token
+        text = f"{image * count}What is this, number {number}?"
+        ids = processor(images=images or None, text=[text])["input_ids"][0]
+        made.append({"input_ids": np.asarray(ids), "images": [images] if images else []})
     return made
 
 
-def checked(backend, model=None, processor=None):
+def checked(backend, model=None, processor=None, counts=(1, 1)):
     processor = processor or tiny_processor(NAME)
     model = copy.deepcopy(model or tiny_vision_model(NAME, processor))
     hide_boundaries(model)
@@ -39,12 +41,14 @@ def checked(backend, model=None, processor=None):
     collator = PackedCollator(
         tensors_only=True, images=ImageBatches(ImageStore(), processor, model)
     )
-    return check_images(model, documents_of(processor), collator=collator, training=True)
+    documents = documents_of(processor, counts)
+    return check_images(model, documents, collator=collator, training=True)
 
 
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1, 0)], ids=["one image", "two, one and none"])
 @pytest.mark.parametrize("backend", ["documents", "model"])
-def test_images_are_isolated(backend):
-    report = checked(backend)
+def test_images_are_isolated(backend, counts):
+    report = checked(backend, counts=counts)
     assert report.verdict == "isolated", str(report)
     assert report.leak > 100 * report.noise
 
@@ -81,3 +85,42 @@ def test_gemma3_runs_by_the_next_exact_backend(tmp_path):
     )
     assert trainer.attention.backend == "mask"
     assert "not exact with images" in trainer.attention.reason
+
+
+def test_a_tower_that_mixes_the_images_of_a_row_is_found():
+    """The image of the document before changes those after it, although no token sees another."""
+    processor = tiny_processor("llava")
+    model = tiny_vision_model("llava", processor)
+    assert checked("documents", model, processor).verdict == "isolated"
+    projector = model.model.multi_modal_projector
+    projector.register_forward_hook(lambda _, args, output: output + output.mean(0, keepdim=True))
+    assert checked("documents", model, processor).verdict == "leaks"
+
+
+def test_a_run_whose_positions_lack_the_row_of_text_does_not_start(tmp_path, monkeypatch):
+    right = ImageBatches.tensors
+
+    def without_text(self, documents, input_ids):
+        made = right(self, documents, input_ids)
+        return {**made, "position_ids": made["position_ids"][1:]}
+
+    processor = tiny_processor(NAME)
+    model, rows = tiny_vision_model(NAME, processor), image_dataset()
+    options = LAYOUTS["one micro-batch"] | {"attention": "model"}
+    _, _, trainer = packed(model, processor, rows, tmp_path, **options)
+    assert trainer.attention.backend == "model"
+    monkeypatch.setattr(ImageBatches, "tensors", without_text)
+    with pytest.raises(RuntimeError, match="LEAK"):
+        packed(model, processor, rows, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"), [((1, 2, 0, 1), [2, 1, 0]), ((1, 1, 1, 1), [1, 1]), ((0, 0), [])]
+)
+def test_the_guard_probes_every_number_of_images_that_the_run_has(images, expected, tmp_path):
+    processor = tiny_processor("llava")
+    model = tiny_vision_model("llava", processor)
+    rows = image_dataset().select([{1: 0, 2: 1, 0: 2}[count] for count in images])
+    _, _, trainer = packed(model, processor, rows, tmp_path, **LAYOUTS["one micro-batch"])
+    probes = trainer._guard._with_images
+    assert [sum(map(len, probe["images"])) for probe in probes] == expected

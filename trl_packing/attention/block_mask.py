@@ -4,10 +4,10 @@ For models outside transformers' attention interface that ignore `position_ids` 
 their mask, so that documents see each other, but use a 4-D mask unchanged.
 
 A 4-D mask replaces every mask that the model would build, so it contains windows and chunks too:
-one mask for all layers, or one per layer type if the config has several types. If the call has
-`token_type_ids`, the tokens of an image see each other in both directions (Gemma 3). transformers'
-own mask opens the wrong tokens there in a packed row: it looks images up by the position in the
-document (5.23).
+one mask for all layers, or one per layer type if the config has several types. The tokens of an
+image see each other in both directions in Gemma 3, and in the layers with a window of large Gemma 4
+models. transformers' own mask opens the wrong tokens there in a packed row: it looks images up by
+the position in the document (5.23).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ def mask_packed_calls(backbone: nn.Module) -> None:
     def run_with_mask(forward: Callable[..., Any], **kwargs: Any) -> Any:
         lengths = np.diff(host_boundaries(kwargs["cu_seq_lens_q"]))
         unmasked = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
-        types = kwargs.get("token_type_ids")
         device = kwargs["position_ids"].device
+        types, windows_only = _token_types(kwargs, text)
         images = None if types is None else _images(types[0] == 1, kwargs["cu_seq_lens_q"])
-        mask = packed_mask(lengths, text, _dtype(backbone), device, images)
+        mask = packed_mask(lengths, text, _dtype(backbone), device, images, windows_only)
         return forward(**unmasked | {"attention_mask": mask})
 
     wrap_packed_calls(backbone, run_with_mask, attention=NAME)
@@ -47,6 +47,7 @@ def packed_mask(
     dtype: torch.dtype,
     device: torch.device | None = None,
     images: Tensor | None = None,
+    windows_only: bool = False,
 ) -> Any:
     """Return the additive mask ``(1, 1, T, T)``, or a dict of such masks by layer type.
 
@@ -58,6 +59,7 @@ def packed_mask(
         dtype: dtype of the mask.
         device: device of the mask; None: the CPU.
         images: the image of each token ``(T,)``, −1 on text; None without images.
+        windows_only: whether layers without a window see images in one direction only.
 
     Raises:
         NotImplementedError: layers have several sizes of windows or of chunks.
@@ -69,7 +71,9 @@ def packed_mask(
     def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
         ids = np.repeat(np.arange(len(lengths)), lengths)[None]
         made = mask_from_document_ids(to_device(ids, device), window=window, dtype=dtype)
-        return made if images is None else _open_images(made, images, window)
+        if images is None or (windows_only and window is None):
+            return made
+        return _open_images(made, images, window)
 
     seq_lengths = np.asarray(seq_lengths)
 
@@ -83,6 +87,13 @@ def packed_mask(
     if types:
         return masks[types.pop()]() if types <= masks.keys() else masks["full_attention"]()
     return masks["sliding_attention" if window else "full_attention"]()
+
+
+def _token_types(kwargs: dict[str, Any], text: Any) -> tuple[Tensor | None, bool]:
+    """Return the types of tokens by which images are opened, and whether only in windows."""
+    if getattr(text, "use_bidirectional_attention", None) == "vision":  # Gemma 4
+        return kwargs.get("mm_token_type_ids"), True
+    return kwargs.get("token_type_ids"), False
 
 
 def _images(is_image: Tensor, boundaries: Tensor) -> Tensor:

@@ -43,11 +43,12 @@ class PatchBins:
         lengths: tokens of each document, ``(documents,)`` integers from 1 to `capacity`.
         patches: of each document, ``(documents,)`` integers.
         capacity: tokens that a bin may hold.
-        most: patches that a bin may hold.
+        most: patches that a bin may hold. A document with more of them shares its bin with no other
+            image.
         strategy: as in `bins.pack`.
 
     Raises:
-        ValueError: a document has more patches than `most`, or more tokens than `capacity`.
+        ValueError: a document has more tokens than `capacity`.
     """
 
     lengths: np.ndarray
@@ -58,12 +59,11 @@ class PatchBins:
 
     def __post_init__(self) -> None:
         checked_lengths(self.lengths, self.capacity)
-        if self.patches.max() > self.most:
-            at = int(np.argmax(self.patches > self.most))
-            raise ValueError(
-                f"the images of document {at} have {self.patches[at]} patches, but max_patches="
-                f"{self.most}; raise max_patches, or let the processor make images smaller"
-            )
+
+    @cached_property
+    def _counted(self) -> np.ndarray:
+        """Patches of each document, as far as they count against the limit."""
+        return np.minimum(self.patches.astype(np.int64), self.most)
 
     def pack(self, seed: int | Sequence[int] | None) -> PackingPlan:
         """Return a plan with each document in one bin and no bin beyond a limit; seed as `pack`."""
@@ -79,17 +79,17 @@ class PatchBins:
                 np.arange(len(self.lengths)) if rng is None else rng.permutation(len(self.lengths))
             )
             if not chosen.order_dependent:
-                order = order[np.lexsort((-self.patches[order], -self.lengths[order]))]
+                order = order[np.lexsort((-self._counted[order], -self.lengths[order]))]
             bin_of = next_fit(self._limits(order))
         return plan_of_bins(order, self.lengths[order], bin_of, self.capacity, rng)
 
     def _limits(self, order: np.ndarray) -> list[Limit]:
-        return [(self.lengths[order], self.capacity), (self.patches[order], self.most)]
+        return [(self.lengths[order], self.capacity), (self._counted[order], self.most)]
 
     @cached_property
     def _fitted(self) -> tuple[np.ndarray, np.ndarray]:
         """Documents, the fullest by either limit first, and the bin of each."""
-        tokens, patches = self.lengths.astype(np.int64), self.patches.astype(np.int64)
+        tokens, patches = self.lengths.astype(np.int64), self._counted
         fullness = np.maximum(tokens * self.most, patches * self.capacity)
         order = np.argsort(-fullness, kind="stable")
         bin_of = np.empty(len(order), np.int64)
@@ -148,9 +148,9 @@ def patch_budget(
     by_size = np.lexsort((patches, lengths))
     some = np.sort(by_size[:: -(-len(by_size) // _DOCUMENTS_OF_A_PART)])
     bins = len(pack(lengths[some], capacity, strategy))
-    mean, largest = patches[some].sum() / bins, int(patches.max())
+    mean = patches[some].sum() / bins
     for budget in _BUDGETS:
-        most = max(largest, math.ceil(budget * mean))
+        most = math.ceil(budget * mean)
         limited = PatchBins(lengths[some], patches[some], capacity, most, strategy)
         if len(limited.pack(None)) <= _MORE_BINS * bins:
             return most

@@ -25,7 +25,7 @@ class ImageCounts:
         share: of these in all tokens.
         patches: positions of the vision tower.
         most_patches: in a micro-batch.
-        limit: patches that bins may hold; None without a limit.
+        limit: the most patches that any bin may hold; None without a limit.
     """
 
     images: int
@@ -50,7 +50,7 @@ class ImageCounts:
             share=float(loads.tokens.sum() / sampler.lengths.sum()),
             patches=int(loads.patches.sum()),
             most_patches=max(int(loads.patches[np.asarray(batch)].sum()) for batch in batches),
-            limit=loads.most_patches,
+            limit=loads.most_patches and max(loads.most_patches, int(loads.patches.max())),
         )
 
     def __str__(self) -> str:

@@ -133,6 +133,7 @@ class ThroughputMeter:
             flops=flops.of(row.segments, targets, row.keys) if flops else 0.0,
             computed=row.num_tokens,
             shared=tokens - (row.num_tokens - row.padding),
+            images=row.num_images,
         )
 
     def _count_flops(self) -> ModelFlops | None:

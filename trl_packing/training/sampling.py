@@ -199,13 +199,22 @@ def limited_loads(
         lengths: tokens of these documents, ``(documents,)``.
         args: the settings of the run.
         packing: pack documents into bins.
+
+    Raises:
+        ValueError: a document has more patches than `max_patches`.
     """
     options, capacity = PackingOptions.of(args), args.max_length
     if not packing or capacity is None or options.documents_per_step is not None:
         return loads
-    most = options.max_patches
+    most, patches = options.max_patches, loads.patches
     if most is None:
-        most = patch_budget(lengths, loads.patches, capacity, args.packing_strategy)
+        return loads.limited(patch_budget(lengths, patches, capacity, args.packing_strategy))
+    if patches.max(initial=0) > most:
+        at = int(np.argmax(patches > most))
+        raise ValueError(
+            f"the images of document {at} have {patches[at]} patches, but max_patches={most}; "
+            "raise max_patches, or let the processor make images smaller"
+        )
     return loads.limited(most)
 
 

@@ -30,6 +30,7 @@ class Counts:
         flops: operations that the rows need on this model (`models.flops`); 0 if unknown.
         computed: tokens of the rows, padding included.
         shared: tokens that were not computed, because a document before in the row has them.
+        images: of the documents.
     """
 
     documents: int = 0
@@ -39,6 +40,7 @@ class Counts:
     flops: float = 0.0
     computed: int = 0
     shared: int = 0
+    images: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -53,6 +55,7 @@ class Counts:
             self.flops / ranks,
             self.computed // ranks,
             self.shared // ranks,
+            self.images // ranks,
         )
 
     @staticmethod
@@ -161,6 +164,7 @@ class Throughput:
             "tokens": self.run.tokens,
             "trained_tokens": self.run.trained_tokens,
             **({"computed_tokens": self.run.computed} if self.run.shared else {}),
+            **({"images": self.run.images} if self.run.images else {}),
             "seconds": seconds,
         }
         steps, shares = step - self._first_step, bool(self.run.shared)
@@ -187,6 +191,8 @@ def metrics(
         found["tokens_per_second"] = counts.tokens / seconds
         found["trained_tokens_per_second"] = counts.trained_tokens / seconds
         found["documents_per_second"] = counts.documents / seconds
+        if counts.images:
+            found["images_per_second"] = counts.images / seconds
         if shares:
             found["computed_tokens_per_second"] = counts.computed / seconds
     found["utilization"] = (counts.tokens - counts.shared) / counts.room

@@ -26,6 +26,7 @@ from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, IMAGE_ROW, TOK
 from trl_packing.models.introspection import unwrap_peft
 from trl_packing.vision.blank_images import blank_document
 from trl_packing.vision.image_store import ImageError, ImageStore
+from trl_packing.vision.placeholders import feature_id, placeholder_token
 from trl_packing.vision.positions import RopePositions
 
 if TYPE_CHECKING:  # only runs with images need Pillow
@@ -150,7 +151,7 @@ class ImageBatches:
     def _processed(self, rows: Sequence[Images]) -> Any:
         return self.processor(
             images=rows,
-            text=[self.processor.image_token * len(row) for row in rows],
+            text=[placeholder_token(self.processor) * len(row) for row in rows],
             add_special_tokens=False,
             padding=True,
             return_tensors="pt",
@@ -177,9 +178,9 @@ class ImageBatches:
 
     def _check_features(self, document: Mapping[str, Any], made: Sequence[np.ndarray]) -> None:
         """Raise ImageError if images have another number of tokens than the document."""
-        features = self.processor.image_token_ids
-        needed = sum(int(np.isin(ids, features).sum()) for ids in made)
-        given = int(np.isin(document["input_ids"], features).sum())
+        feature = feature_id(self.processor)
+        needed = sum(int((ids == feature).sum()) for ids in made)
+        given = int((np.asarray(document["input_ids"]) == feature).sum())
         if needed != given:
             raise ImageError(
                 f"{self._name(document)} has {given} image tokens, but its images need {needed} "

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from trl_packing.documents.host_row import host_row
 from trl_packing.models.introspection import unwrap_peft
 from trl_packing.models.sharding import all_reduce_max
+from trl_packing.vision.placeholders import placeholder_token
 
 #: Heights and widths from which the image with the fewest tokens is chosen: some processors cut
 #: wide images into fewer tiles.
@@ -37,10 +38,10 @@ def blank_document(processor: Any) -> dict[str, Any]:
     """Return a document that is one gray image: `input_ids`, and `images` of one row."""
     from PIL import Image as PillowImage
 
-    made = []
+    text, made = [placeholder_token(processor)], []
     for height, width in _SIZES:
         image = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
-        output = processor(images=[[image]], text=[processor.image_token], add_special_tokens=False)
+        output = processor(images=[[image]], text=text, add_special_tokens=False)
         ids = np.asarray(output["input_ids"][0], np.int64)
         made.append({"input_ids": ids, "images": [[image]]})
     return min(made, key=lambda document: len(document["input_ids"]))

@@ -1,7 +1,8 @@
 """The isolation guard of a run with images: it also probes with the run's own images.
 
     text probes     as in any run; image tokens are replaced by ordinary ones
-    image probes    documents with their pixels, and another image before them (image_check.py)
+    image probes    documents with one image, with several and with none, each after another one,
+                    and after the same one with other pixels (image_check.py)
 
 A backend must pass both. If it fails with images, the next backend is tried, as for text.
 """
@@ -24,7 +25,7 @@ from trl_packing.isolation.probes import random_tokens
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.image_store import ImageStore
 
-_MOST = 2  # documents with images in the check
+_SEARCHED = 1_000  # shortest documents among which those of the check are found
 
 
 class ImageGuard(IsolationGuard):
@@ -59,21 +60,29 @@ class ImageGuard(IsolationGuard):
         return [v for name in names if isinstance(v := getattr(config, name), int)]
 
     def _images_of(self, dataset: Any) -> list[dict[str, Any]]:
-        """Return the shortest documents of different images, with their images."""
+        """Return short documents with one image, with several and with none, with their images.
+
+        A data set whose documents have equal numbers of images gives two of them.
+        """
         documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
-        order = np.argsort(documents.lengths(), kind="stable")
-        found: list[dict[str, Any]] = []
-        for number in order.tolist():
-            document = documents[number]
-            chosen = np.unique(document[IMAGE_IDS])
-            if not chosen.any():
-                continue
-            row = int(dataset[number][IMAGE_ROW])
-            images = self.store.load(row, chosen[chosen > 0] - 1)
-            found.append({"input_ids": document["input_ids"], "images": [images]})
-            if len(found) == _MOST:
-                break
-        return found
+        order = np.argsort(documents.lengths(), kind="stable")[:_SEARCHED].tolist()
+        found: dict[int, list[int]] = {}
+        for number in order:
+            count = int(np.count_nonzero(np.unique(documents[number][IMAGE_IDS])))
+            found.setdefault(min(count, 2), []).append(number)
+        chosen = [numbers[0] for count, numbers in sorted(found.items(), reverse=True) if count]
+        if len(chosen) == 1:
+            chosen = next(numbers[:2] for count, numbers in found.items() if count)
+        if not chosen:
+            return []
+        return [self._probe(dataset, number) for number in [*chosen, *found.get(0, [])[:1]]]
+
+    def _probe(self, dataset: Any, number: int) -> dict[str, Any]:
+        row = dataset[number]
+        images = np.unique(row[IMAGE_IDS])
+        images = images[images > 0] - 1
+        loaded = [self.store.load(int(row[IMAGE_ROW]), images)] if len(images) else []
+        return {"input_ids": np.asarray(row["input_ids"]), "images": loaded}
 
     def _search(
         self,

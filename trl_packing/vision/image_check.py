@@ -4,9 +4,10 @@
     packed         [A, B]        as in training; also with other images in A, and B first
     contaminated   [A · B]       the same row as one document: the effect of a full leak
 
-B is a document of the run with its images, A another one. The verdict follows from the outputs for
-B as in `isolation/check.py`. A backend that computes another attention between the tokens of one
-image than the model does (Gemma 3: both ways) differs from the document alone, and fails too.
+B is a document of the run with its images, A another one; either may have none. The verdict follows
+from the outputs for B as in `isolation/check.py`. A backend that computes another attention between
+the tokens of one image than the model does (Gemma 3: both ways) differs from the document alone,
+and fails too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,8 @@ def check_images(
 
     Args:
         model: called as a training step calls it; packed calls run by the installed backend.
-        documents: with `input_ids` and decoded `images` (`batch.IMAGES`); at least one.
+        documents: with `input_ids` and decoded `images` (`batch.IMAGES`), of which some may have
+            none; at least one.
         collator: makes the rows.
         training: the mode to check, by default the model's.
         attention: the name of the attention in the report.

@@ -52,6 +52,19 @@ class Placeholder:
         return sum(self.runs)
 
 
+def placeholder_token(processor: Any) -> str:
+    """Return the text that chat templates write for an image."""
+    return getattr(processor, "image_placeholder_token", None) or processor.image_token
+
+
+def feature_id(processor: Any) -> int:
+    """Return the id of the tokens whose embeddings come from an image."""
+    known = [token for token in processor.image_token_ids if token is not None]
+    return int(
+        known[0] if known else processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    )
+
+
 class Placeholders:
     """Placeholders of a processor by image size.
 
@@ -68,9 +81,8 @@ class Placeholders:
     def __init__(self, processor: Any, patch_size: int = 14):
         self.processor = processor
         self.patch_size = patch_size
-        self.token: str = processor.image_token
-        ids = [token for token in processor.image_token_ids if token is not None]
-        self.feature_id = int(ids[0])
+        self.token = placeholder_token(processor)
+        self.feature_id = feature_id(processor)
         self.feature_token: str = processor.tokenizer.convert_ids_to_tokens(self.feature_id)
         self._known: dict[Size, Placeholder] = {}
 
@@ -141,6 +153,8 @@ class Placeholders:
         patches = num_patches(made, self.patch_size) // images
         run = re.compile(f"(?:{re.escape(self.feature_token)})+")
         runs = [len(found) // len(self.feature_token) for found in run.findall(text)]
+        if not runs:
+            raise ValueError(f"it writes no {self.feature_token} for an image, but {text[:80]!r}")
         return Placeholder(run.sub(lambda _: self.feature_token, text), tuple(runs), patches)
 
     def images_kwargs(self) -> dict[str, Any]:

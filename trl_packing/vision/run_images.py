@@ -2,7 +2,7 @@
 
 data set has images      model's family and settings            path
 no                                                              as without this module
-yes                      in `FAMILIES`, a data set in memory    packed
+yes                      in `families.py`, data in memory       packed
 yes                      any other                              TRL's, unchanged, with the reason
 
 A packed run takes TRL's path later if the processor contradicts its arithmetic, or if no attention
@@ -37,6 +37,7 @@ from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.blank_images import StillTower, ranks_wait_for_tower
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
+from trl_packing.vision.families import why_no_family
 from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
 from trl_packing.vision.loads import RunLoads
@@ -52,13 +53,6 @@ from trl_packing.vision.trl_path import (
 )
 
 logger = get_logger(__name__)
-
-#: Model types whose documents with images are packed. Each is tested against documents alone.
-FAMILIES = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"),
-    *("llava", "llava_next", "llava_onevision", "internvl"),
-    *("idefics3", "smolvlm", "mistral3", "gemma3"),
-)
 
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
 
@@ -294,8 +288,8 @@ def _fields(kind: pa.DataType | None) -> dict[str, pa.DataType]:
 def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
     """Return why a model or its processor needs TRL's path, or None."""
     config = _config_of(model, args)
-    if config.model_type not in FAMILIES:
-        return f"the data set has images, which are not packed for {config.model_type} models"
+    if reason := why_no_family(config.model_type):
+        return reason
     names = ("image_token", "image_token_ids", "_process_images")
     is_known = processor is None or all(hasattr(processor, name) for name in names)
     if not is_known:

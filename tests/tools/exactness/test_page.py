@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from trl_packing.tools.exactness.compatibility import Verdict
+from trl_packing.tools.exactness.image_step import WithImages
 from trl_packing.tools.exactness.page import (
     FAMILIES,
     OTHERS,
@@ -21,16 +22,23 @@ PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 SHARED = Sharing("exact", 1e-6, 3e-5)
 APART = Sharing("apart", 1e-6, 3e-5, "attention='padded' | <one set>")
 SPOILED = Sharing("differs", 0.3, 3e-5)
+PACKED = WithImages("exact", "mask", 2e-6, 4e-5)
+PADDED = WithImages("trl", reason="not packed for llama4 models")
+MIXED = WithImages("differs", "documents", 0.2, 4e-5)
 
 VERDICTS = [
-    Verdict("llama", "exact", "documents", 1e-7, 2e-7, 3e-6, 2e-5, "exact", 0.6, "", SHARED),
+    Verdict(
+        "llama", "exact", "documents", 1e-7, 2e-7, 3e-6, 2e-5, "exact", 0.6, "", SHARED, PACKED
+    ),
     Verdict(
         "llama4",
         *("exact", "padded", 1e-7, 2e-7, 3e-7, 2e-5),
-        *("refuses (ValueError)", 1, "by 3", APART),
+        *("refuses (ValueError)", 1, "by 3", APART, PADDED),
     ),
     Verdict("mamba", "exact", "padded", 1e-7, 2e-7, 3e-7, 2e-5, "differs (4)", 1.0, "leaks by 4"),
-    Verdict("strange", "differs", "documents", 1, 1, 1, 2e-5, "differs (1)", 1.0, "", SPOILED),
+    Verdict(
+        "strange", "differs", "documents", 1, 1, 1, 2e-5, "differs (1)", 1.0, "", SPOILED, MIXED
+    ),
     Verdict("gemma3n", "not built", reason="needs | <timm>"),
 ]
 
@@ -44,6 +52,9 @@ def test_the_page_counts_by_result():
     assert rows["shares prefixes exactly"] == "1 | –"
     assert rows["trains shared prefixes apart, exactly"] == "1 | –"
     assert rows["another loss with shared prefixes, silently"] == "1 | –"
+    assert rows["packs images exactly"] == "1 | –"
+    assert rows["takes the path of TRL with images"] == "1 | –"
+    assert rows["another loss with images, silently"] == "1 | –"
     assert rows["not built"] == "1 | 1"
     assert rows["**all**"] == "5 | 5"
 
@@ -59,13 +70,15 @@ def test_families_name_what_runs_as_padded_rows():
 def test_numbers_and_reasons_are_folded_and_escaped():
     lines = table(VERDICTS).splitlines()
     assert len(lines) == 2 + len(VERDICTS)
-    assert lines[3].startswith(
-        "| `llama` | one row, `documents` | exact | exact | <details><summary>error 3e-06"
+    cells = "| `llama` | one row, `documents` | exact | exact, `mask` | exact | <details>"
+    assert lines[3].startswith(f"{cells}<summary>error 3e-06")
+    assert "; shared prefixes 1e-06, rounding explains 3e-05; with images 2e-06, " in lines[3]
+    assert r"padded rows, `padded` | attention='padded' \| &lt;one set> | TRL's path |" in lines[4]
+    assert " by 3. With images: not packed for llama4 models.</details>" in lines[4]
+    assert "| **differs** by 3e-01 | **differs** by 2e-01 | **differs** by 1 |" in lines[6]
+    assert (
+        "|  |  | **differs** by 4 | <details><summary>error 3e-07</summary>logits 1e-07" in lines[5]
     )
-    assert "; shared prefixes 1e-06, rounding explains 3e-05; " in lines[3]
-    assert r"| padded rows, `padded` | attention='padded' \| &lt;one set> | refused: V" in lines[4]
-    assert lines[6].startswith("| `strange` | differs | **differs** by 3e-01 | **differs** by 1 |")
-    assert "|  | **differs** by 4 | <details><summary>error 3e-07</summary>logits 1e-07" in lines[5]
     assert lines[2].endswith(r"<details><summary>reason</summary>needs \| &lt;timm></details> |")
 
 
@@ -90,6 +103,7 @@ def test_the_stored_page_holds_every_architecture_once_and_its_counts_add_up():
     shared = re.findall(r"^\| `[^`]+` \| [^|]+ \| exact \| ", page, re.M)
     counted = {
         "shares prefixes exactly": len(shared),
+        "packs images exactly": len(re.findall(r"^\| .* \| exact, `\w+` \| ", page, re.M)),
         "exact in one row": sum(here == "one row" for _, here in rows),
         "exact as padded rows": sum(here == "padded rows" for _, here in rows),
         "not built": sum(here == "not built" for _, here in rows),

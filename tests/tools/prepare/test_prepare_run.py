@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -261,25 +262,25 @@ def test_processes_prepare_the_same_files(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_command_continues_from_the_shell(tmp_path, kill):
-    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
-    lines = (json.dumps(row) for row in chats(30_000))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "trl_packing.cli", "prepare", "rows.jsonl", "out"]
-    command += ["--model", "model", "--train_on", "assistant"]
-    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+def test_a_killed_process_leaves_parts_that_the_next_one_continues(tmp_path):
+    tests = Path(__file__).parents[2]
+    code = (
+        "from pathlib import Path\n"
+        "from helpers.prepared import call_for, chats\n"
+        "from trl_packing.tools.prepare.prepare_run import prepare_run\n"
+        f"prepare_run(call_for(chats(4000)), Path({str(tmp_path / 'out')!r}), rows_of_a_part=100)\n"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], cwd=tests)
     parts = tmp_path / "out.partial" / "parts"
     while running.poll() is None and not [*parts.rglob("*.arrow")]:
         time.sleep(0.01)
-    running.send_signal(kill)
-    _, said = running.communicate()
-    assert running.returncode == (-signal.SIGKILL if kill == signal.SIGKILL else 130)
-    assert ("the same command continues" in said) == (kill == signal.SIGINT)
-    assert "Traceback" not in said
+    running.kill()
+    assert running.wait() == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    assert [*parts.rglob("*.arrow")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "30,000 rows → 30,000 documents" in done.stdout
-    assert not (tmp_path / "out.partial").exists()
+    kept = {path.name: path.stat().st_mtime_ns for path in parts.rglob("*.arrow")}
+    assert 0 < len(kept) < 40
+    call = call_for(chats(4000))
+    prepare_run(call, tmp_path / "out", rows_of_a_part=100)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    prepare_run(call, tmp_path / "at once")
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "at once")

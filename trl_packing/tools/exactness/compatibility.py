@@ -1,9 +1,9 @@
 """Compatibility: every architecture that transformers knows, trained packed by the real trainer.
 
 `tiny_step.py` computes one optimizer step of each: the reference, packed by `PackedSFTTrainer`, and
-packed by TRL. A difference without an error or a warning is *silent*; this module exists to find
-those. Differences that rounding explains are allowed (`rounding_tolerance`).
-`compatibility_page.py` writes the verdicts as a page.
+packed by TRL. `shared_step.py` adds a step with shared prefixes, `image_step.py` one with images. A
+difference without an error or a warning is *silent*; this module exists to find those. Differences
+that rounding explains are allowed (`rounding_tolerance`). `page.py` writes the verdicts as a page.
 """
 
 import contextlib
@@ -16,11 +16,12 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from trl_packing.tools.exactness.image_step import WithImages, judge_images
 from trl_packing.tools.exactness.shared_step import Sharing, judge_sharing
 from trl_packing.tools.exactness.tiny_models import NotBuilt, tiny_model
 from trl_packing.tools.exactness.tiny_step import (
@@ -52,6 +53,7 @@ class Verdict:
         seconds: wall time of all of it.
         reason: why it was refused or not built, or why a backend that comes first was not used.
         sharing: the result with shared prefixes.
+        images: the result for documents with images.
     """
 
     name: str
@@ -65,10 +67,12 @@ class Verdict:
     seconds: float = 0.0
     reason: str = ""
     sharing: Sharing = field(default_factory=Sharing)
+    images: WithImages = field(default_factory=WithImages)
 
     @property
     def is_silent_difference(self) -> bool:
-        return self.outcome in ("differs", "error") or self.sharing.outcome == "differs"
+        others = (self.sharing.outcome, self.images.outcome)
+        return self.outcome in ("differs", "error") or "differs" in others
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON; numbers that were not measured are None."""
@@ -82,16 +86,30 @@ def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def judge_architecture(name: str, *, shares: bool = True, **options: Any) -> Verdict:
+def judge_architecture(
+    name: str, *, shares: bool = True, images: bool = True, **options: Any
+) -> Verdict:
     """Train one packed step of a tiny model of architecture `name`; compare it with the reference.
 
     Args:
         name: one of `names()` or `vision_names()` of `tiny_models.py`.
         shares: train a step on documents with common prefixes too.
+        images: train a step on documents with images too, if the architecture takes images.
         options: options of `PackedSFTConfig`. ``isolation_check="off"`` shows what would go wrong
             without the check.
     """
     began = time.perf_counter()
+    verdict = _judge_text(name, shares, options)
+    found = judge_images(name, **options) if images else WithImages()
+    return replace(verdict, images=found, seconds=_since(began))
+
+
+def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
+    """Return the verdict on text alone.
+
+    Args:
+        name: as for `judge_architecture`, like the others.
+    """
     try:
         model = tiny_model(name)
         documents = tiny_documents()
@@ -106,7 +124,7 @@ def judge_architecture(name: str, *, shares: bool = True, **options: Any) -> Ver
             choice, packed = packed_step(copy.deepcopy(model), documents, folder, **options)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
             reason = str(refusal).splitlines()[0]
-            return Verdict(name, "refused", reason=reason, by_trl=by_trl, seconds=_since(began))
+            return Verdict(name, "refused", reason=reason, by_trl=by_trl)
     errors = packed.distance(reference)
     tolerance = rounding_tolerance(model, documents, reference)
     exact = all(error <= tolerance for error in errors)
@@ -118,9 +136,8 @@ def judge_architecture(name: str, *, shares: bool = True, **options: Any) -> Ver
         *errors,
         tolerance,
         by_trl,
-        _since(began),
-        choice.reason,
-        sharing,
+        reason=choice.reason,
+        sharing=sharing,
     )
 
 
@@ -182,6 +199,8 @@ def summary(verdicts: Sequence[Verdict]) -> str:
         f"{_count(verdicts, 'refused')} refused, {_count(verdicts, 'not built')} not built",
         f"shared prefixes: {_sharing(verdicts, 'exact')} exact, "
         f"{_sharing(verdicts, 'apart')} train the documents apart",
+        f"with images: {_images(verdicts, 'exact')} packed-exact, "
+        f"{_images(verdicts, 'trl')} on TRL's path, {_images(verdicts, 'refused')} refused",
         f"silent differences: {sum(v.is_silent_difference for v in verdicts)}",
         f"packed by TRL: {sum(v.by_trl == 'exact' for v in verdicts)} exact, "
         f"{sum(v.by_trl.startswith('differs') for v in verdicts)} silent differences, "
@@ -194,6 +213,10 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 def _sharing(verdicts: Sequence[Verdict], outcome: str) -> int:
     return sum(v.sharing.outcome == outcome for v in verdicts)
+
+
+def _images(verdicts: Sequence[Verdict], outcome: str) -> int:
+    return sum(v.images.outcome == outcome for v in verdicts)
 
 
 def _count(verdicts: Sequence[Verdict], outcome: str) -> int:

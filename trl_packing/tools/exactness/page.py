@@ -5,6 +5,8 @@ import platform
 from collections.abc import Sequence
 
 from trl_packing.tools.exactness.compatibility import ONE_ROW_BACKENDS, Verdict
+from trl_packing.tools.exactness.image_step import WithImages
+from trl_packing.tools.exactness.shared_step import Sharing
 
 # Family -> beginnings of the model types that belong to it. The first family that fits counts.
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -50,10 +52,11 @@ _LONGEST_REASON = 240  # characters
 _TEXT = """# Supported architectures
 
 `trl-packing verify --matrix` trains one packed optimizer step of a tiny random model of every
-causal language model architecture that transformers knows, and of vision-language models on text
-alone. It compares logits, loss and every gradient with the same documents one at a time. TRL's
-packing is compared in the same way, on the untouched model. `trl-packing verify --model M` checks
-a model of yours, and with `--prefixes` its [shared prefixes](shared-prefixes.md) too.
+causal language model architecture that transformers knows, and of vision-language models, on text
+alone and with images. It compares logits, loss and every gradient with the same documents one at a
+time. TRL's packing is compared in the same way, on the untouched model.
+`trl-packing verify --model M` checks a model of yours, and with `--prefixes` its
+[shared prefixes](shared-prefixes.md) too.
 
 **One row**: the documents share a row, and an exact attention backend keeps them apart. **Padded
 rows**: no backend is exact on one row, so the trainer runs the same documents as padded rows: the
@@ -62,6 +65,11 @@ same steps and the same loss, but slower. **Silently**: without an error or a wa
 **Shared prefixes**: one more step, with `prefix_sharing="bin"` on documents that fork at two
 depths, is compared with the documents one at a time. An architecture that cannot share trains them
 apart, and the column says why.
+
+**With images**: one more step, on documents with one, two and no [images](images.md) of different
+sizes, is compared with TRL's collator and the untouched model on one document at a time; gradients
+of tower and projector are compared apart from those of the text model. All other types take TRL's
+padded path unchanged, and a warning says why.
 
 ## Families
 
@@ -116,6 +124,9 @@ def summary_table(verdicts: Sequence[Verdict]) -> str:
         ("shares prefixes exactly", _sharing(verdicts, "exact"), "–"),
         ("trains shared prefixes apart, exactly", _sharing(verdicts, "apart"), "–"),
         ("another loss with shared prefixes, silently", _sharing(verdicts, "differs"), "–"),
+        ("packs images exactly", _images(verdicts, "exact"), "–"),
+        ("takes the path of TRL with images", _images(verdicts, "trl"), "–"),
+        ("another loss with images, silently", _images(verdicts, "differs"), "–"),
         ("not built", not_built, not_built),
         ("**all**", len(verdicts), len(verdicts)),
     ]
@@ -144,11 +155,11 @@ def family_of(name: str) -> str:
 
 def table(verdicts: Sequence[Verdict]) -> str:
     """Return a Markdown table with one row for each architecture, its numbers folded."""
-    header = "| architecture | here | shared prefixes | packed by TRL | details |"
-    lines = [header, "| --- " * 5 + "|"]
+    columns = ("architecture", "here", "shared prefixes", "with images", "packed by TRL", "details")
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for v in sorted(verdicts, key=lambda v: v.name):
-        cells = [f"`{v.name}`", _here(v), _shared(v), _trl_words(v.by_trl), _details(v)]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [f"`{v.name}`", _here(v), _shared(v), _with_images(v), _trl_words(v.by_trl)]
+        lines.append("| " + " | ".join([*cells, _details(v)]) + " |")
     return "\n".join(lines)
 
 
@@ -164,25 +175,39 @@ def _shared(v: Verdict) -> str:
     return words.get(v.sharing.outcome, _cell(v.sharing.reason))
 
 
+def _with_images(v: Verdict) -> str:
+    """Return whether documents with images are packed exactly, or why they are not packed."""
+    found = v.images
+    words = {
+        "exact": f"exact, `{found.backend}`",
+        "differs": f"**differs** by {found.error:.0e}",
+        "trl": "TRL's path",
+        "": "",
+    }
+    return words.get(found.outcome, _cell(f"{found.outcome}: {found.reason}"))
+
+
 def _details(v: Verdict) -> str:
     """Return the numbers and the reason, folded under the largest error."""
     errors = {"logits": v.logits_error, "loss": v.loss_error, "gradients": v.gradient_error}
     known = {name: error for name, error in errors.items() if error == error}
     reason = "" if _in_one_row(v) else f" {_cell(v.reason)}"
+    if v.images.outcome == "trl":
+        reason += f"{'.' if reason else ''} With images: {_cell(v.images.reason)}."
     if not known:
         return f"<details><summary>reason</summary>{reason.lstrip()}</details>"
     numbers = ", ".join(f"{name} {error:.0e}" for name, error in known.items())
+    others = _measured("shared prefixes", v.sharing) + _measured("with images", v.images)
     return (
         f"<details><summary>error {max(known.values()):.0e}</summary>{numbers}; rounding explains "
-        f"{v.tolerance:.0e}{_error_of_sharing(v)}; {v.seconds:.1f} s.{reason}</details>"
+        f"{v.tolerance:.0e}{others}; {v.seconds:.1f} s.{reason}</details>"
     )
 
 
-def _error_of_sharing(v: Verdict) -> str:
-    shared = v.sharing
-    if shared.error != shared.error:
+def _measured(words: str, found: Sharing | WithImages) -> str:
+    if found.error != found.error:
         return ""
-    return f"; shared prefixes {shared.error:.0e}, rounding explains {shared.tolerance:.0e}"
+    return f"; {words} {found.error:.0e}, rounding explains {found.tolerance:.0e}"
 
 
 def _lost(verdicts: Sequence[Verdict]) -> str:
@@ -202,6 +227,10 @@ def _padded(v: Verdict) -> bool:
 
 def _sharing(verdicts: Sequence[Verdict], outcome: str) -> int:
     return sum(v.sharing.outcome == outcome for v in verdicts)
+
+
+def _images(verdicts: Sequence[Verdict], outcome: str) -> int:
+    return sum(v.images.outcome == outcome for v in verdicts)
 
 
 def _by_trl(verdicts: Sequence[Verdict], result: str) -> int:

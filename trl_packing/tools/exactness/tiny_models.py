@@ -313,14 +313,18 @@ def vision_names() -> list[str]:
     )
 
 
-def tiny_config(name: str) -> PreTrainedConfig:
+def tiny_config(name: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """Return a new tiny configuration of architecture `name`.
+
+    Args:
+        name: one of `names()` or `vision_names()`.
+        changes: other values, also of its parts: ``{"vision_config": {"patch_size": 4}}``.
 
     Raises:
         NotBuilt: there is no tiny model of this architecture.
         ValueError: the installed transformers has no such architecture.
     """
-    model_type, changes = VARIANTS.get(name, (name, {}))
+    model_type, variant = VARIANTS.get(name, (name, {}))
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | vision_names():
         raise ValueError(
             f"no causal language model is called {name!r} in the installed transformers; "
@@ -329,7 +333,7 @@ def tiny_config(name: str) -> PreTrainedConfig:
     if name in _NOT_BUILT:
         raise NotBuilt(f"{name} is not built: {_NOT_BUILT[name]}")
     try:
-        return _build(CONFIG_MAPPING[model_type], changes)
+        return _build(CONFIG_MAPPING[model_type], {**variant, **(changes or {})})
     except Exception as error:  # a class that the tables do not know may raise anything
         raise NotBuilt(f"{name} is not built: {_one_line(error)}") from error
 
@@ -349,6 +353,17 @@ def tiny_model(name: str, seed: int = 0, device: str = "cpu", **settings: Any) -
     model_class, config = _class_and_config(name, tiny_config(name))
     for setting, value in settings.items():
         setattr(config, setting, value)
+    return build_tiny(name, model_class, config, seed, device)
+
+
+def build_tiny(
+    name: str, model_class: Any, config: Any, seed: int = 0, device: str = "cpu"
+) -> PreTrainedModel:
+    """Return a new model of a tiny configuration in training mode; `tiny_model` has the arguments.
+
+    Raises:
+        NotBuilt: there is no tiny model of this architecture.
+    """
     attention = {"": "sdpa" if model_class._supports_sdpa else "eager"}
     for part in config.sub_configs:  # SDPA for text does not imply SDPA for images
         attention[part] = "eager" if part.startswith(("vision", "audio")) else attention[""]
@@ -395,12 +410,14 @@ def _class_and_config(name: str, config: Any) -> tuple[Any, Any]:
 
 
 def _build(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
-    special = {**_SPECIAL.get(config_class.model_type, {}), **changes}
+    parts = _parts(config_class)
+    own = {name: value for name, value in changes.items() if name not in parts}
+    special = {**_SPECIAL.get(config_class.model_type, {}), **own}
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     values = {name: _tiny_value(name, default) for name, default in defaults.items()}
     values = {name: value for name, value in values.items() if value is not dataclasses.MISSING}
-    for part, part_class in _parts(config_class).items():
-        values[part] = _build(part_class, {})
+    for part, part_class in parts.items():
+        values[part] = _build(part_class, changes.get(part, {}))
     if "kv_lora_rank" in defaults:  # latent attention: each head has separate keys
         values["num_key_value_heads"] = values["num_attention_heads"]
     elif isinstance(defaults.get("head_dim"), int):

@@ -34,8 +34,8 @@ from trl_packing.trainer import PackedSFTTrainer
 LENGTHS = (47, 5, 23, 38, 12, 60, 3, 29)
 MAX_LENGTH = 80
 
-_LEAST_TOLERANCE = 1e-5
-_MOST_TOLERANCE = 1e-3
+LEAST_TOLERANCE = 1e-5
+MOST_TOLERANCE = 1e-3
 _TRL_TOLERANCE = 1e-3  # of log-probabilities
 
 Documents = Sequence[dict[str, list[int]]]
@@ -127,7 +127,7 @@ def rounding_tolerance(model: Any, documents: Documents, reference: StepResult) 
     with round_differently(rounded):
         moved = one_at_a_time(rounded, documents)
     noise = NOISE_FACTOR * max(moved.distance(reference))
-    return min(max(_LEAST_TOLERANCE, noise), _MOST_TOLERANCE)
+    return min(max(LEAST_TOLERANCE, noise), MOST_TOLERANCE)
 
 
 # --- packed ---------------------------------------------------------------------------------------
@@ -167,10 +167,20 @@ def packed_step(
 
 
 def train_step(
-    model: Any, documents: Documents, folder: str, **options: Any
+    model: Any,
+    documents: Documents | Dataset,
+    folder: str,
+    *,
+    processing_class: Any = None,
+    **options: Any,
 ) -> tuple[PackedSFTTrainer, float, dict[str, Tensor]]:
-    """Return the trainer of `packed_step`, which has trained, with its loss and gradients."""
+    """Return the trainer of `packed_step`, which has trained, with its loss and gradients.
+
+    A `processing_class` takes the place of the tokenizer without words.
+    """
     kept = _KeepGradients()
+    if not isinstance(documents, Dataset):
+        documents = Dataset.from_list(list(documents))
     trainer = PackedSFTTrainer(
         model,
         PackedSFTConfig(
@@ -193,8 +203,8 @@ def train_step(
                 **options,
             }
         ),
-        train_dataset=Dataset.from_list(list(documents)),
-        processing_class=tiny_tokenizer(),
+        train_dataset=documents,
+        processing_class=processing_class or tiny_tokenizer(),
         callbacks=[kept],
     )
     trainer.train()

@@ -1,0 +1,113 @@
+"""Every vision-language type packs images exactly, or takes TRL's path and says why.
+
+`make matrix` writes the same results as a column of docs/compatibility.md.
+"""
+
+import pytest
+
+pytest.importorskip("PIL")
+pytest.importorskip("transformers", "5.23")  # processors before it have other methods
+
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packing.tools.exactness import image_step
+from trl_packing.tools.exactness.compatibility import Verdict
+from trl_packing.tools.exactness.image_step import judge_images
+from trl_packing.tools.exactness.tiny_models import tiny_model
+from trl_packing.tools.exactness.tiny_processors import NAMES, tiny_processor
+from trl_packing.tools.exactness.tiny_step import train_step
+from trl_packing.tools.exactness.tiny_vision import image_names, image_rows, tiny_vision_model
+from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.families import FAMILIES
+
+# GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+
+_FAST = {"llava", "qwen3_vl"}
+
+
+def test_every_packed_type_is_built_here():
+    assert set(FAMILIES) <= set(NAMES) <= set(image_names())
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in _FAST else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
+def test_a_packed_type_is_exact_with_images(name):
+    found = judge_images(name)
+    assert found.outcome == "exact", found
+    assert found.error <= found.tolerance <= 1e-3
+
+
+def test_the_rows_have_one_two_and_no_images_of_different_sizes():
+    rows = image_rows()
+    assert {len(row["images"]) for row in rows} == {0, 1, 2}
+    assert len({image.size for row in rows for image in row["images"]}) > 4
+
+
+@pytest.mark.parametrize("name", sorted(set(image_names()) - set(FAMILIES)))
+def test_any_other_type_takes_the_path_of_trl(name):
+    found = judge_images(name)
+    assert found.outcome == "trl"
+    assert f"images, which are not packed for {name} models" in found.reason
+
+
+def test_architectures_without_images_have_no_result():
+    assert judge_images("llama").outcome == ""
+
+
+def test_images_in_another_order_are_a_silent_difference(monkeypatch):
+    """The negative control of the column."""
+    right = ImageBatches.tensors
+
+    def wrong(self, documents, input_ids):
+        made = right(self, documents, input_ids)
+        return {**made, "pixel_values": made["pixel_values"].flip(0)}
+
+    monkeypatch.setattr(ImageBatches, "tensors", wrong)
+    found = judge_images("llava", isolation_check="off")
+    assert found.outcome == "differs"
+    assert found.error > 100 * found.tolerance
+    assert Verdict("llava", "exact", "documents", images=found).is_silent_difference
+
+
+def test_a_tower_without_gradient_is_not_called_exact():
+    processor = tiny_processor("llava")
+    model = tiny_vision_model("llava", processor)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "vision" not in name and "projector" not in name
+    with pytest.raises(RuntimeError, match="no gradient reaches the tower"):
+        image_step.compare_with_images(model, processor)
+
+
+@pytest.mark.slow
+def test_large_gemma_4_models_open_images_in_windows_only():
+    """Their tokens of an image see each other in both directions in layers with a window."""
+    processor = tiny_processor("gemma4")
+    model = tiny_vision_model("gemma4", processor, use_bidirectional_attention="vision")
+    found = image_step.compare_with_images(model, processor)
+    assert (found.outcome, found.backend) == ("exact", "mask")
+    assert "documents is not exact with images" in found.reason
+
+
+def test_paligemma_takes_the_path_of_trl_which_cannot_train_its_rows(tmp_path):
+    """The reason in the warning is true: its processor refuses a completion without an image."""
+    from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    images.image_seq_length = 16
+    unchecked = {"check_argument_for_proper_class": lambda *_: None}
+    tokenizer = tiny_processor("llava").tokenizer
+    processor = type("PaliGemmaProcessor", (PaliGemmaProcessor,), unchecked)(
+        images, tokenizer, chat_template=tokenizer.chat_template
+    )
+    vision = {"image_size": 16, "patch_size": 4, "vision_use_head": False}
+    model = tiny_model("paligemma")
+    model.config.vision_config.update(vision)
+    rows = image_rows().select([0, 3])
+    with pytest.raises(ValueError, match="`images` are expected as arguments"):
+        train_step(model, rows, str(tmp_path), processing_class=processor, max_length=None)
+    collate = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
+    with pytest.raises(ValueError, match="`images` are expected as arguments"):
+        collate(list(rows))

@@ -1,0 +1,135 @@
+"""Tiny vision-language models that take images, and rows with images for them.
+
+    processor = tiny_processor("llava")
+    model = tiny_vision_model("llava", processor)     # patches of 4 × 4 pixels, ids of its tokens
+    rows = image_rows()                               # one, two and no images of different sizes
+
+The configurations are those of `tiny_models.py` with smaller images. `image_names()` lists the
+types that transformers knows; `tiny_processors.NAMES` those that are built here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from trl_packing.tools.exactness.tiny_models import build_tiny, tiny_config
+from trl_packing.tools.exactness.tiny_processors import PINPOINTS, WIDE_PINPOINTS, token_ids
+
+_SQUARE = {"image_size": 16, "patch_size": 4}
+_SIGLIP = _SQUARE | {"vision_use_head": False}
+_PAIRS = {"image_size": [16, 16], "patch_size": [4, 4]}
+_LARGER = {"image_size": 32, "patch_size": 4}
+_WINDOWS = {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+_DEEPSTACK = {"patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+
+#: By type: the values of its tower, and others.
+_CHANGES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "aria": (
+        {"image_size": 980, "patch_size": 140},
+        {"projector_patch_to_query_dict": {49: 4}},
+    ),
+    "aya_vision": (_SIGLIP, {}),
+    "cohere_compass": (_DEEPSTACK, {}),
+    "deepseek_vl": (_SQUARE, {}),
+    "exaone4_5": (_WINDOWS, {}),
+    "gemma3": (_SIGLIP, {"mm_tokens_per_image": 4}),
+    "gemma4": ({"patch_size": 4, "position_embedding_size": 64}, {}),
+    "glm46v": (_SQUARE, {}),
+    "glm4v": (_SQUARE, {}),
+    "glm4v_moe": (_SQUARE, {}),
+    "glm_ocr": (_SQUARE, {}),
+    "granite4_vision": (_LARGER, {"image_grid_pinpoints": WIDE_PINPOINTS}),
+    "granite_docling": (_SQUARE | {"scale_factor": 2}, {}),
+    "hyperclovax_vision_v2": (_WINDOWS, {}),
+    "idefics3": (_SQUARE, {"scale_factor": 2}),
+    "internvl": (_PAIRS, {"image_seq_length": 4}),
+    "janus": (_SQUARE | {"num_image_tokens": 16}, {}),
+    "lighton_ocr": (_LARGER, {"spatial_merge_size": 2}),
+    "llava": (_SQUARE, {}),
+    "llava_next": (_SQUARE, {"image_grid_pinpoints": PINPOINTS}),
+    "llava_next_video": (_SQUARE, {"image_grid_pinpoints": PINPOINTS}),
+    "llava_onevision": (_SIGLIP, {"image_grid_pinpoints": PINPOINTS}),
+    "mistral3": (_LARGER, {"spatial_merge_size": 2}),
+    "paddleocr_vl": (_SQUARE, {}),
+    "qianfan_ocr": (_PAIRS, {"image_seq_length": 4}),
+    "qwen2_5_omni_thinker": (_WINDOWS, {}),
+    "qwen2_5_vl": (_WINDOWS, {}),
+    "qwen2_vl": ({"patch_size": 4}, {}),
+    "qwen3_vl": (_DEEPSTACK, {}),
+    "qwen3_vl_moe": (_DEEPSTACK, {}),
+    "smolvlm": (_SQUARE, {"scale_factor": 2}),
+    "video_llama_3": ({"patch_size": 4}, {}),
+    "vipllava": (_SQUARE, {"vision_feature_layer": [-2, -1]}),
+}
+
+# Images and sizes of each row, in pixels; towers see 16 × 16 or less of some.
+_SIZES: tuple[list[tuple[int, int]], ...] = (
+    [(20, 36)],
+    [(28, 40), (16, 16)],
+    [],
+    [(44, 24)],
+    [(52, 36)],
+    [(60, 20), (24, 64)],
+    [],
+    [(32, 32)],
+)
+_WORDS = ("red", "green", "blue", "cat", "dog", "house", "street", "tree", "small", "large")
+
+
+def image_names() -> list[str]:
+    """Return the model types that transformers knows to take images and text, sorted."""
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def tiny_vision_model(
+    name: str, processor: Any, seed: int = 0, **text_config: Any
+) -> PreTrainedModel:
+    """Return a new tiny model of the type `name` for the tokens of `processor`.
+
+    Args:
+        name: one of `tiny_processors.NAMES`.
+        processor: of the same name.
+        seed: equal seeds give equal weights.
+        text_config: other values of the configuration of its text model.
+
+    Raises:
+        NotBuilt: there is no tiny model of this type.
+    """
+    vision, others = _CHANGES[name]
+    parts = {"vision_config": vision, "text_config": text_config}
+    config = tiny_config(name, {**parts, **others})
+    for key, token_id in token_ids(name, processor.tokenizer).items():
+        for field in (f"{key}_token_id", f"{key}_token_index"):
+            if field in vars(config):
+                setattr(config, field, token_id)
+    classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return build_tiny(name, classes[type(config)], config, seed)
+
+
+def image_rows() -> Dataset:
+    """Return rows of prompts and completions with one, two or no images of different sizes."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number, sizes in enumerate(_SIZES):
+        words = [str(word) for word in rng.choice(_WORDS, 2 + number)]
+        parts = [{"type": "image", "text": None} for _ in sizes]
+        question = {"type": "text", "text": f"what is on this picture ? {' '.join(words[:2])}"}
+        answer = {"type": "text", "text": f"it looks like {' '.join(words)} ."}
+        made.append(
+            {
+                "images": [_noise(rng, *size) for size in sizes],
+                "prompt": [{"role": "user", "content": [*parts, question]}],
+                "completion": [{"role": "assistant", "content": [answer]}],
+            }
+        )
+    return Dataset.from_list(made)
+
+
+def _noise(rng: np.random.Generator, height: int, width: int) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
