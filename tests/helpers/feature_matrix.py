@@ -151,8 +151,6 @@ FEATURES = (
         {"mixture": {"a": {"weight": 3}, "b": {"weight": 1}}},
         data=_as_sources,
     ),
-    Feature("curriculum", {"curriculum": "length"}),
-    Feature("overlap", {"overflow": "overlap", "max_length": 24}),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
@@ -267,6 +265,10 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
         "resuming": (
             "tests/training/test_resume.py",
             "def test_two_ranks_resume_within_a_later_epoch",
+        ),
+        "mixture": (
+            "tests/training/test_mixture.py",
+            "def test_two_ranks_train_the_mixture_of_one",
         ),
     },
     "FSDP2, ZeRO-2, ZeRO-3": {
