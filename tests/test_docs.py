@@ -134,6 +134,7 @@ def test_every_page_is_in_the_navigation():
     named = pages_in(config["nav"])
     written = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
     recipes = {p.name for p in (ROOT / "recipes").glob("*.py")} - {
+        "demo_pictures.py",
         "make_demo_data.py",
         "recipe_data.py",
         "recipe_mixture.py",
@@ -231,9 +232,10 @@ def known_settings() -> set[str]:
 
     from trl_packing import config
     from trl_packing.config import PackedSFTConfig
+    from trl_packing.recipes import vision
     from trl_packing.recipes.recipe_data import DataArguments
 
-    classes = (PackedSFTConfig, ModelConfig, DataArguments)
+    classes = (PackedSFTConfig, ModelConfig, DataArguments, vision.Arguments)
     names = {f.name for c in classes for f in dataclasses.fields(c)}
     columns = {"loss_weight", "loss_weights", "assistant_masks", "function_call", "seq_lengths"}
     functions = (trl_packing.PackedSFTTrainer.__init__, trl_packing.make_supervised_dset)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from trl_packing.plain_trainer.enable import enable_packing
     from trl_packing.plain_trainer.supervised import make_supervised_dset
     from trl_packing.recognition.current_row import other_rows
-    from trl_packing.tools.preview.show import show_document, show_rows
+    from trl_packing.tools.preview.show import show_document
+    from trl_packing.tools.preview.show_rows import show_rows
     from trl_packing.trainer import PackedSFTTrainer
 
 __version__ = "0.1.0"
@@ -54,7 +55,7 @@ _HOME = {
     "load_rows": "data.dataset",
     "load_prepared": "data.prepared",
     "show_document": "tools.preview.show",
-    "show_rows": "tools.preview.show",
+    "show_rows": "tools.preview.show_rows",
     "PackedDataset": "plain_trainer.dataset",
     "RepackEveryEpoch": "plain_trainer.dataset",
     "make_supervised_dset": "plain_trainer.supervised",

@@ -27,6 +27,7 @@ RECIPES = {
     "resuming": "resuming",
     "evaluation": "evaluation",
     "shared_prefixes": "shared_prefixes",
+    "vision": "vision_8b",
 }
 YAMLS = sorted(path.name for path in FOLDER.glob("*.yaml"))
 

@@ -9,7 +9,14 @@ from helpers.recipes import (
     FOLDER,
     YAMLS,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from helpers.recipes import module as recipe_module
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+)
 
 TABLES = [name for name in YAMLS if "# Memory" in (FOLDER / name).read_text()]
 
@@ -94,6 +101,41 @@ def test_the_arithmetic_counts_the_parameters(config, all_weights, ends, layer, 
     }
     for written, number in counted.items():
         assert written == pytest.approx(number, rel=0.005)
+
+
+# The shapes of Qwen/Qwen3-VL-8B-Instruct.
+QWEN3_VL_8B = Qwen3VLConfig(
+    text_config={
+        name: getattr(QWEN3_8B, name)
+        for name in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads"),
+        )
+    },
+    vision_config={"out_hidden_size": 4096},
+)
+
+
+def test_the_arithmetic_counts_the_vision_language_model():
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(QWEN3_VL_8B)
+    tower = model.model.visual
+    assert model.num_parameters() == pytest.approx(8.77e9, rel=0.005)
+    assert tower.num_parameters() == pytest.approx(0.58e9, rel=0.01)
+    matrices = [
+        module
+        for name, module in model.named_modules()
+        if re.fullmatch(recipe_module("vision").LANGUAGE_MODEL, name)
+    ]
+    rank_16 = 16 * sum(m.in_features + m.out_features for m in matrices)
+    assert rank_16 == pytest.approx(43.6e6, rel=0.005)
+    vision = QWEN3_VL_8B.vision_config
+    assert (len(tower.blocks), vision.hidden_size, vision.patch_size) == (27, 1152, 16)
+    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
+    patches = 4096 * vision.spatial_merge_size**2
+    text = (FOLDER / "vision_8b.yaml").read_text()
+    assert f"4 B × {patches:,} × {pixels:,}" in text
+    assert f"2 B × {patches:,} × {vision.hidden_size:,} × {vision.depth}" in text
 
 
 def kept_in_a_layer(config: Any, tokens: int, *, lora: bool = False) -> float:

@@ -38,6 +38,17 @@ def questions() -> list[dict[str, Any]]:
     return [{"query": r["question"], "response": [r["answer"], "No."]} for r in rows]
 
 
+def looks(folder: Path) -> list[dict[str, Any]]:
+    """Conversations with one picture, two, or none, as paths in a folder."""
+    rows = []
+    for number, row in enumerate(module("demo_pictures").demo_rows(24)):
+        names = [f"{number}_{n}.png" for n in range(len(row["images"]))]
+        for name, image in zip(names, row["images"], strict=True):
+            image.save(folder / name)
+        rows.append({"images": names, "messages": row["messages"]})
+    return rows
+
+
 ROWS = {
     "chat_data": instructions,
     "tool_calling": lambda: tiny_rows("tools", 24),
@@ -63,6 +74,14 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
 
 
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("vision_model")
+    for part in module("demo_pictures").demo_model(seed=0):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
 def options(recipe: str, name: str | None, model: str, folder: Path) -> list[str]:
     """Return the arguments of `recipe` with a YAML file, on a local model and local rows."""
     rows = ROWS.get(recipe)
@@ -71,7 +90,8 @@ def options(recipe: str, name: str | None, model: str, folder: Path) -> list[str
         rows = chats if is_chat else lambda: tiny_rows("question_answer", 24)
     file = folder / "rows" / "train.jsonl"
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    made = looks(folder) if recipe == "vision" else rows()
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
     split = [] if recipe in ("sft_packed", "compare_packing", "padding_free") else ["train"]
     return [
         *(("--config", str(FOLDER / name)) if name else ()),
@@ -79,6 +99,7 @@ def options(recipe: str, name: str | None, model: str, folder: Path) -> list[str
         *("--dataset_name", str(file.parent if recipe == "streaming" else file)),
         *(("--dataset_config", "default") if recipe == "streaming" else ()),
         *(("--dataset_train_split", *split) if split else ()),
+        *(("--image_folder", str(folder)) if recipe == "vision" else ()),
         *FURTHER.get(recipe, ()),
     ]
 
@@ -121,9 +142,13 @@ def test_every_recipe_and_every_file_is_previewed():
 @pytest.mark.parametrize(
     ("recipe", "name"), [*PAIRS, ("padding_free", "compare_packing.yaml"), ("full", None)]
 )
-def test_the_rows_previewed_are_the_rows_trained(recipe, name, model, tmp_path, capsys):
+def test_the_rows_previewed_are_the_rows_trained(
+    recipe, name, model, vision_model, tmp_path, capsys
+):
     if recipe == "qlora":
         pytest.importorskip("bitsandbytes")
+    if recipe == "vision":
+        model = vision_model
     arguments = options(recipe, name, model, tmp_path)
     trained = tokens_of(trained_documents(recipe, arguments))
     assert len(trained) > 5
@@ -153,3 +178,18 @@ def test_the_command_shows_what_the_demo_trains(capsys):
     shown = [row["documents"][0] for row in json.loads(capsys.readouterr().out)["rows"]]
     trained = trained_documents("sft_packed", [])
     assert tokens_of(shown) == tokens_of([trained[0], trained[4999]])
+
+
+def test_the_command_shows_the_pictures_of_the_demo(capsys):
+    script = str(FOLDER / "vision.py")
+    assert main(["inspect", script, "--rows", "0", "1", "2", "3", "--json"]) == 0
+    found = [row["documents"][0] for row in json.loads(capsys.readouterr().out)["rows"]]
+    trained = trained_documents("vision", [])
+    assert tokens_of(found) == tokens_of(trained[:4])
+    rows = module("demo_pictures").demo_rows(600)
+    for number, document in enumerate(found):
+        sizes = [[*image.size[::-1]] for image in rows[number]["images"]]
+        assert document.get("image_sizes") == sizes
+    assert main(["inspect", script, "--rows", *map(str, range(8))]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("[image ") == sum(len(rows[number]["images"]) for number in range(8))

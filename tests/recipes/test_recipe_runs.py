@@ -232,6 +232,47 @@ def test_the_demo_of_shared_prefixes_needs_no_model(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_the_demo_of_vision_looks_at_its_pictures(tmp_path, capsys):
+    trainer = module("vision").main(["--output_dir", str(tmp_path / "out")])
+    output = capsys.readouterr().out
+    assert_prints("vision", output)
+    assert decreases(trainer)
+    losses = re.search(r"Loss on new pictures: ([\d.]+)\. .* rows: ([\d.]+)\.", output)
+    assert losses is not None
+    right, wrong = map(float, losses.groups())
+    assert 3 * right < wrong
+    assert weights(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tower", ["true", "false"])
+def test_vision_adapts_the_language_model_and_the_tower_if_asked(tower, tmp_path, capsys):
+    folder = tmp_path / "model"
+    for part in module("demo_pictures").demo_model(seed=0):
+        part.save_pretrained(folder)
+    rows = []
+    for number, row in enumerate(module("demo_pictures").demo_rows(24)):
+        names = [f"{number}_{n}.png" for n in range(len(row["images"]))]
+        for name, image in zip(names, row["images"], strict=True):
+            image.save(tmp_path / name)
+        rows.append({"images": names, "messages": row["messages"]})
+    data = write(tmp_path / "rows.jsonl", rows)
+    trainer = module("vision").main(
+        [
+            *("--config", str(FOLDER / "vision_8b.yaml"), "--model_name_or_path", str(folder)),
+            *("--dataset_name", data, "--image_folder", str(tmp_path), "--max_length", "512"),
+            *("--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--bf16", "false"),
+            *("--train_tower", tower, "--dataloader_num_workers", "0"),
+        ]
+    )
+    assert trainer._run_path.reason is None
+    adapter = weights(tmp_path / "out", "adapter_model.safetensors")
+    parts = ("language_model", "vision_tower", "multi_modal_projector")
+    found = [part for part in parts if any(part in name for name in adapter)]
+    assert found == [*parts] if tower == "true" else found == ["language_model"]
+
+
+@pytest.mark.slow
 def test_streaming_trains_for_max_steps(model, tmp_path, capsys):
     trainer = run("streaming", model, tmp_path, "--dataloader_num_workers", "0")
     output = capsys.readouterr().out

@@ -75,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.all or arguments.html or drawn):  # a stream is read no further than needed
         arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = previewed_run(arguments)
+    if arguments.all or arguments.html or drawn:
+        run = run.with_all_images()
     color = not arguments.json and uses_color(arguments.color)
     rows = []
     for preview in preview_rows(run, arguments.rows, color=color):

@@ -13,6 +13,7 @@ EPILOG = """\
 examples:
   trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --gradients
   trl-packing verify --config recipes/lora_8b.yaml --device cuda
+  trl-packing verify --config recipes/vision_8b.yaml
   trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --prefixes
   trl-packing verify --matrix --only llama qwen3
 
@@ -48,13 +49,15 @@ def _verify_model(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     from trl_packing.tools.command.training_command import model_of_words
     from trl_packing.tools.exactness.verify import VerifiedModel
+    from trl_packing.tools.exactness.with_images import ImageProbes
 
     name_or_model, args = model_of_words(arguments.words)
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
     say = (lambda *_: None) if arguments.json else print
+    images = ImageProbes.of(model.model, name_or_model, args, arguments.words)
     say(f"{model}\n")
     results = []
-    for result in model.verify(gradients=arguments.gradients):
+    for result in model.verify(gradients=arguments.gradients, images=images):
         results.append(result)
         say(result)
     exact = results[-1].backend if results[-1].is_exact else None
@@ -68,7 +71,8 @@ def _verify_model(arguments: argparse.Namespace) -> int:
             found["prefixes"] = shared and shared.to_dict()
         print_json(model.to_dict() | found)
     elif exact:
-        print(f"\nTraining on packed documents is exact with attention={exact!r}.")
+        with_images = f", also with images ({images.source})" if images else ""
+        print(f"\nTraining on packed documents is exact with attention={exact!r}{with_images}.")
         if shared is not None:
             verb = "is exact" if shared.is_exact else "is not possible: each document is computed"
             print(f"Sharing the prefixes of documents {verb}.")

@@ -8,9 +8,39 @@
 start of a document, to its end. Pieces of "split" are cut again behind such a move.
 """
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import numpy as np
 
+from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.list_columns import FlatLists
+
+
+class ImageTokens(NamedTuple):
+    """Tokens ``[start, stop)`` of a document that stand for an image, separators included.
+
+    Attributes:
+        image: number of the image in the user's row, from 0.
+        start: its first token in the document.
+        stop: the token after its last one.
+    """
+
+    image: int
+    start: int
+    stop: int
+
+
+def images_of(document: Mapping[str, Any]) -> list[ImageTokens]:
+    """Return the images of a document in their order; none without the column `image_ids`.
+
+    Examples:
+        >>> images_of({"input_ids": [5, 9, 9, 6], "image_ids": [0, 2, 2, 0]})
+        [ImageTokens(image=1, start=1, stop=3)]
+    """
+    ids = np.asarray(document.get(IMAGE_IDS, ()), np.int64)
+    spans = ImageSpans((ids, np.array([0, len(ids)]))).of(0)
+    return [ImageTokens(int(ids[start]) - 1, start, stop) for start, stop in spans]
 
 
 class ImageSpans:

@@ -51,6 +51,9 @@ IMAGE_IDS = "image_ids"
 # An integer for every document with images: the number of the user's row among all of the run.
 IMAGE_ROW = "image_row"
 
+# Height and width of every image of the user's row, in documents that are shown.
+IMAGE_SIZES = "image_sizes"
+
 # The lengths of the documents in a row, where rows are packed.
 SEQ_LENGTHS = "seq_lengths"
 

@@ -81,6 +81,11 @@ function drawSegment(row, segment, hatch, x, y = 0, height = 1) {
     group.append(run);
     i = next;
   }
+  for (const image of row.images) {
+    if (image.start < start - row.start || image.stop > end) continue;
+    const box = { x: from + image.start, y: y + 0.3 * height, height: 0.4 * height };
+    group.append(element("rect", { ...box, width: image.stop - image.start, class: "image" }));
+  }
   if (end < stop - row.start) {
     const first = Math.max(end, start - row.start);
     const rest = { x: from + first, y, height, class: "other", width: stop - row.start - first };
@@ -170,7 +175,11 @@ function segmentText(row, segment) {
   const { start, stop, documents, level } = segment;
   const text = element("div", { class: "tokens" });
   const end = Math.min(stop - row.start, row.ids.length);
-  for (let i = start - row.start; i < end; i++) text.append(token(row, i));
+  for (let i = start - row.start; i < end; ) {
+    const image = imageAt(row, i);
+    text.append(image ? picture(row, i, image) : token(row, i));
+    i = image ? Math.min(image.stop, end) : i + 1;
+  }
   if (end < stop - row.start) {
     const left = stop - row.start - Math.max(end, start - row.start);
     text.append(element("span", { class: "note" }, ` … ${count(left)} more tokens`));
@@ -237,6 +246,19 @@ function token(row, i) {
     shown.style.setProperty("--weight", weight / heaviest);
     shown.classList.toggle("weighted", weight !== 1);
   }
+  return shown;
+}
+
+const imageAt = (row, i) => row.images.find((image) => image.start <= i && i < image.stop);
+
+// Draws an image in place of its tokens.
+function picture(row, i, image) {
+  const shown = token(row, i);
+  shown.classList.add("picture");
+  const words = `${image.size}, ${count(image.stop - image.start)} tokens`;
+  const made = image.picture ? [element("img", { src: image.picture, alt: "" })] : [];
+  const note = element("span", {}, image.error ? `${words}: ${image.error}` : words);
+  shown.replaceChildren(...made, note);
   return shown;
 }
 
@@ -325,6 +347,7 @@ function markMask(row, i) {
 
 function facts(row, i) {
   const segment = segmentAt(row, i);
+  const image = imageAt(row, i);
   const [id, label] = [row.ids[i], row.labels[i]];
   const text = data.texts[row.texts[i]];
   const target = label === id ? "the id, trained" : "trained";
@@ -337,6 +360,7 @@ function facts(row, i) {
     ["position", count(row.positions[i])],
     ["label", `${label} (${label === IGNORED ? untrained(row, segment, i) : target})`],
     ["weight", `${weightOf(row, i)}${ofMany}`],
+    ...(image ? [["image", `${image.size} pixels, ${count(image.stop - image.start)} tokens`]] : []),
     holders(row, segment),
     ["boundary", `${boundary}; this is ${count(row.start + i)}`],
   ];

@@ -46,7 +46,7 @@ class ImageGuard(IsolationGuard):
         """Return representative documents, their image tokens replaced by ordinary ones."""
         documents = super().sample(dataset, max_length)
         if self._isolation_check != "off" and IMAGE_ROW in dataset.column_names:
-            self._with_images = self._images_of(dataset)
+            self._with_images = documents_to_check(dataset, self.store)
         draw = random_tokens(self.base_model, np.random.default_rng(0))
         ids = self._image_token_ids()
         return [
@@ -58,31 +58,6 @@ class ImageGuard(IsolationGuard):
         config = self.base_model.config
         names = [name for name in vars(config) if name.endswith(("token_id", "token_index"))]
         return [v for name in names if isinstance(v := getattr(config, name), int)]
-
-    def _images_of(self, dataset: Any) -> list[dict[str, Any]]:
-        """Return short documents with one image, with several and with none, with their images.
-
-        A data set whose documents have equal numbers of images gives two of them.
-        """
-        documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
-        order = np.argsort(documents.lengths(), kind="stable")[:_SEARCHED].tolist()
-        found: dict[int, list[int]] = {}
-        for number in order:
-            count = int(np.count_nonzero(np.unique(documents[number][IMAGE_IDS])))
-            found.setdefault(min(count, 2), []).append(number)
-        chosen = [numbers[0] for count, numbers in sorted(found.items(), reverse=True) if count]
-        if len(chosen) == 1:
-            chosen = next(numbers[:2] for count, numbers in found.items() if count)
-        if not chosen:
-            return []
-        return [self._probe(dataset, number) for number in [*chosen, *found.get(0, [])[:1]]]
-
-    def _probe(self, dataset: Any, number: int) -> dict[str, Any]:
-        row = dataset[number]
-        images = np.unique(row[IMAGE_IDS])
-        images = images[images > 0] - 1
-        loaded = [self.store.load(int(row[IMAGE_ROW]), images)] if len(images) else []
-        return {"input_ids": np.asarray(row["input_ids"]), "images": loaded}
 
     def _search(
         self,
@@ -130,3 +105,34 @@ class ImageGuard(IsolationGuard):
         except Exception as error:  # models raise all kinds of errors
             result = Refusal.from_error(error)
         return worst_of_ranks(result, self.model) if self._options["agree"] else result
+
+
+def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
+    """Return short documents with one image, with several and with none, with their images.
+
+    A data set whose documents have equal numbers of images gives two of them.
+
+    Args:
+        dataset: prepared documents.
+        store: the image files of the run.
+    """
+    documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
+    order = np.argsort(documents.lengths(), kind="stable")[:_SEARCHED].tolist()
+    found: dict[int, list[int]] = {}
+    for number in order:
+        count = int(np.count_nonzero(np.unique(documents[number][IMAGE_IDS])))
+        found.setdefault(min(count, 2), []).append(number)
+    chosen = [numbers[0] for count, numbers in sorted(found.items(), reverse=True) if count]
+    if len(chosen) == 1:
+        chosen = next(numbers[:2] for count, numbers in found.items() if count)
+    if not chosen:
+        return []
+    return [_probe(dataset, number, store) for number in [*chosen, *found.get(0, [])[:1]]]
+
+
+def _probe(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:
+    row = dataset[number]
+    images = np.unique(row[IMAGE_IDS])
+    images = images[images > 0] - 1
+    loaded = [store.load(int(row[IMAGE_ROW]), images)] if len(images) else []
+    return {"input_ids": np.asarray(row["input_ids"]), "images": loaded}

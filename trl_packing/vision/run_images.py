@@ -9,6 +9,7 @@ A packed run takes TRL's path later if the processor contradicts its arithmetic,
 backend is exact with images.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -147,6 +148,13 @@ class RunImages:
             return {key: self.take(value, key) for key, value in dataset.items()}
         takes = self.packs and isinstance(dataset, Dataset) and has_images(dataset)
         return self.store.take(dataset, name) if takes else dataset
+
+    def without_files(self) -> "RunImages":
+        """Return the images of the same run before any of its data sets was taken."""
+        made = copy.copy(self)
+        made.store, made.contradiction = ImageStore(), None
+        made._loads = RunLoads(self._loads.cost)
+        return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
         """Return the guard of the run; options as for `IsolationGuard`."""

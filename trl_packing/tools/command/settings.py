@@ -74,11 +74,17 @@ def processing_class_of(model: Any, args: Any) -> Any:
 
     Raises:
         OSError: the model has neither.
-        ValueError: `model` is a path that does not exist.
+        ValueError: `model` is a path that does not exist, or a package is missing.
     """
     name = model if isinstance(model, str) else model.config.name_or_path
     check_path_exists("the model", name)
-    return AutoProcessor.from_pretrained(name, **_loading_options(args))
+    try:
+        return AutoProcessor.from_pretrained(name, **_loading_options(args))
+    except ImportError as error:  # processors of images need Pillow and torchvision
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"the processor of {name} needs a package: {reason}; pip install 'trl-packing[vision]'"
+        ) from error
 
 
 def config_of(model: Any, args: Any) -> Any:

@@ -257,6 +257,13 @@ def options_of_words(words: Sequence[str], others: Collection[str] = ()) -> Give
     return _with_long_names(GivenOptions.from_words(_split_script(words)[1]), others)
 
 
+def names_data(words: Sequence[str]) -> bool:
+    """Return whether a training command names its data: by an option, a file, or in its script."""
+    if _split_script(words)[0] is not None:
+        return True
+    return "dataset_name" in options_of_words(words).names
+
+
 def options_of_recipe(words: Sequence[str]) -> dict[str, str]:
     """Return the options of a recipe's command as texts, by name; none of another script."""
     script = _split_script(words)[0]

@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import take_prefix_keys
@@ -15,7 +19,8 @@ from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, 
 from trl_packing.isolation.prefix_check import check_prefixes
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.command.settings import check_path_exists
+from trl_packing.tools.command.settings import check_path_exists, config_of
+from trl_packing.tools.exactness.with_images import ImageProbes
 
 # The longest probe of a run without a max_length, in tokens.
 _LONGEST_PROBE = 1024
@@ -23,10 +28,17 @@ _LONGEST_PROBE = 1024
 
 @dataclass(frozen=True)
 class BackendResult:
-    """The result of one attention backend."""
+    """The result of one attention backend.
+
+    Attributes:
+        backend: its name.
+        result: of the check.
+        images: documents of a check with images; 0 for a check of text.
+    """
 
     backend: str
     result: CheckResult
+    images: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -34,18 +46,20 @@ class BackendResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON: the verdict and its evidence, or the refusal."""
+        named = {"backend": self.backend} | ({"images": self.images} if self.images else {})
         if isinstance(self.result, Refusal):
-            return {"backend": self.backend, "verdict": "refused", "reason": str(self.result)}
-        return {"backend": self.backend, **asdict(self.result)}
+            return named | {"verdict": "refused", "reason": str(self.result)}
+        return named | asdict(self.result)
 
     def __str__(self) -> str:
+        name = "  with images" if self.images else self.backend
         if isinstance(self.result, Refusal):
-            return f"{self.backend:14} refused: {self.result}"
+            return f"{name:14} refused: {self.result}"
         found, gradients = self.result, self.result.gradient_difference
         first = f", first in {found.first_layer}" if found.first_layer else ""
         further = f"\n{'':14} gradients {gradients:.1e}" if gradients is not None else ""
         return (
-            f"{self.backend:14} {found.verdict}: max |Δlogit| {found.difference:.1e}, "
+            f"{name:14} {found.verdict}: max |Δlogit| {found.difference:.1e}, "
             f"rounding {found.noise:.1e},\n{'':14} a leak {found.leak:.1e} "
             f"({found.probe}){first}{further}"
         )
@@ -95,14 +109,19 @@ class VerifiedModel:
                 "trust_remote_code": args.trust_remote_code,
                 "revision": given.get("revision") or "main",
             }
-            model = AutoModelForCausalLM.from_pretrained(model, **loading)
+            model = _class_of(model, args).from_pretrained(model, **loading)
         return cls(model.to(device), name, PackingOptions.of(args).attention, longest)
 
-    def verify(self, *, gradients: bool = False) -> Iterator[BackendResult]:
+    def verify(
+        self, *, gradients: bool = False, images: ImageProbes | None = None
+    ) -> Iterator[BackendResult]:
         """Yield the result of each backend, from fast to slow, until one is exact on the model.
+
+        A backend that is exact on text is then checked with images.
 
         Args:
             gradients: compare gradients too.
+            images: documents with images; None checks text alone.
         """
         first = resolve_attention(self.model, self.attention)
         choices: list[AttentionChoice] = [first]
@@ -120,6 +139,10 @@ class VerifiedModel:
                 ),
             )
             yield result
+            if result.is_exact and images is not None:
+                checked = images.check(self.model, choice.backend)
+                result = BackendResult(choice.backend, checked, len(images.documents))
+                yield result
             if result.is_exact:
                 return
 
@@ -160,6 +183,14 @@ class VerifiedModel:
 
     def __str__(self) -> str:
         return f"{self.name}: {type(self.model).__name__}, {self.model.dtype}, {self.model.device}"
+
+
+def _class_of(name: str, args: Any) -> Any:
+    """Return the class that loads a model: of vision-language models if it is no other one."""
+    kind = config_of(name, args).model_type
+    reads_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    is_text = kind not in reads_images or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def _check_arguments(dtype: str, device: str | None, max_length: int) -> None:

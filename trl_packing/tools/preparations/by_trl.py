@@ -38,6 +38,11 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
             "TRL's trainer takes one data set, and train_dataset is a dictionary of several; "
             "compare them one by one"
         )
+    if run.images.packs:
+        raise ValueError(
+            "TRL tokenizes rows with images when it makes a batch, so there are no documents to "
+            "compare; a few rows are compared with its collator whenever rows are prepared"
+        )
     tokenizer = run.preparation.processing_class
     vocabulary = len(getattr(tokenizer, "tokenizer", tokenizer))
     model = LlamaForCausalLM(

@@ -26,7 +26,7 @@ from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.mixture import mixture_of
 from trl_packing.training.prefix_savings import with_groups
 from trl_packing.training.run_report import order_in_words, plan_report, settings_in_steps
-from trl_packing.training.sampling import prefix_index, training_sampler
+from trl_packing.training.sampling import limited_loads, prefix_index, training_sampler
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,9 @@ def sampler_of(
     run: PreviewedRun, documents: ArrowDocuments, *, ranks: int = 1
 ) -> PackedBatchSampler:
     """Return the sampler of rank 0 that trains the prepared `documents` of `run`."""
+    loads = run.images.loads(documents)
+    if loads is not None:
+        loads = limited_loads(loads, documents.lengths(), run.args, packing=run.args.packing)
     return training_sampler(
         documents,
         run.args,
@@ -143,13 +146,15 @@ def sampler_of(
         batch_size=run.args.per_device_train_batch_size,
         ranks=ranks,
         hidden_size=run.hidden_size,
-        index=prefix_index(documents) if _groups(run.args) else None,
+        index=prefix_index(documents) if _groups(run) else None,
         mixture=mixture_of(documents, run.args),
+        loads=loads,
     )
 
 
-def _groups(args: Any) -> bool:
-    return PackingOptions.of(args).prefix_sharing == "group"
+def _groups(run: PreviewedRun) -> bool:
+    # An image belongs to one document.
+    return PackingOptions.of(run.args).prefix_sharing == "group" and not run.images.packs
 
 
 def report_on(

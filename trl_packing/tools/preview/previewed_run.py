@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasets import (
@@ -15,18 +15,15 @@ from datasets import (
     enable_progress_bars,
 )
 from trl import SFTConfig
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.data_utils import is_conversational
 
 from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import Unfitted, prepare, unfitted
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
+from trl_packing.documents.labels import IMAGE_ROW, IMAGE_SIZES
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.formatting.row_format import RowFormat
 from trl_packing.tools.command.settings import (
     config_from_settings,
     config_value,
@@ -34,6 +31,7 @@ from trl_packing.tools.command.settings import (
     processing_class_of,
 )
 from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.preview.run_rules import first_row, rules_of, training_template
 from trl_packing.tools.preview.source_rows import SourceRows
 from trl_packing.training.arguments import (
     check_arguments,
@@ -42,9 +40,12 @@ from trl_packing.training.arguments import (
 )
 from trl_packing.training.mixed_stream import check_stream_is_not_mixed
 from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
+from trl_packing.vision.run_images import RunImages, has_images
 
 # The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
 _NAME = "inspected"
+
+_BY_TRL = "TRL's own code prepares it; it cannot be shown here"
 
 
 # Rows of a stream that are read, unless the user names another number.
@@ -63,6 +64,8 @@ class PreviewedRun:
         formatting_func: the user's function from a row to its text.
         is_stream: whether `dataset` is only the beginning of a stream.
         collator: the user's data collator; None for that of the trainer.
+        chat_template: replaces that of the tokenizer, as in the trainer; None leaves it.
+        images: prepares rows with images; does nothing where there are none.
     """
 
     args: Any
@@ -72,6 +75,8 @@ class PreviewedRun:
     formatting_func: Any = None
     is_stream: bool = False
     collator: Any = None
+    chat_template: str | None = None
+    images: RunImages = field(default_factory=RunImages)
 
     @classmethod
     def from_settings(
@@ -119,9 +124,16 @@ class PreviewedRun:
             raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
         check_arguments(args, first)
         check_is_backend(PackingOptions.of(args).attention)
-        trl_path = reason_for_trl_path(first, collator)
+        images = RunImages()
+        trl_path = reason_for_trl_path(first, collator, packs_images=True)
+        if not trl_path and has_images(dataset):
+            if call.model is None:
+                raise ValueError("the data set has images, which some models pack; name the model")
+            given = (call.model, dataset, None, args, call.processing_class)
+            trl_path = images.why_not_packed(*given)
         if trl_path:
-            raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
+            raise ValueError(f"{trl_path}: {_BY_TRL}")
+        images.check_options(PackingOptions.of(args))
         processing_class, labeler = call.processing_class, None
         if isinstance(collator, DataCollatorForCompletionOnlyLM):
             processing_class, labeler = processing_class or collator.tokenizer, collator.labeler
@@ -135,8 +147,19 @@ class PreviewedRun:
         else:
             rows = first = _loaded(dataset, stream_rows)
         tokenizer = configure_tokenizer(processing_class, args)
-        preparation = _preparation(args, tokenizer, first[0], generation_config, labeler)
-        return cls(args, rows, preparation, call.model, call.formatting_func, is_stream, collator)
+        first = first_row(first)
+        template = training_template(args, tokenizer, first)
+        return cls(
+            args,
+            rows,
+            rules_of(args, tokenizer, first, template, generation_config, labeler),
+            call.model,
+            call.formatting_func,
+            is_stream,
+            collator,
+            template,
+            images,
+        )
 
     @property
     def hidden_size(self) -> int | None:
@@ -149,6 +172,14 @@ class PreviewedRun:
         if self.model is None:
             return None
         return config_value(self.model, self.args, "max_position_embeddings")
+
+    def with_all_images(self) -> "PreviewedRun":
+        """Return the run after the headers of all of its images are read, once for many calls.
+
+        Raises:
+            ValueError: an image cannot be read, naming the row.
+        """
+        return replace(self, dataset=self.images.take(self.dataset, "train"))
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost."""
@@ -163,7 +194,8 @@ class PreviewedRun:
             return None
         if records_of(self.dataset):
             return None
-        whole = unfitted(self.dataset, self.preparation, formatting_func=self.formatting_func)
+        rows = self._with_tokens_of_images(self.dataset, self.preparation, "train")
+        whole = unfitted(rows, self.preparation, formatting_func=self.formatting_func)
         return None if whole.rows.are_packed else whole
 
     def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
@@ -199,9 +231,19 @@ class PreviewedRun:
         in_order.shuffle_dataset = False
         in_order.dataset_num_proc = None
         preparation = replace(self.preparation, args=in_order)
+        run = self
+        if IMAGE_ROW not in self.dataset.column_names:  # read the headers of these rows alone
+            run = replace(self, images=self.images.without_files())
         with _without_progress_bars():
-            documents, _ = self._prepare(self.dataset.select(rows), preparation, _NAME)
-        return list(documents)
+            documents, _ = run._prepare(run.dataset.select(rows), preparation, _NAME)
+        return [run._with_image_sizes(document) for document in documents]
+
+    def _with_image_sizes(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a document with the sizes of the images of its row in place of its number."""
+        if IMAGE_ROW not in document:
+            return document
+        others = {name: value for name, value in document.items() if name != IMAGE_ROW}
+        return {**others, IMAGE_SIZES: self.images.store.sizes(document[IMAGE_ROW]).tolist()}
 
     @property
     def _skips_preparation(self) -> bool:
@@ -226,13 +268,21 @@ class PreviewedRun:
                 self.args,
             )
         if not self._skips_preparation:
-            return prepare(dataset, preparation, formatting_func=self.formatting_func, name=name)
+            rows = self._with_tokens_of_images(dataset, preparation, name)
+            return prepare(rows, preparation, formatting_func=self.formatting_func, name=name)
         if "input_ids" not in dataset.column_names:
             raise ValueError(
                 "skip_prepare_dataset=True takes rows as they are, and these have no input_ids: "
                 f"they have {dataset.column_names}; leave it out"
             )
         return dataset, None
+
+    def _with_tokens_of_images(self, dataset: Dataset, preparation: Preparation, name: str) -> Any:
+        """Return the documents of rows with images; other rows as they are."""
+        documents = self.images.tokenize(dataset, preparation, self.chat_template, name)
+        if self.images.contradiction is not None:
+            raise ValueError(f"{self.images.contradiction}: {_BY_TRL}")
+        return documents
 
 
 def _loaded(dataset: Dataset | IterableDataset, stream_rows: int) -> Dataset:
@@ -262,33 +312,3 @@ def _renumber(message: str, rows: Sequence[int], row: int) -> str:
         message,
     ).replace(f"the {_NAME} dataset", "the data set")
     return message.removeprefix(f"row {row} of the data set: ")
-
-
-def _preparation(
-    args: Any, tokenizer: Any, first: dict[str, Any], generation_config: Any, labeler: Any
-) -> Preparation:
-    template = None
-    if args.assistant_only_loss:
-        if not is_conversational(first):
-            raise ValueError("assistant_only_loss=True needs conversations, and there are none")
-        if not has_generation_markers(tokenizer.chat_template):
-            template = get_training_chat_template(tokenizer)  # as TRL's trainer does
-    completion_only = args.completion_only_loss
-    if completion_only is None:
-        completion_only = "prompt" in first and "completion" in first
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
-    return Preparation(
-        args,
-        tokenizer,
-        packing=args.packing,
-        row_format=RowFormat.from_args(
-            args, inner, chat_template=template, completion_only=completion_only
-        ),
-        eos=EosRule.from_args(args, inner, tokenizer, generation_config),
-        by_trl=_refuse,
-        labeler=labeler,
-    )
-
-
-def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
-    raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")

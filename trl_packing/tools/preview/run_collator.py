@@ -16,7 +16,7 @@ from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 
 def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollator:
-    """Return the collator of a run.
+    """Return the collator of a run, without the pixels of its images.
 
     Args:
         run: the run.
@@ -32,7 +32,7 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
         collator = copy.copy(run.collator)
     collator.loss_weighting = options.loss_weighting
     collator.tensors_only = True
-    collator.shares_prefixes = _may_share(options, collator)
+    collator.shares_prefixes = _may_share(options, collator) and not run.images.packs
     if options.static_shapes:
         if run.model is None:
             raise ValueError("static_shapes=True depends on the model's config; name the model")

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from trl_packing.data.whole_images import ImageTokens
 from trl_packing.tools.rows.segments import Segment
 
 # Properties of documents that a reader looks for.
@@ -30,6 +31,7 @@ class RowDocument:
         row: the row of the user's data set that it comes from; None for padding.
         uncut: its tokens before it was cut to fit.
         properties: those of `PROPERTIES` that it has.
+        images: the tokens of its images, counted from `start`.
     """
 
     start: int
@@ -38,6 +40,7 @@ class RowDocument:
     row: int | None = None
     uncut: int = 0
     properties: tuple[str, ...] = ()
+    images: tuple[ImageTokens, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +81,13 @@ class PackedRow:
         """Return the tokens of all documents, those that they share in each of them."""
         return sum(d.stop - d.start for d in self.documents if d.number is not None)
 
+    @property
+    def num_images(self) -> int:
+        """Return the images of all documents."""
+        return sum(len(document.images) for document in self.documents)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the row for JSON: its documents, and the tokens that they share."""
+        """Return the row for JSON: its documents, their images, and the tokens that they share."""
         real = [d for d in self.documents if d.number is not None]
         shared = self.shared or [0] * len(real)
         return {
@@ -87,6 +95,7 @@ class PackedRow:
             "tokens": self.stop - self.start,
             "documents": [
                 {"number": d.number, "row": d.row, "tokens": d.stop - d.start, "shared": above}
+                | ({"images": [[i.start, i.stop] for i in d.images]} if d.images else {})
                 for d, above in zip(real, shared, strict=True)
             ],
         }

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.eos import ends_in_stop_token
+from trl_packing.data.whole_images import images_of
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IGNORE_INDEX,
+    IMAGE_IDS,
     SEQ_LENGTHS,
     TOKEN_WEIGHTS,
 )
@@ -95,6 +97,11 @@ class PackedEpoch:
     def capacity(self) -> int | None:
         """Return the tokens that a bin may hold; None where nothing is packed."""
         return None if self.sampler.documents_per_step else self.sampler.capacity
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the documents have images, which the tokens name."""
+        return IMAGE_IDS in self.documents.columns
 
     def rows(self, micro_batches: Sequence[int]) -> Iterator[PackedRow]:
         """Yield the rows of micro-batches of the sampler's epoch, in order."""
@@ -222,6 +229,7 @@ class PackedEpoch:
             int(self.traced.rows[number]),
             int(self.traced.uncut[number]),
             tuple(name for name in PROPERTIES if holds[name]),
+            tuple(images_of(self.documents[number])) if self.has_images else (),
         )
 
 

@@ -18,6 +18,7 @@ from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, PROPERTIES, Pa
 from trl_packing.tools.rows.packed_rows import PackedEpoch
 from trl_packing.tools.rows.partners import Partners
 from trl_packing.tools.rows.row_data import row_data
+from trl_packing.tools.rows.row_images import RowImages
 
 MAX_ROWS = 16
 MAX_TOKENS = 32_768  # about 1 MB of JSON
@@ -26,9 +27,10 @@ _EXAMPLES = 2  # further rows for each property that none of the first rows has
 _LEGEND = (
     '<div class="legend"><span class="target">trained</span><span class="prompt">not trained</span>'
     '<span class="free">free, costs nothing</span>'
-    '<span class="padding">padding, computed and masked</span>{shared}</div>'
+    '<span class="padding">padding, computed and masked</span>{more}</div>'
 )
 _SHARED = '<span class="many">shared by several documents, computed once</span>'
+_IMAGE = '<span class="pictures">tokens of an image</span>'
 _ROW = """
 <div class="tree" id="tree" hidden></div>
 <div class="row"><div class="documents" id="documents"></div>
@@ -66,6 +68,7 @@ def rows_page(
     later = Partners(epoch)
     data = page_data(epoch, chosen, later, max_tokens)
     is_shared = any(row.segments for row, _ in chosen)
+    has_images = any(row["images"] for row in data["rows"])
     shown = f"{quantity(len(chosen), 'row')} of {len(epoch.groups()):,}, each strip a {epoch.unit}"
     if is_shared:
         shown = f"{quantity(len(chosen), 'row')}; with shared prefixes, a strip is a micro-batch"
@@ -76,7 +79,7 @@ def rows_page(
             _cards(epoch),
             section(
                 "Rows of epoch 1",
-                _LEGEND.format(shared=_SHARED if is_shared else ""),
+                _LEGEND.format(more=_SHARED * is_shared + _IMAGE * has_images),
                 '<div class="filters" id="filters"></div><div id="strips"></div>',
                 note=f"{shown}; click one for its tokens",
             ),
@@ -102,10 +105,11 @@ def page_data(
     """Return the values that rows.js draws; lists have one entry for each token of a row."""
     texts: dict[str, int] = {}
     drawn = []
-    left = max_tokens
+    left, images = max_tokens, RowImages(epoch)
     for row, reason in rows:
-        drawn.append(row_data(epoch, row, reason, texts, left) | {"later": later.of(row)})
-        left -= len(drawn[-1]["ids"])
+        values = row_data(epoch, row, reason, texts, left)
+        drawn.append(values | {"later": later.of(row), "images": images.of(row)})
+        left -= len(values["ids"])
     return {
         "capacity": epoch.capacity,
         "properties": PROPERTIES,
@@ -162,6 +166,9 @@ def _cards(epoch: PackedEpoch) -> str:
     ]
     if (computed := epoch.computed_tokens()) is not None:
         shown.insert(3, (f"{computed:,}", "computed, prefixes once"))
+    if (loads := epoch.sampler.loads) is not None:
+        shown.append((f"{loads.images.sum():,}", "images"))
+        shown.append((f"{loads.tokens.sum() / tokens:.0%}", "of the tokens in images"))
     for name in (CUT, NO_STOP_TOKEN):
         shown.append((f"{int(found[name].sum()):,}", name))
     return cards(shown)

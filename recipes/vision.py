@@ -1,0 +1,130 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-packing[peft,vision] @ git+https://github.com/OWNER/trl_packing"]
+# ///
+"""Train a vision-language model on rows with several images, one, or none, packed.
+
+    python recipes/vision.py                                               # a demo, offline
+    accelerate launch recipes/vision.py --config recipes/vision_8b.yaml
+
+A row has its images beside its messages, one image part for each (docs/images.md):
+
+    {"images": ["street.jpg"], "messages": [
+      {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
+      {"role": "assistant", "content": [{"type": "text", "text": "A street."}]}]}
+
+Answers alone are trained. With `--lora_r`, an adapter of the language model is trained, and with
+`--train_tower true` one of the tower and the projector, too. The demo teaches a small model the
+colors of pictures; `trl-packing inspect recipes/vision.py --html rows.html` shows its rows.
+
+Expected output (the demo, two minutes on a busy CPU core):
+
+    ──────────────────────────────────── trl_packing ─────────────────────────────────────
+    documents    600 · 59,541 tokens · 7,229 trained (12%)
+    packed into  59 bins of 1,024 tokens · 98.55% filled
+    …
+    checked      isolated on this model: packed − alone 3e-6, rounding 4e-6, a leak would be 1.5
+    ──────────────────────────────────────────────────────────────────────────────────────
+    {'loss': '4.398', … 'epoch': '0.339'} …
+    Loss on new pictures: 0.05. With the pictures of other rows: 0.80.
+    The model is in outputs/vision.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoProcessor
+from transformers.hf_argparser import HfArg
+from trl import TrlParser
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from trl_packing.tools.command.exit_messages import exits_in_one_line
+
+DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
+DEMO |= {"learning_rate": 2e-3, "num_train_epochs": 3, "warmup_steps": 10}
+LANGUAGE_MODEL = r".*\.(language_model|text_model)\..*_proj"  # its matrices
+
+
+@dataclass
+class Arguments:
+    """The model and the data; without them, the demo's."""
+
+    model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
+    dataset_name: str | None = HfArg(default=None, help="Hub id, file, or folder of files.")
+    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
+    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
+    image_folder: str | None = HfArg(default=None, help="Folder of the paths of images.")
+    max_pixels: int | None = HfArg(default=None, help="Scale images down (Qwen-VL, GLM-4V).")
+    lora_r: int = HfArg(default=0, help="Rank of an adapter, with alpha twice it; 0: all weights.")
+    train_tower: bool = HfArg(default=False, help="Adapt the tower and the projector, too.")
+
+
+def in_folder(rows: Dataset, folder: str) -> Dataset:
+    """Return rows whose paths of images are read from `folder`."""
+
+    def moved(path: Any) -> Any:
+        if isinstance(path, list):
+            return [moved(each) for each in path]
+        return str(Path(folder, path)) if isinstance(path, str) else path
+
+    column = "images" if "images" in rows.column_names else "image"
+    return rows.map(lambda row: {column: moved(row[column])})
+
+
+@exits_in_one_line
+def main(argv: list[str] | None = None) -> PackedSFTTrainer:
+    """Train, compare the losses of the demo, save the model, and return the trainer."""
+    usage = "vision.py [--config FILE] [--OPTION VALUE]"
+    parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
+    parser.set_defaults(output_dir="outputs/vision", train_on="assistant")
+    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
+        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
+    words = sys.argv[1:] if argv is None else argv
+    is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
+    if is_demo:
+        parser.set_defaults(**DEMO)
+    arguments, training_args = parser.parse_args_and_config(argv)
+
+    model, data = arguments.model_name_or_path, arguments.dataset_name
+    if is_demo:
+        from trl_packing.recipes.demo_pictures import demo_model, demo_rows, exchanged
+
+        rows, (model, processor) = demo_rows(600), demo_model(training_args.seed)
+    elif model and data:
+        rows = load_rows(data, arguments.dataset_train_split, config=arguments.dataset_config)
+        rows = in_folder(rows, arguments.image_folder) if arguments.image_folder else rows
+        pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
+        processor = AutoProcessor.from_pretrained(model, **pixels)
+    else:
+        raise ValueError("your own run needs --model_name_or_path and --dataset_name")
+    adapter, rank = None, arguments.lora_r
+    if rank:
+        from peft import LoraConfig
+
+        matrices = "all-linear" if arguments.train_tower else LANGUAGE_MODEL
+        adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=matrices)
+    trainer = PackedSFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=rows,
+        processing_class=processor,
+        peft_config=adapter,
+    )
+    trainer.train(training_args.resume_from_checkpoint)
+    say = trainer.accelerator.print
+    if is_demo:
+        new = demo_rows(60, pictures=[1], seed=1)
+        right, wrong = (trainer.evaluate(r)["eval_loss"] for r in (new, exchanged(new)))
+        say(f"Loss on new pictures: {right:.2f}. With the pictures of other rows: {wrong:.2f}.")
+    trainer.save_model()
+    say(f"The model is in {training_args.output_dir}.")
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

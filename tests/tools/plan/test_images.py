@@ -1,0 +1,71 @@
+"""A plan of documents with images has the bins that the trainer fills, and names their images."""
+
+import copy
+
+import pytest
+from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.packing.sampler import attention_cost
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.plan.page import plan_page
+from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return tiny_vision_model("qwen2_5_vl", processor)
+
+
+def config(folder, **options):
+    settings = {"max_length": 200, "per_device_train_batch_size": 1} | options
+    return PackedSFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+
+
+def plan_of(model, processor, folder, **options):
+    call = TrainerCall(model, config(folder, **options), image_dataset(24), processor)
+    return plan_run(PreviewedRun.from_call(call))
+
+
+@pytest.mark.parametrize("options", [{"max_patches": 300}, {"documents_per_step": 6}])
+def test_the_planned_micro_batches_are_those_of_the_trainer(options, model, processor, tmp_path):
+    plan = plan_of(model, processor, tmp_path, **options)
+    trainer = PackedSFTTrainer(
+        copy.deepcopy(model),
+        config(tmp_path, **options),
+        train_dataset=image_dataset(24),
+        processing_class=processor,
+    )
+    sampler = trainer._get_train_sampler(trainer._remove_unused_columns(trainer.train_dataset))
+    assert [sorted(members) for members in plan.epoch.members] == [sorted(b) for b in sampler]
+    assert plan.report.images == trainer.packing_report.images
+    patches = [int(sampler.loads.patches[members].sum()) for members in plan.epoch.members]
+    assert plan.epoch.patches.tolist() == patches
+    assert max(patches) == plan.report.images.most_patches
+    assert max(patches) <= 300 or "max_patches" not in options
+
+
+def test_the_cost_of_micro_batches_has_the_tower(model, processor, tmp_path):
+    plan = plan_of(model, processor, tmp_path)
+    lengths, loads = plan.documents.lengths(), plan.run.images.loads(plan.documents)
+    costs = lengths + attention_cost(plan.run.hidden_size) * lengths**2 + loads.costs
+    assert loads.costs.sum() > 0.1 * lengths.sum()
+    found = [costs[members].sum() for members in plan.epoch.members]
+    assert plan.epoch.costs == pytest.approx(found)
+
+
+def test_the_page_counts_images_and_shows_them_as_words(model, processor, tmp_path):
+    plan = plan_of(model, processor, tmp_path, overflow="split", max_length=64)
+    text = str(plan_page(plan))
+    images = plan.report.images
+    assert f"images, of {images.tokens:,} tokens" in text
+    assert "Patches in a micro-batch" in text
+    assert "[image, " in text
+    assert "&lt;|image_pad|&gt;" not in text
+    assert "by tokens alone, not by patches" in text

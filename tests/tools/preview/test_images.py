@@ -1,0 +1,152 @@
+"""Rows with images are previewed as the trainer prepares them, and their images are named."""
+
+import re
+
+import pytest
+from datasets import Dataset
+from helpers.tiny import tiny_model
+from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+NAME = "qwen2_5_vl"
+COLUMNS = ("input_ids", "labels", "image_ids")
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor(NAME)
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return tiny_vision_model(NAME, processor)
+
+
+def config(folder, **options):
+    return PackedSFTConfig(
+        str(folder), use_cpu=True, bf16=False, report_to="none", **{"max_length": 320} | options
+    )
+
+
+def run_of(model, processor, folder, dataset=None, **options) -> PreviewedRun:
+    dataset = image_dataset() if dataset is None else dataset
+    return PreviewedRun.from_call(TrainerCall(model, config(folder, **options), dataset, processor))
+
+
+def columns(document):
+    return {name: list(document[name]) for name in COLUMNS}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"train_on": "assistant", "max_length": 64},
+        {"completion_only_loss": False, "overflow": "split", "max_length": 48},
+        {"overflow": "drop", "max_length": 60, "shuffle_dataset": True},
+    ],
+)
+def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_path):
+    trainer = PackedSFTTrainer(
+        model, config(tmp_path, **options), None, image_dataset(), processing_class=processor
+    )
+    trained = [columns(document) for document in trainer.train_dataset]
+    run = run_of(model, processor, tmp_path, **options)
+    whole, counts = run.documents()
+    assert [columns(document) for document in whole] == trained
+    assert counts == trainer.packing_report.preparation
+    shown = [document for row in range(8) for document in run.documents_of_row(row)[0]]
+    in_order = [columns(document) for document in shown]
+    if options.get("shuffle_dataset"):
+        assert sorted(map(str, in_order)) == sorted(map(str, trained))
+    else:
+        assert in_order == trained
+    report = trainer.packing_report
+    assert report.images.images > 0
+    assert preview_epoch(run).images == report.images
+    assert preview_epoch(run).bins == report.bins
+
+
+def test_other_sizes_of_images_make_other_documents(model, processor, tmp_path):
+    """The negative control: tokens follow from the images, so the comparison above can fail."""
+    rows = list(image_dataset())
+    rows[0]["images"] = [noise(60, 60, 0)]
+    run = run_of(model, processor, tmp_path)
+    other = run_of(model, processor, tmp_path, Dataset.from_list(rows))
+    assert columns(run.documents_of_row(0)[0][0]) != columns(other.documents_of_row(0)[0][0])
+    assert columns(run.documents_of_row(1)[0][0]) == columns(other.documents_of_row(1)[0][0])
+
+
+def test_images_are_named_with_their_size_and_tokens(model, processor, tmp_path):
+    run = run_of(model, processor, tmp_path)
+    one, two, none = (preview.texts[0] for preview in preview_rows(run))
+    document = run.documents_of_row(0)[0][0]
+    tokens = sum(number > 0 for number in document["image_ids"])
+    assert f"<|vision_start|>[image 36×20, {tokens} tokens]<|vision_end|>" in one
+    assert "<|image_pad|>" not in one + two
+    assert re.findall(r"\[image (\d+×\d+), ", two) == ["36×28", "40×36"]
+    assert [" 1 image " in one, " 2 images " in two, " image" in none] == [True, True, False]
+    assert "Answer 0 is short." in one
+
+
+def test_a_document_without_sizes_still_names_its_images(processor):
+    token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    ids = [*processor.tokenizer("Look: ").input_ids, token, token, token, token]
+    ids += processor.tokenizer(" A dog.").input_ids
+    numbers = [int(i == token) for i in ids]
+    document = {"input_ids": ids, "labels": [-100] * 8 + ids[8:], "image_ids": numbers}
+    assert "[image, 4 tokens]" in show_document(document, processor.tokenizer)
+
+
+def test_trained_image_tokens_are_marked(model, processor, tmp_path):
+    dataset = image_dataset(form="messages")  # TRL trains all of it
+    run = run_of(model, processor, tmp_path, dataset)
+    (text,) = next(iter(preview_rows(run, [0]))).texts
+    assert re.search(r"⟦[^⟧]*\[image 36×20, \d+ tokens\][^⟧]*⟧", text)
+    run = run_of(model, processor, tmp_path, dataset, train_on="assistant")
+    (text,) = next(iter(preview_rows(run, [0]))).texts
+    assert re.search(r"⟦[^⟧]*\[image", text) is None
+
+
+def paths(folder, broken: int) -> Dataset:
+    rows = []
+    for number in range(4):
+        path = folder / f"{number}.png"
+        noise(24, 24 + 8 * number, number).save(path)
+        if number == broken:
+            path.write_bytes(path.read_bytes()[:20])
+        content = [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]
+        answer = [{"type": "text", "text": "This."}]
+        said = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        rows.append({"images": [str(path)], "messages": said})
+    return Dataset.from_list(rows)
+
+
+def test_one_row_is_read_without_the_images_of_the_others(model, processor, tmp_path):
+    run = run_of(model, processor, tmp_path, paths(tmp_path, broken=2))
+    first, third = preview_rows(run, [1, 2])
+    assert "[image 32×24, " in first.texts[0]
+    assert third.documents == ()
+    assert "image 0 in row 2 of the data set cannot be read" in third.reason
+    with pytest.raises(ValueError, match="image 0 in row 2 of the train dataset cannot be read"):
+        preview_losses(run)
+
+
+def test_headers_are_read_once_for_the_whole_set(model, processor, tmp_path):
+    run = run_of(model, processor, tmp_path, paths(tmp_path, broken=-1)).with_all_images()
+    (tmp_path / "3.png").unlink()
+    texts = [preview.texts[0] for preview in preview_rows(run, [0])]
+    assert "[image 24×24, " in texts[0]
+    assert len(run.images.store.sources) == 1
+    run.images.store.sizes(3)
+
+
+def test_runs_that_trl_prepares_are_not_shown(processor, tmp_path):
+    with pytest.raises(ValueError, match="not packed for llama models: TRL's own code"):
+        run_of(tiny_model("llama"), processor, tmp_path)
+    with pytest.raises(ValueError, match="name the model"):
+        run_of(None, processor, tmp_path)
