@@ -23,6 +23,9 @@ HERE = {"use_cpu": True, "bf16": False}
         ("query_field", [None, 5]),
         ("response_field", [None, ["a"]]),
         ("source_column", [3, ["a"]]),
+        ("curriculum", [3, ["a"]]),
+        ("curriculum_order", [None, "up"]),
+        ("overlap_tokens", ["8", 0.5, True]),
         ("attention", [None, 2]),
         ("packing_strategy", [None, 3, ["bfd"]]),
         ("overflow", [3, ["drop"]]),
@@ -53,3 +56,24 @@ def test_the_settings_of_trl_are_looked_at_too(tmp_path):
     config = SFTConfig(str(tmp_path), **HERE, max_length="16")
     with pytest.raises(ValueError, match="max_length='16' must be a whole number, or None"):
         check_options(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"overlap_tokens": 8}, "overlap_tokens=8 has no effect with overflow=None"),
+        ({"overlap_tokens": 8, "overflow": "split"}, "has no effect with overflow='split'"),
+        ({"overflow": "overlap", "max_length": None, "packing": False}, "no document is too long"),
+        ({"overflow": "overlap", "packing_strategy": "wrapped"}, "cut where rows end"),
+        ({"overflow": "overlap", "max_length": 64, "overlap_tokens": 33}, "at most half of max_"),
+        ({"overflow": "overlap", "max_length": 64, "overlap_tokens": 0}, "must be at least 1"),
+    ],
+)
+def test_an_overlap_that_makes_no_sense_is_refused(settings, problem, tmp_path):
+    with pytest.raises(ValueError, match=problem):
+        PackedSFTConfig(str(tmp_path), **HERE, **settings)
+
+
+def test_an_overlap_of_half_a_piece_passes(tmp_path):
+    settings = {"overflow": "overlap", "max_length": 64, "overlap_tokens": 32}
+    PackedSFTConfig(str(tmp_path), **HERE, **settings)

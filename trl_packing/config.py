@@ -10,8 +10,9 @@ from trl import SFTConfig
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
 from trl_packing.packing.bins import STRATEGIES, find_strategy
+from trl_packing.packing.curriculum import LENGTH, ORDERS
 
-OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "error")
+OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "overlap", "error")
 PREFIX_SHARING = ("off", "bin", "group")
 ISOLATION_CHECKS = ("error", "warn", "off")
 TRAIN_ON = ("assistant", "last_assistant", "every_turn", "all")
@@ -28,9 +29,17 @@ class PackingOptions:
     overflow: str | None = _choice(
         None,
         "Documents longer than max_length: 'truncate', 'truncate_prompt' (cut the prompt from the "
-        "left, keep the completion whole), 'drop', 'split' or 'error'. Default: TRL's behavior, "
+        "left, keep the completion whole), 'drop', 'split', 'overlap' (split into pieces that "
+        "begin with the last tokens of the one before) or 'error'. Default: TRL's behavior, "
         "'truncate', or 'split' with packing_strategy='bfd_split'.",
         OVERFLOWS,
+    )
+    overlap_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "With overflow='overlap': tokens that a piece repeats of the one before it, as "
+            "context that is not trained again. Default: an eighth of max_length."
+        },
     )
     train_on: str | None = _choice(
         None,
@@ -95,9 +104,24 @@ class PackingOptions:
     source_column: str | None = field(
         default=None,
         metadata={
-            "help": "A column of the evaluation sets, e.g. 'source': evaluation also reports "
-            "eval_loss_<source> and eval_num_documents_<source> for each of its values."
+            "help": "A column of the data sets, e.g. 'source': evaluation also reports "
+            "eval_loss_<source> and eval_num_documents_<source> for each of its values. If the "
+            "training set has it, the training log has loss_<source> and the documents and tokens "
+            "of each."
         },
+    )
+    curriculum: str | None = field(
+        default=None,
+        metadata={
+            "help": "Order the documents of an epoch by their tokens ('length'), or by a column of "
+            "numbers, in up to 64 stages; each stage is drawn at random. Default: no order."
+        },
+    )
+    curriculum_order: str = _choice(
+        "ascending",
+        "With curriculum: 'ascending' begins with the smallest numbers, 'descending' with the "
+        "largest.",
+        ORDERS,
     )
     static_shapes: bool = field(
         default=False,
@@ -163,6 +187,11 @@ class PackingOptions:
         }
         return PackingOptions(**given)
 
+    def named_columns(self) -> list[str]:
+        """Return the columns of a data set that settings name, with a value for each document."""
+        order = None if self.curriculum == LENGTH else self.curriculum
+        return [name for name in (self.source_column, order) if name is not None]
+
 
 @dataclass
 class PackedSFTConfig(PackingOptions, SFTConfig):
@@ -225,6 +254,7 @@ def check_options(args: Any) -> None:
         "train_on": (options.train_on, (None, *TRAIN_ON)),
         "loss_weighting": (options.loss_weighting, LOSS_WEIGHTINGS),
         "prefix_sharing": (options.prefix_sharing, PREFIX_SHARING),
+        "curriculum_order": (options.curriculum_order, ORDERS),
     }
     for name, (value, known) in choices.items():
         if value not in known:
@@ -232,6 +262,8 @@ def check_options(args: Any) -> None:
     _check_supervision(args, options)
     _check_static_shapes(args, options)
     _check_groups(args, options)
+    _check_overlap(args, options)
+    _check_curriculum(args, options)
     _check_patches(args, options)
     if options.documents_per_step is not None and options.documents_per_step < 1:
         raise ValueError(
@@ -259,6 +291,8 @@ _TYPES = {
     "pad_to_multiple_of": (_WHOLE, True),
     "documents_per_step": (_WHOLE, True),
     "prefix_group_size": (_WHOLE, False),
+    "overlap_tokens": (_WHOLE, True),
+    "curriculum": (_TEXT, True),
     "max_patches": (_WHOLE, True),
     "packing": (_YES_OR_NO, False),
     "eval_packing": (_YES_OR_NO, True),
@@ -339,6 +373,58 @@ def _check_groups(args: Any, options: PackingOptions) -> None:
             "cut where rows end, in the order of the data set, which groups would change; set "
             "prefix_sharing='bin', or another packing_strategy"
         )
+
+
+def _check_overlap(args: Any, options: PackingOptions) -> None:
+    overlap, capacity = options.overlap_tokens, args.max_length
+    if options.overflow != "overlap":
+        if overlap is not None:
+            raise ValueError(
+                f"overlap_tokens={overlap} has no effect with overflow={options.overflow!r}; set "
+                "overflow='overlap', or leave overlap_tokens out"
+            )
+        return
+    if capacity is None:
+        raise ValueError(
+            "overflow='overlap' with max_length=None: no document is too long; set max_length, or "
+            "leave overflow out"
+        )
+    if args.packing and find_strategy(args.packing_strategy).overflow == "wrapped":
+        raise ValueError(
+            f"overflow='overlap' with packing_strategy={args.packing_strategy!r}: its pieces are "
+            "cut where rows end, and do not overlap; leave one of them out"
+        )
+    if overlap is not None and not 1 <= overlap <= capacity // 2:
+        raise ValueError(
+            f"overlap_tokens={overlap} must be at least 1 and at most half of max_length="
+            f"{capacity}: with more, most tokens would be computed more than twice"
+        )
+
+
+def _check_curriculum(args: Any, options: PackingOptions) -> None:
+    curriculum, default = options.curriculum, PackingOptions.curriculum_order
+    if curriculum is None:
+        if options.curriculum_order != default:
+            raise ValueError(
+                f"curriculum_order={options.curriculum_order!r} has no effect without curriculum; "
+                "set curriculum='length' or a column, or leave curriculum_order out"
+            )
+        return
+    others: dict[str, tuple[Any, Any]] = {
+        "prefix_sharing": (options.prefix_sharing, ("group",)),
+        "train_sampling_strategy": (
+            str(args.train_sampling_strategy),
+            ("sequential", "group_by_length"),
+        ),
+    }
+    if args.packing:
+        others["packing_strategy"] = args.packing_strategy, ("wrapped",)
+    for name, (value, refused) in others.items():
+        if value in refused:
+            raise ValueError(
+                f"curriculum={curriculum!r} and {name}={value!r} both say which documents come "
+                "together; leave one of them out"
+            )
 
 
 def _check_patches(args: Any, options: PackingOptions) -> None:

@@ -180,7 +180,9 @@ class PackedSFTTrainer(SFTTrainer):
         self._options = PackingOptions.of(args)
         check_loss_options(self._options, kwargs.get("compute_loss_func"), reason)
         self._step_loss = StepLoss(self)
-        self._meter = ThroughputMeter(self, self._step_loss.trained)
+        self._meter = ThroughputMeter(
+            self, self._step_loss.trained, self._step_loss.trained_sources
+        )
         self._sampling = Sampling(self)
         self._sampling.image_loads = self._images.loads
         self._epochs = ResumedEpochs(self, self._sampling)
@@ -289,7 +291,15 @@ class PackedSFTTrainer(SFTTrainer):
         )
         report.plan()
         self._loaders = PackedLoaders(
-            self, guard, collators, self._sampling, self._epochs, report, sharing, options
+            self,
+            guard,
+            collators,
+            self._sampling,
+            self._epochs,
+            report,
+            sharing,
+            self._meter.sources,
+            options,
         )
         self._user_changes = UserChanges(
             self,

@@ -1,13 +1,15 @@
 """`trl-packing prepare`, and commands and recipes on what it wrote."""
 
 import json
+import os
+import signal
 
 import pytest
 from helpers.prepared import chats
 from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
-from trl_packing.cli.prepare import _places
+from trl_packing.cli.prepare import _interrupts_this_process_alone, _places
 from trl_packing.formatting import tokenize_rows
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 
@@ -120,6 +122,35 @@ def test_an_interrupt_says_how_to_continue(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     assert main(words) == 0
     assert not (place / "out.partial").exists()
+
+
+def test_an_interrupt_stops_this_process_and_not_its_workers(monkeypatch):
+    with _interrupts_this_process_alone():
+        with monkeypatch.context() as worker:
+            worker.setattr(os, "getpid", lambda: -1)
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_of_a_pool_that_was_interrupted_is_an_interrupt(place, monkeypatch, capsys):
+    def stop(*args, **options):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise TimeoutError  # as `datasets` does, which waits for its workers
+
+    monkeypatch.setattr(tokenize_rows, "_prepare_batch", stop)
+    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 130
+    assert "interrupted; nothing is left behind" in capsys.readouterr().err
+    assert not (place / "out.partial").exists()
+    monkeypatch.setattr(tokenize_rows, "_prepare_batch", fail)
+    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 2
+
+
+def fail(*args, **options):
+    raise TimeoutError
 
 
 # --- the recipe with columns and splits -----------------------------------------------------------

@@ -17,7 +17,7 @@ from trl_packing.data.eos import EosRule
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream, take_counts
 
-POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "wrapped"]
+POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "overlap", "wrapped"]
 
 
 def document(first: int, length: int, prompt: int = 0) -> dict:
@@ -95,6 +95,20 @@ BY_HAND = {
             TokenCounts(-1, 0, 1, 0),
             0,
             "raise max_length",
+        ),
+        Stage(1, "with no trained token left: dropped", TokenCounts(1, 4), unit="piece"),
+    ),
+    # 20 21 22 23 | 23 24 25: the token before 24 is context, so 24 stays a target.
+    "overlap": (
+        [("10 11 12", "10 11 12"), ("23 24 25", ". 24 25"), ("30 31 32 33", "30 31 32 33")],
+        TokenCounts(3, 10, 7, 2),
+        Stage(
+            1,
+            "longer than max_length=4: split into pieces that overlap",
+            TokenCounts(-1, -1),
+            0,
+            "raise max_length",
+            repeated=1,
         ),
         Stage(1, "with no trained token left: dropped", TokenCounts(1, 4), unit="piece"),
     ),
@@ -241,6 +255,69 @@ def test_splitting_and_wrapping_lose_nothing_that_is_not_counted(policy, rows, c
         Dataset.from_list(rows), Overflow(policy, capacity), stop_ids=STOP_EVERY
     )
     assert_nothing_lost(rows, list(fitted), counts, capacity)
+
+
+def assert_trained_once(rows, fitted, capacity, overlap):
+    """Every target is trained in exactly one piece, with at least `overlap` tokens before it."""
+    trained = [label for row in fitted for label in row["labels"] if label != -100]
+    targets = {label for row in rows for label in row["labels"][1:]} - {-100}
+    firsts = {row["labels"][0] for row in rows if row["labels"]}
+    assert len(set(trained)) == len(trained)
+    assert targets <= set(trained) <= targets | firsts
+    assert {row["labels"][0] for row in fitted} - {-100} <= firsts, "no target begins a piece"
+    begins = {row["input_ids"][0] for row in rows if row["input_ids"]}
+    for row in fitted:
+        assert len(row["input_ids"]) <= capacity
+        if row["input_ids"][0] not in begins:
+            assert row["labels"][:overlap] == [-100] * overlap
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=data_sets(), capacity=st.integers(3, 8), data=st.data())
+def test_overlapping_pieces_train_every_token_once(rows, capacity, data):
+    overlap = data.draw(st.integers(1, capacity // 2))
+    policy = Overflow("overlap", capacity, overlap_tokens=overlap)
+    fitted, counts = fit_and_count(Dataset.from_list(rows), policy, stop_ids=STOP_EVERY)
+    fitted = list(fitted)
+    assert_trained_once(rows, fitted, capacity, overlap)
+    assert (counts.before.trained, counts.before.stops) == (
+        counts.after.trained,
+        counts.after.stops,
+    )
+    distinct = {token for row in fitted for token in row["input_ids"]}
+    cut = [stage for stage in counts.stages if "overlap" in stage.why]
+    context = sum(
+        row["input_ids"][0] not in {r["input_ids"][0] for r in rows if r["input_ids"]}
+        for row in fitted
+    )
+    assert sum(stage.repeated for stage in cut) == context * overlap
+    assert counts.after.tokens >= len(distinct)
+
+
+def test_pieces_that_do_not_overlap_fail_the_same_check():
+    rows = [document(0, 9), document(100, 7)]
+    overlapping, _ = fit_and_count(Dataset.from_list(rows), Overflow("overlap", 4))
+    assert_trained_once(rows, list(overlapping), 4, 1)
+    split, _ = fit_and_count(Dataset.from_list(rows), Overflow("split", 4))
+    with pytest.raises(AssertionError):
+        assert_trained_once(rows, list(split), 4, 1)
+
+
+def test_an_overlap_is_an_eighth_of_a_piece_unless_it_is_set():
+    assert Overflow("overlap", 1024).overlap == 128
+    assert Overflow("overlap", 1024, overlap_tokens=100).overlap == 100
+    assert Overflow("overlap", 4).overlap == 1
+    assert Overflow("split", 1024).overlap is None
+    lengths = [len(ids.split()) for ids, _ in fit([document(0, 100)], "overlap", 40)[0]]
+    assert lengths == [40, 40, 30]  # 40, then 35 new tokens, then 25
+
+
+def test_the_report_says_how_many_tokens_are_repeated():
+    _, counts = fit([document(0, 100)], "overlap", 40)
+    assert str(counts) == (
+        "1 document longer than max_length=40: split into pieces that overlap; 10 tokens repeated "
+        "as context"
+    )
 
 
 @pytest.mark.parametrize("damage", ["dropped", "repeated", "moved"])

@@ -199,6 +199,8 @@ def test_every_part_of_a_tokenizer_is_hashed():
 # Settings of a config that change no document. A new setting must be named here, or be compared.
 NOT_COMPARED = {
     "attention",
+    "curriculum",
+    "curriculum_order",
     "dataset_num_proc",
     "documents_per_step",
     "eval_packing",

@@ -23,7 +23,8 @@ from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
 
 from trl_packing import PackedSFTConfig
-from trl_packing.loss.evaluation import EvaluationSums, Sources, perplexity
+from trl_packing.loss.evaluation import EvaluationSums, perplexity
+from trl_packing.loss.sources import Sources, SourceTargets
 from trl_packing.tools.exactness.tiny_models import tiny_model
 from trl_packing.tools.exactness.tiny_step import tiny_documents
 
@@ -305,15 +306,20 @@ def test_the_best_model_is_chosen_by_the_exact_value(metric, tmp_path):
     assert min(values) == pytest.approx(exact[metric], rel=10 * TOLERANCE)
 
 
-def test_a_training_run_does_not_see_the_sources_of_an_evaluation(tmp_path):
-    documents = with_sources(tiny_documents((5, 9)), [1.0, 1.0])
+def test_a_training_set_without_the_column_is_trained_as_ever(tmp_path):
+    documents = tiny_documents((5, 9))
     trainer = evaluator(
-        tiny_model("llama"), documents, tmp_path, train=documents, source_column="source"
+        tiny_model("llama"),
+        with_sources(documents, [1.0, 1.0]),
+        tmp_path,
+        train=documents,
+        source_column="source",
     )
     trainer.evaluate()
     batch = next(iter(trainer.get_train_dataloader()))
     assert "source_ids" not in batch
     trainer.train()
+    assert not any(name.startswith("loss_") for name in trainer.state.log_history[0])
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -444,9 +450,9 @@ def test_the_sources_of_a_stream_are_refused(tmp_path):
 def test_a_source_without_weights_has_no_loss():
     sources = Sources(("a", "b"), np.array([0, 1]), np.array([1, 1]))
     sums = EvaluationSums(sources)
-    losses, weights, ids = (torch.tensor([row]) for row in ([2.0, 0.0], [1.0, 0.0], [0, 1]))
+    losses, weights, ids = map(torch.tensor, ([[2.0, 5.0]], [1.0, 0.0], [0, 1]))
     sums.add(torch.tensor(2.0), torch.tensor(1.0))
-    sums.add_by_source(losses, weights, ids)
+    sums.add_by_source(SourceTargets(ids, weights, weights, num_targets=2), losses)
     assert sums.metrics(sums.sums, "eval", is_likelihood=False) == {
         "eval_loss": 2.0,
         "eval_num_documents_a": 1,

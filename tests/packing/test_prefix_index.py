@@ -74,20 +74,16 @@ def test_a_label_of_the_first_token_does_not_count():
     assert PrefixIndex.of(documents).common.tolist() == [0, 20]
 
 
-def test_documents_of_other_sources_are_not_shared():
+def test_documents_of_other_sources_share_as_well():
     rng = np.random.default_rng(2)
-    sources = rng.integers(0, 3, 40)
     documents = ArrowDocuments(
         Dataset.from_list(random_rows(rng, own_labels=True)),
         ["input_ids", "labels"],
-        {"source_ids": sources},
+        {"source_ids": rng.integers(0, 3, 40)},
     )
     assert_knows(documents, rng)
-    # Control: an index that knows no sources expects shorter rows.
-    blind = PrefixIndex.of(ArrowDocuments(documents.dataset, ["input_ids", "labels"]))
-    rows = [list(range(40))]
-    computed = blind.computed_tokens(documents.lengths(), *flat(rows))
-    assert computed[0] < lengths_of_rows(documents, rows)[0]
+    without = PrefixIndex.of(ArrowDocuments(documents.dataset, ["input_ids", "labels"]))
+    assert PrefixIndex.of(documents).common.tolist() == without.common.tolist()
 
 
 def test_chunks_and_indices_of_the_table_are_followed():

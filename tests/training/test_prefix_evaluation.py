@@ -22,7 +22,7 @@ TOLERANCE = 2e-6
 
 
 def with_sources(documents):
-    """Siblings of one prefix belong to different sources, which share no position."""
+    """Siblings of one prefix belong to different sources, which train its positions together."""
     return [d | {"source": "abc"[number % 3]} for number, d in enumerate(documents)]
 
 

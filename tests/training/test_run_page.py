@@ -80,6 +80,38 @@ def test_charts_are_grouped_by_kind_and_figures_of_the_whole_run_have_none():
     assert [c.name for c in charts[1].curves] == ["eval_loss", "eval_loss_math", "eval_loss_code"]
 
 
+def test_sources_of_the_training_share_a_chart_of_losses_and_one_of_tokens():
+    log = [
+        {
+            "loss": 1.0,
+            f"loss_{s}": 1.0,
+            f"num_documents_{s}": 2,
+            f"num_trained_tokens_{s}": 5,
+            "loss_code": 2.0,
+            "num_documents_code": 1,
+            "num_tokens_math": 30 * step,
+            "num_tokens_code": 10 * step,
+            "num_trained_tokens_code": 4,
+            "loss_of_mine": 3.0,
+            "step": step,
+        }
+        for s in ("math",)
+        for step in (1, 2)
+    ]
+    log.append({"train_loss_math": 1.0, "train_num_tokens_math": 90, "step": 2})
+    charts = charts_of([record(log=log)])
+    titles = ["loss", "loss by source", "share of tokens by source", "loss_of_mine"]
+    assert [chart.title for chart in charts] == titles
+    assert num_main(charts) == 3
+    assert [c.name for c in charts[1].curves] == ["loss_math", "loss_code"]
+    shares = {c.name: [p.value for p in c.points] for c in charts[2].curves}
+    assert shares == {"math": [0.75, 0.75], "code": [0.25, 0.25]}
+    assert charts[2].percent
+    # Two runs: a chart for each loss, with a curve for each run.
+    both = charts_of([record(log=log), record(log=log, name="outputs/b")])
+    assert [c.title for c in both] == ["loss", "loss_math", "loss_code", "loss_of_mine"]
+
+
 def test_a_metric_of_the_users_gets_a_chart():
     log = [{"my_reward": 0.5, "step": 1}, {"my_reward": 0.6, "step": 2}]
     (chart,) = charts_of([record(log=log)])

@@ -36,6 +36,10 @@ RUNS = {
     "smoothing, weighted": {"label_smoothing_factor": 0.1, "loss_weighting": "document"},
     "pad_to_multiple_of": {"pad_to_multiple_of": 8},
     "stream": {"stream": True},
+    "by source": {"sources": True},
+    "by source, smoothing": {"sources": True, "label_smoothing_factor": 0.1},
+    "by source, shared prefixes": {"sources": True, "shared": True},
+    "by source, TRL's kernels": {"sources": True, "kernels": True},
     "LoRA": {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])},
     "experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.01},
     "TRL's kernels": {"kernels": True},
@@ -66,6 +70,9 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         prompt = rows[1]["input_ids"]
         rows = Dataset.from_list([{"input_ids": prompt + r["input_ids"]} for r in rows])
         options |= {"prefix_sharing": "bin", "max_length": 128}
+    if options.pop("sources", False):
+        rows = rows.add_column("source", ["abc"[n % 3] for n in range(len(rows))])
+        options |= {"source_column": "source"}
     if options.pop("stream", False):
         rows = rows.to_iterable_dataset()
     own_head, peft_config = options.pop("own_head", False), options.pop("peft_config", None)
@@ -119,6 +126,8 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         install_attention(trainer.model, trainer.attention)
     trainer.train()
     assert trainer.data_collator.shares_prefixes == shared
+    logs_sources = "loss_a" in trainer.state.log_history[0]
+    assert logs_sources == ("source_column" in options and every == 1)
 
 
 def some(cases, fast):
@@ -129,7 +138,11 @@ def some(cases, fast):
 @pytest.mark.parametrize(
     "name",
     some(
-        RUNS, {"documents", "padded rows", "explicit mask", "experts", "own head", "TRL's kernels"}
+        RUNS,
+        {
+            *("documents", "padded rows", "explicit mask", "experts", "own head"),
+            *("TRL's kernels", "by source"),
+        },
     ),
 )
 def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):

@@ -83,7 +83,7 @@ def test_no_piece_holds_a_part_of_an_image(policy, capacity):
     by_length = pieces_of(lengths, overflow, np.array([4, 0, 8, 3]))
     spans = ImageSpans(IMAGE_IDS)
     kept = keep_images_whole(by_length, IMAGE_IDS, overflow)
-    for number, start, stop in zip(*map(np.ndarray.tolist, kept), strict=True):
+    for number, start, stop in zip(*map(np.ndarray.tolist, kept[:3]), strict=True):
         assert 0 <= stop - start <= capacity
         for first, end in spans.of(number):
             assert end <= start or stop <= first or start <= first < end <= stop

@@ -1,7 +1,10 @@
 """`trl-packing prepare`: the documents of a run, written once."""
 
 import argparse
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(out)  # before the data are loaded
     command = TrainingCommand.from_words(words)
     try:
-        made = prepare_run(command.trainer_call(), out, options=options_of_recipe(words))
-    except KeyboardInterrupt:
-        if out.with_name(f"{out.name}.partial").exists():
-            note(f"interrupted; the same command continues with what {out}.partial keeps")
-        raise
+        with _interrupts_this_process_alone():
+            made = prepare_run(command.trainer_call(), out, options=options_of_recipe(words))
+    except BaseException as error:
+        if not _was_interrupted(error):
+            raise
+        is_kept = out.with_name(f"{out.name}.partial").exists()
+        kept = f"the same command continues with what {out}.partial keeps"
+        note(f"interrupted; {kept if is_kept else 'nothing is left behind'}")
+        raise KeyboardInterrupt from error
     if command.why:
         arguments.notes.append(f"prepared as {command.why}")
     if arguments.json:
@@ -65,6 +72,29 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(as_text(made))
     return 0
+
+
+@contextmanager
+def _interrupts_this_process_alone() -> Iterator[None]:
+    """Make Ctrl-C stop this process, which ends its workers, without a traceback of each worker."""
+    own = os.getpid()
+
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() == own:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Return whether `error` is an interrupt, or was raised while `datasets` handled one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _places(words: Sequence[str]) -> tuple[list[str], list[Any], Path]:

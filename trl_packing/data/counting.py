@@ -32,6 +32,7 @@ _VERB = {
     "truncate_prompt": "prompt cut at the start",
     "drop": "dropped",
     "split": "split into pieces",
+    "overlap": "split into pieces that overlap",
 }
 
 
@@ -127,7 +128,7 @@ def _cut(
 ) -> tuple[_PieceCounts, Pieces]:
     """Return the pieces of the documents under a policy, and their counts."""
     pieces = pieces_of_documents(documents, overflow)
-    if all(map(np.array_equal, pieces, _whole(documents))):
+    if all(map(np.array_equal, pieces[:3], _whole(documents)[:3])):
         return before, pieces
     return _count(documents, pieces, stop_ids), pieces
 
@@ -141,14 +142,16 @@ def pieces_of_documents(documents: ArrowDocuments, overflow: Overflow) -> Pieces
     pieces = pieces_of(lengths, overflow, prompts)
     if IMAGE_IDS not in documents.columns:
         return pieces
+    if overflow.overlap is not None:  # it cuts no document with images
+        return keep_images_whole(pieces, _image_ids(documents, np.arange(len(lengths))), overflow)
     is_cut = pieces.stops - pieces.starts < lengths[pieces.rows]
     rows = np.unique(pieces.rows[is_cut])  # only these are read
-    cut = Pieces(np.searchsorted(rows, pieces.rows[is_cut]), *(p[is_cut] for p in pieces[1:]))
+    cut = Pieces(np.searchsorted(rows, pieces.rows[is_cut]), *(p[is_cut] for p in pieces[1:3]))
     cut = keep_images_whole(cut, _image_ids(documents, rows), overflow)
-    pairs = zip(pieces, (rows[cut.rows], *cut[1:]), strict=True)
+    pairs = zip(pieces[:3], (rows[cut.rows], *cut[1:3]), strict=True)
     merged = Pieces(*(np.concatenate([whole[~is_cut], of_cut]) for whole, of_cut in pairs))
     order = np.lexsort([merged.starts, merged.rows])
-    return Pieces(*(part[order] for part in merged))
+    return Pieces(*(part[order] for part in merged[:3]))
 
 
 def _losses(
@@ -193,9 +196,11 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _
     for (values, offsets), first, chosen in zip(
         labels.chunks, labels.first_row[:-1], groups, strict=False
     ):
-        start = offsets[stored[chosen] - first] + pieces.starts[chosen]
-        stop = start + counted.tokens[chosen]
-        begin = np.minimum(start + 1, stop)  # the first token of a piece is never a target
+        zero = offsets[stored[chosen] - first]
+        stop = zero + pieces.stops[chosen]
+        start = np.minimum(zero + pieces.trained_from[chosen], stop)
+        # The first token of a piece is never a target; behind a context, it is.
+        begin = np.minimum(np.maximum(start, zero + pieces.starts[chosen] + 1), stop)
         masks = values != IGNORE_INDEX, np.isin(values, stop_ids)
         for result, mask in zip(counted[1:3], masks, strict=True):
             at = np.flatnonzero(mask)  # a search costs less than a running sum over all tokens
@@ -214,6 +219,7 @@ def _overflow_stage(
     why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
     if overflow.policy == "wrapped":
         why = f"cut where rows of max_length={overflow.capacity} end"
+    contexts = np.zeros_like(pieces.rows) if pieces.contexts is None else pieces.contexts
     suggests_split = not overflow.makes_pieces and _are_running_text(overflow, before, cut, pieces)
     return Stage(
         number - intact,
@@ -221,6 +227,7 @@ def _overflow_stage(
         before.sums() - cut.sums(),
         lost_eos=int((stops_left < before.stops).sum()),
         remedy="raise max_length" + " or set overflow='split'" * suggests_split,
+        repeated=int(contexts[~_is_dropped(overflow, cut)].sum()),
     )
 
 

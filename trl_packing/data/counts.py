@@ -42,6 +42,7 @@ class Stage:
         lost_eos: documents that have fewer trained stop tokens than before.
         remedy: the setting that avoids the loss.
         empty: affected documents without any token.
+        repeated: tokens that pieces repeat as context, without training them again.
     """
 
     affected: int
@@ -51,6 +52,7 @@ class Stage:
     remedy: str = ""
     unit: str = "document"
     empty: int = 0
+    repeated: int = 0
 
     def __add__(self, other: "Stage") -> "Stage":
         """Return the losses of the same stage on other documents too."""
@@ -60,6 +62,7 @@ class Stage:
             lost=self.lost + other.lost,
             lost_eos=self.lost_eos + other.lost_eos,
             empty=self.empty + other.empty,
+            repeated=self.repeated + other.repeated,
             remedy=min(
                 self.remedy, other.remedy, key=len
             ),  # the shorter one helps the documents of both
@@ -68,7 +71,8 @@ class Stage:
     def __str__(self) -> str:
         empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
         lost = f"; lost {self.lost}" * (self.lost.tokens > 0 or self.lost.trained > 0)
-        return f"{quantity(self.affected, self.unit)} {self.why}{empty}{lost}"
+        repeated = f"; {quantity(self.repeated, 'token')} repeated as context" * bool(self.repeated)
+        return f"{quantity(self.affected, self.unit)} {self.why}{empty}{repeated}{lost}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,11 @@ and losses are counted from the pieces (counting.py). A piece is a document from
     rows       0  1  1  2
     starts     0  0  4  0
     stops      3  4  6  4     document 1 becomes [0, 4) and [4, 6)
+
+                              policy "overlap" by 2 tokens
+    starts     0  0  2  0
+    stops      3  4  6  4     document 1 becomes [0, 4) and [2, 6)
+    contexts   0  0  2  0     whose first 2 tokens are context, trained in [0, 4) alone
 """
 
 from dataclasses import dataclass
@@ -47,12 +52,14 @@ class Overflow:
         drops_as_padded: drop the documents that TRL's padded run drops: those without any label, if
             there is a capacity. A label on the first token trains nothing, but such a document
             takes a place in a step.
+        overlap_tokens: the setting; None for an eighth of `capacity`.
     """
 
     policy: str
     capacity: int | None
     running_text: bool = True
     drops_as_padded: bool = False
+    overlap_tokens: int | None = None
 
     @classmethod
     def from_args(cls, args: SFTConfig, packing: bool) -> "Overflow":
@@ -67,27 +74,49 @@ class Overflow:
                 "'keep_end'"
             )
         implied = find_strategy(args.packing_strategy).overflow if packing else None
-        policy = PackingOptions.of(args).overflow or implied or "truncate"
+        options = PackingOptions.of(args)
+        policy = options.overflow or implied or "truncate"
         if implied == "wrapped":
             policy = implied
         if policy == "truncate" and args.truncation_mode == "keep_end":
             policy = "truncate_start"
         # With another policy the documents differ from TRL's anyway.
         as_padded = not packing and policy in ("truncate", "truncate_start")
-        return cls(policy, args.max_length, drops_as_padded=as_padded)
+        return cls(
+            policy,
+            args.max_length,
+            drops_as_padded=as_padded,
+            overlap_tokens=options.overlap_tokens,
+        )
 
     @property
     def makes_pieces(self) -> bool:
         """Whether more than one piece of a document may survive."""
-        return self.policy in ("split", "wrapped")
+        return self.policy in ("split", "overlap", "wrapped")
+
+    @property
+    def overlap(self) -> int | None:
+        """Return the tokens that a piece repeats of the one before it; None if none does."""
+        if self.policy != "overlap" or self.capacity is None:
+            return None
+        return min(self.overlap_tokens or max(self.capacity // 8, 1), self.capacity // 2)
 
 
 class Pieces(NamedTuple):
-    """Piece i is tokens ``[starts[i], stops[i])`` of document ``rows[i]``; ``(pieces,)`` int64."""
+    """Piece i is tokens ``[starts[i], stops[i])`` of document ``rows[i]``; ``(pieces,)`` int64.
+
+    Its first ``contexts[i]`` tokens are not trained; None if all pieces have 0 of them.
+    """
 
     rows: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
+    contexts: np.ndarray | None = None
+
+    @property
+    def trained_from(self) -> np.ndarray:
+        """Return the first tokens that may be trained, ``(pieces,)`` int64."""
+        return self.starts if self.contexts is None else self.starts + self.contexts
 
 
 def is_kept(labels: FlatLists, overflow: Overflow) -> np.ndarray:
@@ -143,6 +172,8 @@ def pieces_of(lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray) -> P
         excess = np.maximum(lengths - capacity, 0)
         starts = np.minimum(excess, np.maximum(prompts - 1, 0))
         return Pieces(rows, starts, np.minimum(starts + capacity, lengths))
+    if overflow.overlap is not None:
+        return _overlapping(lengths, capacity, overflow.overlap)
     # split cuts each document at multiples of capacity, wrapped the documents laid end to end.
     first = (
         np.concatenate([[0], np.cumsum(lengths)[:-1]]) if overflow.policy == "wrapped" else zeros
@@ -156,6 +187,17 @@ def pieces_of(lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray) -> P
     return Pieces(piece_rows, starts, np.minimum(boundary + capacity, lengths[piece_rows]))
 
 
+def _overlapping(lengths: np.ndarray, capacity: int, overlap: int) -> Pieces:
+    """Return pieces of up to `capacity` tokens that begin with the last `overlap` before them."""
+    stride = capacity - overlap
+    per_row = 1 + np.maximum(-(-(lengths - capacity) // stride), 0)
+    rows = np.repeat(np.arange(len(lengths)), per_row)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    starts = nth * stride
+    stops = np.minimum(starts + capacity, lengths[rows])
+    return Pieces(rows, starts, stops, np.where(nth > 0, overlap, 0))
+
+
 def keep_images_whole(pieces: Pieces, image_ids: FlatLists, overflow: Overflow) -> Pieces:
     """Return `pieces` that cut no image.
 
@@ -166,6 +208,15 @@ def keep_images_whole(pieces: Pieces, image_ids: FlatLists, overflow: Overflow) 
     """
     images, capacity = ImageSpans(image_ids), overflow.capacity
     if capacity is None or not len(images.first):
+        return pieces
+    if overflow.policy == "overlap":
+        running = np.concatenate([[0], np.cumsum(image_ids[0] > 0)])
+        begins, ends = image_ids[1][:-1], image_ids[1][1:]
+        if ((ends - begins > capacity) & (running[ends] > running[begins])).any():
+            raise ValueError(
+                "overflow='overlap' cannot cut a document with images: an overlap might begin in "
+                "one; set overflow='split', or raise max_length"
+            )
         return pieces
     if overflow.policy != "split":
         _, starts = images.around(pieces.rows, pieces.starts)
@@ -183,7 +234,9 @@ def keep_images_whole(pieces: Pieces, image_ids: FlatLists, overflow: Overflow) 
     ]
     rows, starts, stops = (
         np.concatenate([kept[whole], np.array(new, np.int64)])
-        for kept, new in zip(pieces, zip(*again, strict=True) if again else ((),) * 3, strict=True)
+        for kept, new in zip(
+            pieces[:3], zip(*again, strict=True) if again else ((),) * 3, strict=True
+        )
     )
     order = np.lexsort([starts, rows])
     return Pieces(rows[order], starts[order], stops[order])
@@ -196,6 +249,12 @@ def gather(lists: FlatLists, pieces: Pieces) -> FlatLists:
     ends = np.concatenate([[0], np.cumsum(sizes)])
     first = offsets[pieces.rows] + pieces.starts
     return values[np.arange(ends[-1]) + np.repeat(first - ends[:-1], sizes)], ends
+
+
+def mask_contexts(labels: np.ndarray, offsets: np.ndarray, contexts: np.ndarray) -> None:
+    """Set the first labels of each piece, its context, to `IGNORE_INDEX`, in place."""
+    begins, ends = np.repeat(offsets[:-1], contexts), np.cumsum(contexts)
+    labels[begins + np.arange(len(begins)) - np.repeat(ends - contexts, contexts)] = IGNORE_INDEX
 
 
 def too_long_error(which: str, length: int, capacity: int | None) -> ValueError:
@@ -269,6 +328,8 @@ def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
     if IMAGE_IDS in tokens:
         pieces = keep_images_whole(pieces, tokens[IMAGE_IDS], overflow)
     cut = {name: gather(lists, pieces) for name, lists in tokens.items()}
+    if pieces.contexts is not None:
+        mask_contexts(*cut["labels"], pieces.contexts)
     kept = pa.array(np.flatnonzero(is_kept(cut["labels"], overflow)))
     columns = [
         list_column(*cut[field.name], field).take(kept)

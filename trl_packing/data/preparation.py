@@ -182,7 +182,7 @@ def _tokenize(rows: UserRows, rules: Preparation) -> tuple[AnyDataset, list[str 
             rows.dataset,
             replace(rules.row_format, formatting_func=formatting_func),
             keeps_columns=not rules.packing,
-            document_columns=document_columns(rows.columns, rules.options.source_column),
+            document_columns=document_columns(rows.columns, rules.options.named_columns()),
             num_proc=rules.args.dataset_num_proc,
             name=rows.name,
             parts=rules.parts,
@@ -247,7 +247,7 @@ def _drop_columns(documents: Dataset, rules: Preparation) -> Dataset:
     if not rules.packing:
         return documents
     tokens = token_columns(documents.column_names)
-    others = document_columns(documents.column_names, rules.options.source_column)
+    others = document_columns(documents.column_names, rules.options.named_columns())
     return documents.select_columns([*tokens, *others])
 
 

@@ -7,6 +7,7 @@ documents     input_ids, labels, weights, source      columns that training read
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def write_shards(
     documents: Dataset,
     folder: Path,
     *,
-    source_column: str | None = None,
+    named: Sequence[str] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> list[dict[str, Any]]:
     """Write `documents` into `folder`, which is made, and return the name and size of each file.
@@ -34,10 +35,10 @@ def write_shards(
     Args:
         documents: prepared.
         folder: for the shards.
-        source_column: a column to keep beside those of tokens and weights.
+        named: columns to keep beside those of tokens and weights, as settings name them.
         shard_bytes: a shard ends when it has this size.
     """
-    kept = _kept_columns(documents, source_column)
+    kept = _kept_columns(documents, named)
     documents = documents.select_columns(kept)
     features = Features({name: _stored_type(documents, name) for name in kept})
     rows = documents.with_format("arrow")
@@ -81,10 +82,10 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _kept_columns(documents: Dataset, source_column: str | None) -> list[str]:
+def _kept_columns(documents: Dataset, named: Sequence[str]) -> list[str]:
     columns = documents.column_names
     packed = [name for name in (SEQ_LENGTHS,) if name in columns]
-    return [*token_columns(columns), *document_columns(columns, source_column), *packed]
+    return [*token_columns(columns), *document_columns(columns, named), *packed]
 
 
 def _stored_type(documents: Dataset, name: str) -> Any:

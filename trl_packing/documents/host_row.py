@@ -31,6 +31,7 @@ class HostRow:
         padding: tokens at the end that belong to no document.
         max_length: tokens of the longest document, as passed to kernels.
         tree: the documents, if they share prefixes; `boundaries` are then those of segments.
+        sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
         num_images: images of the documents.
     """
 
@@ -39,6 +40,7 @@ class HostRow:
     padding: int
     max_length: int
     tree: "TreeNumbers | None" = None
+    sources: np.ndarray | None = None
     num_images: int = 0
 
     @property

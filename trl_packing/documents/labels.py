@@ -35,8 +35,15 @@ TARGET_COUNTS = "target_counts"
 # conversation, or -1 if the conversation has none. Preparation counts conversations by it.
 TURN = "trl_packing_turn"
 
-# An integer for every document of an evaluation set that reports losses by source.
+# An integer for every document of a set whose losses are told apart by source.
 SOURCE_IDS = "source_ids"
+
+# A row with shared prefixes: the places of its targets in the row, and two numbers for each of
+# them: their weight, and the documents that train them. `SOURCE_IDS` then has a number for each.
+SOURCE_PLACES, SOURCE_WEIGHTS = "source_places", "source_weights"
+
+# The name of the source of every document of a mixture; preparation keeps this column.
+SOURCE = "trl_packing_source"
 
 # An integer for every token: 0 on text, n on tokens of the n-th image of the user's row.
 IMAGE_IDS = "image_ids"
@@ -60,9 +67,9 @@ def token_columns(columns: Iterable[str]) -> list[str]:
     return [*TOKEN_COLUMNS, *(name for name in (TOKEN_WEIGHTS, IMAGE_IDS) if name in present)]
 
 
-def document_columns(columns: Iterable[str], source_column: str | None = None) -> list[str]:
-    """Return those of `columns` that hold one value for every document."""
-    kept = (DOCUMENT_WEIGHT, IMAGE_ROW, source_column)
+def document_columns(columns: Iterable[str], named: Iterable[str] = ()) -> list[str]:
+    """Return those of `columns` that hold one value for every document, settings `named` some."""
+    kept = {DOCUMENT_WEIGHT, IMAGE_ROW, SOURCE, *named}
     return [column for column in columns if column in kept]
 
 

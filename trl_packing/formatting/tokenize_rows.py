@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.documents.bad_rows import BadRows, lone_surrogate
-from trl_packing.documents.labels import DOCUMENT_WEIGHT, TOKEN_WEIGHTS, TURN
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE, TOKEN_WEIGHTS, TURN
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.message_flags import has_flags, says_what_is_trained
 from trl_packing.formatting.printable import escape_hidden, quote
@@ -43,6 +43,7 @@ _DTYPES = {
     TOKEN_WEIGHTS: List(Value("float32")),
     TURN: Value("int64"),
     DOCUMENT_WEIGHT: Value("float32"),
+    SOURCE: Value("string"),
 }
 
 
@@ -78,7 +79,7 @@ def documents_from_rows(
         dataset: rows of one form; the first row decides which.
         row_format: rules for what is rendered and trained.
         keeps_columns: keep the other columns (never those of a stream, nor of turns).
-        document_columns: other columns that are always kept; of a stream only `loss_weight`.
+        document_columns: other columns that are always kept; of a stream those of `_DTYPES`.
         num_proc: processes that render and tokenize.
         name: of the data set, for messages.
         parts: files that keep the finished parts of a data set; None: the cache of `datasets`.
@@ -102,7 +103,7 @@ def documents_from_rows(
         columns.append(TOKEN_WEIGHTS)
     is_stream = isinstance(dataset, IterableDataset)
     if is_stream:
-        document_columns = [c for c in document_columns if c == DOCUMENT_WEIGHT]
+        document_columns = [c for c in document_columns if c in _DTYPES]
     if row_format.makes_turns:
         columns += [TURN, *document_columns]
     options: dict[str, Any] = {

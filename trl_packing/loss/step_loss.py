@@ -17,12 +17,19 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from torch.nn.functional import pad
 from trl import SFTTrainer
 
 from trl_packing.documents.host_row import for_kernels
-from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TARGET_COUNTS, TOKEN_WEIGHTS
-from trl_packing.loss.evaluation import EvaluationSums, Sources
+from trl_packing.documents.labels import (
+    IGNORE_INDEX,
+    SOURCE_IDS,
+    SOURCE_PLACES,
+    SOURCE_WEIGHTS,
+    TARGET_COUNTS,
+    TOKEN_WEIGHTS,
+)
+from trl_packing.loss.evaluation import EvaluationSums
+from trl_packing.loss.sources import Sources, SourceSums, SourceTargets
 from trl_packing.loss.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
 from trl_packing.loss.weighted_forward import (
     check_weights_can_be_used,
@@ -31,18 +38,14 @@ from trl_packing.loss.weighted_forward import (
     sum_of_weights,
     target_weights,
     weight_targets,
-    weights_of_scores,
 )
 from trl_packing.models.neftune import announce_documents
 from trl_packing.models.state import temporarily
 
 logger = get_logger(__name__)
 
-_FOR_THE_LOSS = (
-    TOKEN_WEIGHTS,
-    SOURCE_IDS,
-    TARGET_COUNTS,
-)  # columns of a batch that the model does not take
+# Columns of a batch that the model does not take.
+_FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS, SOURCE_PLACES, SOURCE_WEIGHTS, TARGET_COUNTS)
 
 
 class StepLoss:
@@ -53,11 +56,13 @@ class StepLoss:
 
     Attributes:
         trained: entropy and accuracy of the micro-batches trained since they were last taken.
+        trained_sources: their losses by source.
     """
 
     def __init__(self, trainer: SFTTrainer):
         self.trainer = trainer
         self.trained = TokenSums()
+        self.trained_sources = SourceSums()
         self._scale: Tensor | None = None  # of the weights of the step
         self._num_tokens: Tensor | None = None  # of the step, padding included, float32
         self._hidden_num_items: Any = None
@@ -94,10 +99,9 @@ class StepLoss:
         self._scale = scale_of_weights(num_items, sums[1]) if weighted else None
 
     def keep_weights(self, inputs: Mapping[str, Any], prepared: MutableMapping[str, Any]) -> None:
-        """Move the token weights of a batch as they are: DeepSpeed casts them to another dtype."""
-        if TOKEN_WEIGHTS in inputs:
-            weights, device = inputs[TOKEN_WEIGHTS], self.trainer.args.device
-            prepared[TOKEN_WEIGHTS] = weights.to(device, non_blocking=True)
+        """Move the weights of a batch as they are: DeepSpeed casts them to another dtype."""
+        for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():
+            prepared[name] = inputs[name].to(self.trainer.args.device, non_blocking=True)
 
     @contextmanager
     def hide_num_items(self, num_items: Any, *, hide: bool) -> Iterator[Any]:
@@ -136,25 +140,31 @@ class StepLoss:
         if padded:
             self._mask_repeated_rows(inputs)
         scale = None if num_items is None else self._scale
-        evaluated, ids = self._evaluated, inputs.get(SOURCE_IDS)
-        weights = seen = None
-        counts = inputs.get(TARGET_COUNTS)
-        if scale is not None or any(name in inputs for name in _FOR_THE_LOSS):
+        evaluated, counts = self._evaluated, inputs.get(TARGET_COUNTS)
+        seen, weights, weighs = self._seen(inputs), None, self._weighs(inputs, scale)
+        if weighs:
             check_weights_can_be_used(self.trainer.compute_loss_func, inputs)
             weights = target_weights(inputs)
             if scale is None:
                 num_trained = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
                 scale = scale_of_weights(num_trained, sum_of_weights(weights))
+        if any(name in inputs for name in _FOR_THE_LOSS):
             inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
-        if evaluated is not None and ids is not None and weights is not None:
-            seen = partial(_add_by_source, evaluated, weights, ids[..., 1:])
         inputs = for_kernels(inputs)
         with (
             announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
             self._weight_auxiliary_loss(inputs, num_items),
             weight_targets(self.trainer, model, weights, scale, seen) as weighted,
         ):
-            observed = partial(observed_call, weighted, self._token_sums(), weights, counts)
+            observed = partial(
+                observed_call,
+                weighted,
+                self._token_sums(),
+                weights,
+                counts,
+                None if weighs else seen,
+                self.trainer.args.loss_type == "dft",
+            )
             result = parent(observed, inputs, return_outputs, num_items)
         if evaluated is not None:
             total = sum_of_weights(target_weights(inputs) if weights is None else weights)
@@ -162,6 +172,25 @@ class StepLoss:
         if divided_by == 1:
             return result
         return (result[0] * divided_by, result[1]) if return_outputs else result * divided_by
+
+    def _weighs(self, inputs: Mapping[str, Any], scale: Tensor | None) -> bool:
+        """Return whether the losses of a micro-batch are multiplied by weights."""
+        if scale is not None or TOKEN_WEIGHTS in inputs:
+            return True
+        # The label smoother says the loss of each target only if it weighs them, by 1. A fused head
+        # always does, and computes the gradient of its weight once if nothing is weighed.
+        smooths = self.trainer.label_smoother is not None and self.trainer.args.loss_type == "nll"
+        return SOURCE_IDS in inputs and (self._evaluated is not None or smooths)
+
+    def _seen(self, inputs: Mapping[str, Any]) -> Callable[[Tensor], None] | None:
+        """Return a function that adds the losses of a micro-batch by source; None without any."""
+        if SOURCE_IDS not in inputs:
+            return None
+        if self._evaluated is not None:
+            return partial(self._evaluated.add_by_source, SourceTargets.of(inputs))
+        if not (self.trained_sources.number and self.trainer.model.training):
+            return None
+        return partial(self.trained_sources.add_by_source, SourceTargets.of(inputs))
 
     def _num_items_and_divisor(self, num_items: Any) -> tuple[Any, int]:
         """Return the number of items, and the number by which Trainer will divide the loss.
@@ -261,13 +290,3 @@ class StepLoss:
         trainer = self.trainer
         is_plain = trainer.label_smoother is None and trainer.compute_loss_func is None
         return is_plain and trainer.args.loss_type == "nll"
-
-
-def _add_by_source(
-    evaluated: EvaluationSums, weights: Tensor, source_ids: Tensor, losses: Tensor
-) -> None:
-    """Add the `losses` of a batch; those of virtual tokens belong to no source."""
-    virtual = losses.shape[1] - weights.shape[1]
-    evaluated.add_by_source(
-        losses, weights_of_scores(weights, losses), pad(source_ids, (virtual, 0), value=-1)
-    )

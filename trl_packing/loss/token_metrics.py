@@ -24,6 +24,8 @@ NUM_SUMS = 7  # entropy, hits, trained tokens, aux_loss × tokens, tokens, micro
 class TokenSums:
     """The sums of the micro-batches of one rank, ``(NUM_SUMS,)``; they stay on the device."""
 
+    width = NUM_SUMS  # how many numbers `take` returns
+
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
@@ -60,6 +62,23 @@ class TokenSums:
         """Return the sums since the last call; None if nothing was scored."""
         sums, self._sums = self._sums, None
         return sums
+
+
+def taken_together(parts: Sequence[Any]) -> Tensor | None:
+    """Return the sums of all `parts` since the last call, one after the other.
+
+    Args:
+        parts: each with a `width`, and `take` as of `TokenSums`.
+
+    Returns:
+        ``(sum of widths,)``, zeros where a part has added nothing; None if none has.
+    """
+    taken = [part.take() for part in parts]
+    some = next((sums for sums in taken if sums is not None), None)
+    if some is None:
+        return None
+    pairs = zip(parts, taken, strict=True)
+    return torch.cat([some.new_zeros(p.width) if sums is None else sums for p, sums in pairs])
 
 
 def sums_dtype(device: torch.device) -> torch.dtype:

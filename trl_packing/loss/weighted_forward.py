@@ -43,7 +43,7 @@ class WeightedLabelSmoother(LabelSmoother):
     Attributes:
         weights: ``(rows, T - 1)`` float32.
         scale: a scalar, `scale_of_weights`.
-        seen: called with the smoothed loss times `weights` of every target, ``(rows, T - 1)``.
+        seen: called with the smoothed loss of every target, ``(rows, T - 1)``, without weights.
     """
 
     weights: Tensor | None = None
@@ -74,8 +74,7 @@ class WeightedLabelSmoother(LabelSmoother):
         mean_loss = nll.sum(-1, keepdim=True, dtype=torch.float32).masked_fill(~is_trained, 0.0)
         if self.seen is not None:
             smoothed = (1 - self.epsilon) * target_loss + self.epsilon * mean_loss / nll.shape[-1]
-            smoothed = smoothed.detach().to(self.scale.dtype)
-            self.seen((smoothed * self.weights[..., None].to(nll.device))[..., 0])
+            self.seen(smoothed.detach().to(self.scale.dtype)[..., 0])
         target_loss = (target_loss * weights).sum() / count
         mean_loss = (mean_loss * weights).sum() / (count * nll.shape[-1])
         return (1 - self.epsilon) * target_loss + self.epsilon * mean_loss
@@ -131,8 +130,8 @@ def weight_targets(
         model: yielded itself if `weights` or `scale` is None.
         weights: `target_weights` of the batch.
         scale: `scale_of_weights` of the step, or of this batch if TRL divides by its tokens alone.
-        seen: called with the weighted loss of every target, ``(rows, T - 1)``. Virtual tokens of
-            prompt tuning come first.
+        seen: called with the loss of every target, ``(rows, T - 1)``, without weights. Virtual
+            tokens of prompt tuning come first.
     """
     if weights is None or scale is None:
         yield model
@@ -162,13 +161,24 @@ def observed_call(
     sums: TokenSums | None,
     weights: Tensor | None,
     counts: Tensor | None,
+    seen: Callable[[Tensor], None] | None,
+    is_dft: bool,
     **inputs: Any,
 ) -> Any:
     """Call `model`, and add the scores of its fused head to `sums`.
 
-    `counts` ``(rows, T)`` are the documents that train each token; None: one.
+    Args:
+        model: yielded by `weight_targets`.
+        sums: of the run; None adds nothing.
+        weights: `target_weights` of the batch; None where they are all 1.
+        counts: documents that train each token, ``(rows, T)``; None: one.
+        seen: as in `weight_targets`, for a model that it yields unchanged.
+        is_dft: whether losses are those of "dft".
+        inputs: of the model.
     """
     outputs = model(**inputs)
+    if seen is not None and inputs.get("fused_lm_head"):
+        seen(-_scores(outputs, is_dft).detach().to(sums_dtype(outputs.log_probs.device)))
     if sums is not None and inputs.get("fused_lm_head"):
         total = outputs.label_mask.sum() if weights is None else sum_of_weights(weights)
         times = None if counts is None else weights_of_scores(counts[..., 1:], outputs.entropy)
@@ -188,14 +198,19 @@ def _weighted_call(
     outputs = model(**inputs)
     if not inputs.get("fused_lm_head"):
         return outputs
-    log_probs = outputs.log_probs
-    if is_dft:  # https://huggingface.co/papers/2508.05629
-        log_probs = log_probs * log_probs.exp().detach()
+    log_probs = _scores(outputs, is_dft)
     of_scores = weights_of_scores(weights, log_probs)
     if seen is not None:
-        seen(-log_probs.detach().to(scale.dtype) * of_scores)
+        seen(-log_probs.detach().to(scale.dtype))
     outputs.log_probs = log_probs * scaled_weights(of_scores, scale.to(log_probs.device))
     return outputs
+
+
+def _scores(outputs: Any, is_dft: bool) -> Tensor:
+    """Return minus the loss of each target, as a fused head scores it."""
+    log_probs: Tensor = outputs.log_probs
+    # https://huggingface.co/papers/2508.05629
+    return log_probs * log_probs.exp().detach() if is_dft else log_probs
 
 
 def weights_of_scores(weights: Tensor, scores: Tensor) -> Tensor:

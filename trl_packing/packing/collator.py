@@ -7,7 +7,7 @@
     loss_weights         0   1  .5   0   1        (1, T) float32, 0 on what is not trained; only if
                                                   documents have weights, or loss_weighting is set
     source_ids           0   0   0   3   3        (1, T) int64, −1 on padding; only if each document
-                                                  has `source_ids` (loss/evaluation.py)
+                                                  has `source_ids` (loss/sources.py)
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
     key_index, target_counts                      of a row with shared prefixes (tree_row.py)
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
@@ -142,13 +142,15 @@ class PackedCollator:
             batch[TOKEN_WEIGHTS] = packed_weights(
                 documents, rows, batch["labels"], masked, self.loss_weighting
             )
+        real, sources = lengths[: len(lengths) - len(masked)], None
         if any(SOURCE_IDS in document for document in documents):
             ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
             source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
+            sources = source_ids[np.cumsum([0, *real], dtype=np.int64)[:-1]]
         if self.images is not None:
             batch |= self.images.tensors(documents, input_ids)
-        tree = self._tree_row(batch, lengths[: len(lengths) - len(masked)])
+        tree = self._tree_row(batch, real, sources)
         if not self.tensors_only:
             return PackedBatch(batch if tree is None else tree.batch)
         if tree is not None:
@@ -164,16 +166,27 @@ class PackedCollator:
         images = 0 if self.images is None else self.images.count(documents)
         longest = batch["max_length_q"]
         return PackedBatch(
-            tensors, HostRow(boundaries, is_trained, tail, max_length=longest, num_images=images)
+            tensors,
+            HostRow(
+                boundaries,
+                is_trained,
+                tail,
+                max_length=longest,
+                sources=sources,
+                num_images=images,
+            ),
         )
 
-    def _tree_row(self, batch: dict[str, Any], lengths: list[int]) -> TreeRow | None:
+    def _tree_row(
+        self, batch: dict[str, Any], lengths: list[int], sources: np.ndarray | None
+    ) -> TreeRow | None:
         """Return the row of `batch` with shared prefixes; None if there are none."""
         if not self.shares_prefixes or len(lengths) < 2 or self.images is not None:
             return None
         real = sum(lengths)
         flat = {k: x[:, :real] for k, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
-        return share_prefixes(flat, lengths, self.pad_to_multiple_of or 1, self.pad_token_id)
+        padding = self.pad_to_multiple_of or 1
+        return share_prefixes(flat, lengths, padding, self.pad_token_id, sources)
 
     def _masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
         """Return the lengths of the masked documents behind a row: empty ones, then padding."""

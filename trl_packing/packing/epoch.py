@@ -7,12 +7,14 @@ last step       the remaining bins, split until every rank has equally many micr
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from trl_packing.packing.balance import balanced_order
 from trl_packing.packing.bins import PackingPlan
+from trl_packing.packing.curriculum import balanced_in_stages, in_stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,7 @@ def steps_from_plan(
     balance_window: int,
     rng: np.random.Generator | None,
     squares: np.ndarray | None = None,
+    stages: np.ndarray | None = None,
     image_costs: np.ndarray | None = None,
 ) -> PackedSteps:
     """Return the micro-batches of an epoch.
@@ -82,14 +85,21 @@ def steps_from_plan(
         balance_window: steps that exchange bins, as in `balanced_order`.
         rng: shuffles the bins; None keeps the order of the plan.
         squares: len² of each document, where it computes less than all of its pairs of tokens.
+        stages: of each document, whose bins come stage after stage; None draws all bins at once.
         image_costs: of the vision tower for each document, in tokens; None without images.
     """
     slots = num_ranks * accumulation
     bins = np.arange(len(plan)) if rng is None else rng.permutation(len(plan))
+    if stages is not None:
+        stages = stages[plan.indices[plan.offsets[:-1]]]  # of each bin
+        bins = in_stages(bins, stages)
     num_full = len(bins) - len(bins) % (slots * bins_per_batch)
     full, left = bins[:num_full].reshape(-1, bins_per_batch), bins[num_full:]
     if rng is not None and len(full):
-        order = balanced_order(
+        balance = balanced_order
+        if stages is not None:
+            balance = partial(balanced_in_stages, stages=stages[bins])
+        order = balance(
             _costs(plan, lengths, attention_cost, squares, image_costs)[bins],
             tokens=plan.tokens[bins],
             documents=np.diff(plan.offsets)[bins],

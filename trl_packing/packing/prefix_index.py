@@ -7,7 +7,7 @@
 
 Two documents share the least `common` between their places. So lengths and these numbers tell the
 length of any row with shared prefixes (tree_row.py) without a look at tokens. Documents that may
-not share lie in other groups: of another source, or with labels that are not their tokens.
+not share, because their labels are not their tokens, lie in groups of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, SOURCE_IDS, document_labels
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, document_labels
 from trl_packing.documents.list_columns import ListColumn
 from trl_packing.packing.prefix_order import prefix_order_of_rows
 from trl_packing.packing.range_minima import RangeMinima
@@ -60,8 +60,7 @@ class PrefixIndex:
             is_own = _own_labels(documents.readers["input_ids"], documents.readers["labels"])[
                 stored
             ]
-        groups = _groups(documents.scalars.get(SOURCE_IDS), is_own)
-        return index if groups is None else index.grouped(groups)
+        return index if not is_own.any() else index.grouped(_groups(is_own))
 
     @classmethod
     def of_loaded(cls, documents: Sequence[Mapping[str, Any]]) -> "PrefixIndex":
@@ -74,9 +73,7 @@ class PrefixIndex:
         labels = [document_labels(x, y) for x, y in zip(documents, ids, strict=True)]
         targets = np.concatenate([np.zeros(0, np.int64), *labels])
         is_own = _has_own_labels(values, targets, offsets)
-        sources = [document[SOURCE_IDS] for document in documents if SOURCE_IDS in document]
-        groups = _groups(np.array(sources) if sources else None, is_own)
-        return index if groups is None else index.grouped(groups)
+        return index if not is_own.any() else index.grouped(_groups(is_own))
 
     @cached_property
     def ranks(self) -> np.ndarray:
@@ -157,17 +154,14 @@ def shared_depths(common: np.ndarray, lengths_before: np.ndarray) -> np.ndarray:
     return np.where(depths >= MIN_SHARED, depths, 0)
 
 
-def _groups(sources: np.ndarray | None, is_own: np.ndarray) -> np.ndarray | None:
-    """Return a number for each document, as `tree_row._groups` does; None if all may share.
+def _groups(is_own: np.ndarray) -> np.ndarray:
+    """Return a number for each document, as `tree_row._groups` does.
 
     Args:
-        sources: of each document, ``(N,)`` integers; None if losses are not told apart.
         is_own: whether a document has labels of its own, ``(N,)`` bool.
     """
-    if sources is None and not is_own.any():
-        return None
-    groups = np.zeros(len(is_own), np.int64) if sources is None else np.asarray(sources).copy()
-    groups[is_own] = groups.min(initial=0) - 1 - np.arange(is_own.sum())
+    groups = np.zeros(len(is_own), np.int64)
+    groups[is_own] = -1 - np.arange(is_own.sum())
     return groups
 
 

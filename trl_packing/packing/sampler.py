@@ -18,6 +18,7 @@ import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
+from trl_packing.packing.curriculum import in_stages, pack_stages
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.epoch import PackedSteps, steps_from_plan
@@ -67,6 +68,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         groups: Documents with common prefixes that share a bin, whose tokens are then those that
             rows with shared prefixes compute. With documents_per_step they come in one step, which
             therefore holds other documents than that of a padded run.
+        stages: of each document, (documents,) integers: those of a stage come after those of the
+            stages before it, and share bins only with each other (curriculum.py).
         loads: Images of the documents: bins are limited by their patches, too, and the tower is
             part of the cost of a micro-batch.
 
@@ -95,10 +98,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         drop_last: bool = False,
         allow_idle_ranks: bool = False,
         groups: PrefixGroups | None = None,
+        stages: np.ndarray | None = None,
         loads: ImageLoads | None = None,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
+        self.stages = stages
         self.loads = loads
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
@@ -137,6 +142,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.groups is not None and self.rows:
             raise ValueError("rows that were packed before stay as they are; leave groups out")
+        if self.groups is not None and self.stages is not None:
+            raise ValueError("groups bring documents of several stages together; leave one out")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
         if len(self.lengths) < self.num_ranks and not allow_idle_ranks:
@@ -284,9 +291,20 @@ class PackedBatchSampler(BatchRebalanceSampler):
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
+        if self.stages is not None:
+            return pack_stages(self.stages, self._pack_part, seed)
         if self._patch_bins is not None:
             return self._patch_bins.pack(seed)
         return pack(self.lengths, self.capacity, self.strategy, seed)
+
+    def _pack_part(self, documents: np.ndarray, seed: Sequence[int] | None) -> PackingPlan:
+        """Return the bins of some documents, which it counts from 0 as they are given."""
+        assert self.capacity is not None
+        lengths, loads = self.lengths[documents], self.loads
+        if loads is None or loads.most_patches is None:
+            return pack(lengths, self.capacity, self.strategy, seed)
+        limits = self.capacity, loads.most_patches
+        return PatchBins(lengths, loads.patches[documents], *limits, self.strategy).pack(seed)
 
     @cached_property
     def _patch_bins(self) -> PatchBins | None:
@@ -309,6 +327,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 balance_window=self.balance_window,
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
                 squares=None if self.groups is None else self.groups.squares,
+                stages=self.stages,
                 image_costs=None if self.loads is None else self.loads.costs,
             )
             self._steps_epoch = self.epoch
@@ -325,6 +344,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
             )
             order = order[: self.num_used]
+            if self.stages is not None:
+                order = in_stages(order, self.stages)
             if self.groups is not None:
                 order = keep_groups_together(order, self.groups, self.documents_per_step)
             self._steps = DocumentSteps(

@@ -4,12 +4,14 @@
     shared       the same keys, fewer tokens               (1, T')   `prefix_tree.py`
                  loss_weights                              sums over the documents at a position
                  target_counts                             documents that train a position
+                 source_ids, _places, _weights             the targets of each source
                  cu_seq_lens_k, key_index                  the keys of each segment
 
 Loss and gradients of both rows are the same.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +20,14 @@ import torch
 
 from trl_packing.documents.boundaries import document_ids_from_lengths
 from trl_packing.documents.host_row import HostRow, TreeNumbers
-from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TARGET_COUNTS, TOKEN_WEIGHTS
+from trl_packing.documents.labels import (
+    IGNORE_INDEX,
+    SOURCE_IDS,
+    SOURCE_PLACES,
+    SOURCE_WEIGHTS,
+    TARGET_COUNTS,
+    TOKEN_WEIGHTS,
+)
 from trl_packing.packing.prefix_tree import PrefixTree, build_prefix_tree
 
 # A shorter prefix costs more as a segment of its own than it saves.
@@ -33,21 +42,32 @@ class TreeRow(NamedTuple):
 
 
 def share_prefixes(
-    batch: dict[str, Any], lengths: Sequence[int], padding: int, pad_token_id: int
+    batch: dict[str, Any],
+    lengths: Sequence[int],
+    padding: int,
+    pad_token_id: int,
+    sources: np.ndarray | None = None,
 ) -> TreeRow | None:
     """Return the row of `batch` with its common prefixes once; None if there are none.
 
     Args:
         batch: a row of documents, and no padding: `input_ids`, `labels` and maybe `loss_weights`,
-            `source_ids`, ``(1, T)``.
+            ``(1, T)``.
         lengths: tokens of each document, all above 0.
         padding: T' is a multiple of it.
         pad_token_id: token id of the padding.
+        sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
     """
     tree = tree_of_row(batch, lengths)
     if tree is None:
         return None
-    return _row(tree, _flat(batch), lengths, -int(tree.starts[-1]) % padding, pad_token_id)
+    flat, tail = _flat(batch), -int(tree.starts[-1]) % padding
+    row = _row(tree, flat, lengths, tail, pad_token_id)
+    if sources is None:
+        return row
+    of_tokens = np.repeat(sources, lengths)
+    by_source = _targets_by_source(tree, flat, of_tokens)
+    return TreeRow(row.batch | by_source, replace(row.host, sources=sources))
 
 
 def tree_of_row(batch: dict[str, Any], lengths: Sequence[int]) -> PrefixTree | None:
@@ -72,9 +92,8 @@ def _groups(flat: dict[str, np.ndarray], starts: np.ndarray) -> list[int]:
     """Return a number for each document; documents with the same number may share."""
     labels = flat["labels"]
     is_plain = (labels == flat["input_ids"]) | (labels == IGNORE_INDEX)
-    sources = flat[SOURCE_IDS][starts] if SOURCE_IDS in flat else 0
     may_share = np.logical_and.reduceat(is_plain, starts)
-    return np.where(may_share, sources, -1 - np.arange(len(starts))).tolist()
+    return np.where(may_share, 0, -1 - np.arange(len(starts))).tolist()
 
 
 def _row(
@@ -95,8 +114,6 @@ def _row(
         TARGET_COUNTS: (counts.astype(np.int64), 0),
         "position_ids": (tree.position_ids, None),
     }
-    if SOURCE_IDS in flat:
-        row[SOURCE_IDS] = (tree.place(flat[SOURCE_IDS]), -1)
     tensors = {name: _padded(values, tail, fill) for name, (values, fill) in row.items()}
     total = len(ids) + tail
     cu_seqlens, cu_seqlens_k, key_index = tree.cu_seqlens, tree.cu_seqlens_k, tree.key_index
@@ -134,3 +151,27 @@ def _padded(values: np.ndarray, tail: int, fill: int | None) -> torch.Tensor:
     """Return values as ``(1, T')``; without `fill`, the padding counts from 0."""
     behind = np.arange(tail) if fill is None else np.full(tail, fill)
     return torch.from_numpy(np.concatenate([values, behind.astype(values.dtype)]))[None]
+
+
+def _targets_by_source(
+    tree: PrefixTree, flat: dict[str, np.ndarray], sources: np.ndarray
+) -> dict[str, torch.Tensor]:
+    """Return the K targets of each source: documents of several may train one position.
+
+    Args:
+        tree: the row.
+        flat: the tokens of its documents, ``(T,)`` each.
+        sources: of each token, ``(T,)`` int64.
+    """
+    trained = np.flatnonzero(flat["labels"] != IGNORE_INDEX)
+    number = 1 + int(sources.max())
+    keys = tree.targets[trained] * number + sources[trained]
+    keys, found = np.unique(keys, return_inverse=True)
+    places, ids = np.divmod(keys, number)
+    weights = flat[TOKEN_WEIGHTS][trained] if TOKEN_WEIGHTS in flat else None
+    sums = [np.bincount(found, w, minlength=len(ids)) for w in (weights, None)]
+    return {
+        SOURCE_IDS: torch.from_numpy(ids)[None],
+        SOURCE_PLACES: torch.from_numpy(places)[None],
+        SOURCE_WEIGHTS: torch.from_numpy(np.stack(sums).astype(np.float32)),
+    }

@@ -24,7 +24,7 @@ from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loss.evaluation import check_source_column
+from trl_packing.loss.sources import check_source_column
 from trl_packing.loss.weighted_forward import check_weights_can_be_used
 from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
@@ -33,6 +33,7 @@ from trl_packing.training.columns import columns_of, documents_of, has_weights
 _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 _PREPARATION_OPTIONS = (
     "append_eos",
+    "curriculum",
     "documents_per_step",
     "max_patches",
     "overflow",
@@ -106,6 +107,13 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)
+    curriculum = PackingOptions.of(args).curriculum
+    if curriculum is not None and isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            f"curriculum={curriculum!r} needs to know all documents before the first step, and a "
+            "stream tells them only by being read; load the training set as a Dataset, or sort "
+            "the files of the stream and leave curriculum out"
+        )
     # On a single process the trainer turns both off.
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):

@@ -31,7 +31,7 @@ def documents_of(
     Args:
         dataset: prepared rows.
         compute_loss_func: a user's loss, which knows no weights; None for ours.
-        source_ids: the source of each row, ``(rows,)`` int64, where evaluation tells them apart.
+        source_ids: the source of each row, ``(rows,)`` int64, where losses are told apart.
 
     Raises:
         ValueError: the weights are damaged, or nothing would use them.

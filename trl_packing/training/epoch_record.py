@@ -147,7 +147,7 @@ class EpochRecord:
         difference = self.marks.difference(marks, clipped_to=self._clipped_to(settings))
         if difference is None:
             return
-        cut = {name: then[name] for name in _THAT_CUT if then[name] != settings[name]}
+        cut = {name: then.get(name) for name in _THAT_CUT if then.get(name) != settings[name]}
         words = ", ".join(f"{name}={value}" for name, value in cut.items())
         raise ValueError(
             f"the checkpoint was saved within an epoch of other documents ({difference}), so those "
@@ -167,7 +167,8 @@ class EpochRecord:
 
 
 _PROGRESS = ("global_step", "epoch", "steps", "steps_per_epoch")
-_THAT_CUT = ("max_length", "overflow", "packing_strategy", "packing")  # documents into pieces
+# Settings that cut documents into pieces.
+_THAT_CUT = ("max_length", "overflow", "overlap_tokens", "packing_strategy", "packing")
 
 
 def _evenly_spread(number: int) -> np.ndarray:

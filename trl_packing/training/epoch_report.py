@@ -48,6 +48,7 @@ class PackingReport:
         documents_by_bin: number of documents in bins.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
+        order: of the documents of an epoch, in words; "" if they are drawn at random.
         images: of the documents; None without any.
     """
 
@@ -75,6 +76,7 @@ class PackingReport:
     documents_by_bin: Histogram | None = None
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
+    order: str = ""
     images: ImageCounts | None = None
 
     @property
@@ -138,6 +140,7 @@ class PackingReport:
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),
             *self._epoch(),
+            ("order", self.order),
             *self._padded(),
             ("loss", self.loss or ""),
             ("attention", self.attention or ""),

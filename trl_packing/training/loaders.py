@@ -21,7 +21,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.isolation.guard import IsolationGuard
-from trl_packing.loss.evaluation import Sources
+from trl_packing.loss.sources import Sources
 from trl_packing.models.state import temporarily
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.document_order import packing_seed
@@ -35,6 +35,7 @@ from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
+from trl_packing.training.source_metrics import SourceMeter, training_sources
 
 logger = get_logger(__name__)
 
@@ -51,11 +52,13 @@ class PackedLoaders:
         epochs: is told the sampler or stream of each training.
         report: is made again where a user's sampler draws documents.
         sharing: decides whether rows share prefixes.
+        source_meter: is told the sources of the training set.
         options: settings of packing.
 
     Attributes:
         evaluates_padded: logits are requested, of one row for each document.
         sources: of the set that is evaluated, where its losses are told apart.
+        trained_sources: of the training set, likewise.
         room: tokens that fit into a micro-batch of bins; None where nothing is packed.
     """
 
@@ -68,6 +71,7 @@ class PackedLoaders:
         epochs: ResumedEpochs,
         report: RunReport,
         sharing: PrefixSharing,
+        source_meter: SourceMeter,
         options: PackingOptions,
     ):
         self.trainer = trainer
@@ -77,9 +81,11 @@ class PackedLoaders:
         self.epochs = epochs
         self.report = report
         self.sharing = sharing
+        self.source_meter = source_meter
         self.options = options
         self.evaluates_padded = False
         self.sources: Sources | None = None
+        self.trained_sources: Sources | None = None
         self._has_weights = False
         self.room: int | None = None
         self._trains_groups = False
@@ -95,6 +101,8 @@ class PackedLoaders:
             description: transformers' name of the set.
         """
         sources = self.sources if description in ("Evaluation", "test") else None
+        if description == "Training":
+            sources = self.trained_sources
         ids = None if sources is None else sources.ids
         documents = documents_of(dataset, self.trainer.compute_loss_func, ids)
         if description == "Evaluation":  # a prediction needs no loss
@@ -113,6 +121,8 @@ class PackedLoaders:
         dataset = self.trainer.train_dataset
         self._has_weights = self.options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.forget()
+        self.trained_sources = training_sources(dataset, self.options.source_column)
+        self.source_meter.follow(self.trained_sources)
         self._decide_on_groups(dataset)
         if isinstance(dataset, IterableDataset):
             capacity = self.trainer.args.max_length if self.sampling.packing else None
@@ -172,7 +182,7 @@ class PackedLoaders:
         if is_packed or not self.sampling.packing:
             return
         drawn = f"_get_train_sampler of {type(self.trainer).__name__} draws documents, not bins"
-        for name in ("static_shapes", "documents_per_step"):
+        for name in ("static_shapes", "documents_per_step", "curriculum"):
             if value := getattr(self.options, name):
                 raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
         if not self._has_warned:

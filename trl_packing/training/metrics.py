@@ -21,15 +21,18 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packing.documents.host_row import HostRow, host_row, wait_for
+from trl_packing.loss.sources import SourceSums
 from trl_packing.loss.token_metrics import (
     NUM_SUMS,
     TokenSums,
     added,
     counts_for_nothing,
+    taken_together,
     write_means,
 )
 from trl_packing.models.device_peaks import peak_flops
 from trl_packing.models.flops import ModelFlops, NotCountable, model_flops
+from trl_packing.training.source_metrics import SourceMeter
 from trl_packing.training.throughput import Counts, Machine, Throughput, in_short, machine_of
 
 logger = get_logger(__name__)
@@ -46,13 +49,23 @@ class ThroughputMeter:
     Args:
         trainer: its model, accelerator, arguments and state are read.
         trained: entropy and accuracy of the micro-batches of this rank.
+        trained_sources: their losses by source; None where nobody adds any.
+
+    Attributes:
+        sources: counts what is trained of each source.
     """
 
     clock = staticmethod(time.perf_counter)
 
-    def __init__(self, trainer: SFTTrainer, trained: TokenSums):
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        trained: TokenSums,
+        trained_sources: SourceSums | None = None,
+    ):
         self.trainer = trainer
         self.trained = trained
+        self.sources = SourceMeter(trained_sources or SourceSums())
         self.throughput: Throughput | None = None  # while the run trains
         self._finished: tuple[Counts, float] | None = None  # totals of the run that has ended
         self._shared_at: int | None = None  # the optimizer step of the last `share`
@@ -62,9 +75,9 @@ class ThroughputMeter:
         self._tokens_before = 0
         self._model_flops: ModelFlops | None = None
         self._must_count_flops = False
-        # Entropy and accuracy: of this rank, read from the device; of all ranks since the last log.
-        self._rank_sums: Sequence[float] = _NOTHING
-        self._log_sums: Sequence[float] = _NOTHING
+        # Sums of this rank, read from the device: entropy, accuracy, losses of sources.
+        self._rank_sums: Sequence[float] = ()
+        self._log_sums: Sequence[float] = _NOTHING  # entropy and accuracy since the last log
 
     @property
     def is_running(self) -> bool:
@@ -82,7 +95,8 @@ class ThroughputMeter:
         self.throughput = Throughput(self.trainer.state.global_step, self.clock)
         self._finished = self._shared_at = None
         self.trained.take()
-        self._rank_sums = self._log_sums = _NOTHING
+        self.sources.start_run()
+        self._rank_sums, self._log_sums = (), _NOTHING
         self._logs = {}
         self._waited_after = None
         self._tokens_before = tokens_before
@@ -106,6 +120,7 @@ class ThroughputMeter:
         for row in map(host_row, batches):
             if row is not None:
                 self.throughput.add(self._counts(row, room))
+                self.sources.count(row)
 
     def _counts(self, row: HostRow, room: int | None) -> Counts:
         lengths, flops = row.lengths, self._model_flops
@@ -163,6 +178,7 @@ class ThroughputMeter:
         device = self.trainer.args.device
         ranks = self._gather(
             [
+                *self.sources.take_counts(),
                 *astuple(self.throughput.take_local()),
                 self.peak_flops() or 0.0,
                 peak_memory_bytes(device) or 0.0,
@@ -180,6 +196,7 @@ class ThroughputMeter:
         if log:
             step = self.trainer.state.global_step
             self._logs = self.throughput.interval_metrics(step, self._machine)
+            self._logs |= self.sources.interval_metrics()
             self._write_token_means(means)
         return tokens
 
@@ -198,6 +215,7 @@ class ThroughputMeter:
         assert self.throughput is not None
         state, documents = self.trainer.state, self.throughput.run.documents
         self._logs = self.throughput.run_metrics(state.global_step, self._machine)
+        self._logs |= self.sources.run_metrics()
         self._write_token_means(means)
         self._finished = self.throughput.run, self._logs["train_seconds"]
         self.throughput = None
@@ -239,21 +257,33 @@ class ThroughputMeter:
         self._log_sums = _NOTHING
 
     def _gather(self, counted: list[float]) -> list[list[float]]:
-        """Return `counted` of every rank; entropy and accuracy are added up by the same wait."""
+        """Return `counted` of every rank; sums on the device are added up by the same wait."""
+        width = sum(part.width for part in self._on_device)
         if self.trainer.args.world_size == 1:
             self._wait_for_device()
-            rows = [[*self._rank_sums, *counted]]
+        sums = self._rank_sums or (0.0,) * width
+        if self.trainer.args.world_size == 1:
+            rows = [[*sums, *counted]]
         else:
-            sent = torch.tensor([[*self._rank_sums, *counted]], dtype=torch.float64)
+            sent = torch.tensor([[*sums, *counted]], dtype=torch.float64)
             sent = sent.to(self.trainer.args.device, non_blocking=True)
-            pending = self.trained.take()
+            pending = taken_together(self._on_device)
             if pending is not None:
-                sent[0, :NUM_SUMS] += pending
+                sent[0, :width] += pending
             rows = self.trainer.accelerator.gather(sent).tolist()
             self._waited_after = self.trainer.state.global_step
-        self._rank_sums = _NOTHING
+        self._rank_sums = ()
         self._log_sums = added([self._log_sums, *(row[:NUM_SUMS] for row in rows)])
-        return [row[NUM_SUMS:] for row in rows]
+        behind = width + self.sources.num_on_cpu
+        by_source = added(row[NUM_SUMS:behind] for row in rows)
+        losses, counts = by_source[: width - NUM_SUMS], by_source[width - NUM_SUMS :]
+        self.sources.add_shared(counts, losses, self.trainer.get_tp_size())
+        return [row[behind:] for row in rows]
+
+    @property
+    def _on_device(self) -> tuple[TokenSums, SourceSums]:
+        """Sums that stay on the device between waits."""
+        return self.trained, self.sources.sums
 
     # --- waiting ------------------------------------------------------------------------------
 
@@ -272,12 +302,13 @@ class ThroughputMeter:
         if self._waited_after == self.trainer.state.global_step:
             return
         self._waited_after = self.trainer.state.global_step
-        pending = self.trained.take()
+        pending = taken_together(self._on_device)
         if pending is not None:
             pending = pending.to("cpu", non_blocking=True)  # readable after the wait
         wait_for(self.trainer.args.device)
         if pending is not None:
-            self._rank_sums = added([self._rank_sums, pending.tolist()])
+            before = self._rank_sums or (0.0,) * len(pending)
+            self._rank_sums = added([before, pending.tolist()])
 
 
 def peak_memory_bytes(device: torch.device) -> float | None:

@@ -1,6 +1,6 @@
 """The charts of one or several runs, from the numbers that they logged.
 
-[record]            a chart a kind: loss, eval_loss by source, learning rate, ...
+[record]            a chart a kind: loss, losses by source, eval_loss, learning rate, ...
 [record, record]    a chart a name, with a curve for each run
 """
 
@@ -11,6 +11,7 @@ from trl_packing.pages.curves import Chart, Curve
 from trl_packing.training.run_record import RunRecord
 
 MAIN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "utilization")
+_BY_SOURCE, _SHARE = "loss by source", "share of tokens by source"
 _TITLES = {
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
@@ -34,6 +35,7 @@ _NO_CURVE = re.compile(
     r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|num_tokens|num_documents.*)"
 )
 _MOST_CURVES = 24
+_COUNT = "num_trained_tokens_"  # of a source, in the training log
 
 
 def is_eval_loss(name: str) -> bool:
@@ -41,28 +43,46 @@ def is_eval_loss(name: str) -> bool:
     return _EVAL_LOSS.fullmatch(name) is not None
 
 
+def trained_sources(names: Sequence[str]) -> list[str]:
+    """Return the sources that the training log tells apart, given the names in it."""
+    return [name.removeprefix(_COUNT) for name in names if name.startswith(_COUNT)]
+
+
 def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
     """Return the charts of the numbers that these runs logged, the main ones first."""
-    logged = dict.fromkeys(name for record in records for name in record.names())
-    names = [name for name in logged if not _NO_CURVE.fullmatch(name)]
+    logged = list(dict.fromkeys(name for record in records for name in record.names()))
+    sources = trained_sources(logged)
+    by_source = {
+        prefix: [f"{prefix}_{source}" for source in sources]
+        for prefix in ("loss", "num_documents", "num_tokens", "num_trained_tokens")
+    }
+    apart = {name for group in by_source.values() for name in group}
+    apart |= {f"train_{name}" for name in apart}
+    names = [name for name in logged if name not in apart and not _NO_CURVE.fullmatch(name)]
     losses = [name for name in names if is_eval_loss(name)]
+    trained = [name for name in by_source["loss"] if name in logged]
     charts: list[Chart] = []
     for name in MAIN:
         if name == "eval_loss":
-            charts += _of_losses(records, losses)
+            charts += _of_losses(records, losses, name)
         elif name in names:
             charts.append(_chart(records, name))
+        if name == "loss" and len(records) == 1:
+            charts += _of_losses(records, trained, _BY_SOURCE)
+    if len(records) == 1:
+        charts += _shares(records[0], by_source["num_tokens"])
+        trained = []
     rest = [name for name in names if name not in MAIN and name not in losses]
-    return charts + [_chart(records, name) for name in rest]
+    return charts + [_chart(records, name) for name in [*trained, *rest]]
 
 
 def num_main(charts: Sequence[Chart]) -> int:
     """Return how many of `charts_of` are main ones."""
-    titles = [_TITLES.get(name, name) for name in MAIN]
+    titles = [*(_TITLES.get(name, name) for name in MAIN), _BY_SOURCE, _SHARE]
     return sum(chart.title in titles or is_eval_loss(chart.title) for chart in charts)
 
 
-def _of_losses(records: Sequence[RunRecord], names: list[str]) -> list[Chart]:
+def _of_losses(records: Sequence[RunRecord], names: list[str], title: str) -> list[Chart]:
     if len(records) > 1:
         return [_chart(records, name) for name in names[:_MOST_CURVES]]
     if not names:
@@ -70,7 +90,26 @@ def _of_losses(records: Sequence[RunRecord], names: list[str]) -> list[Chart]:
     curves = [_curve(records[0], name, name, i) for i, name in enumerate(names[:_MOST_CURVES])]
     left_out = len(names) - len(curves)
     note = f"{left_out:,} more in run.json" if left_out else ""
-    return [Chart("eval_loss", curves, note=note, may_be_log=True)]
+    return [Chart(title, curves, note=note, may_be_log=True)]
+
+
+def _shares(record: RunRecord, names: list[str]) -> list[Chart]:
+    """Return the chart of each source's share of the tokens since the last log, if any."""
+    points = {name: record.points(name) for name in names if name in record.names()}
+    if not points:
+        return []
+    totals: dict[int, float] = {}
+    for point in (point for curve in points.values() for point in curve):
+        totals[point.step] = totals.get(point.step, 0.0) + point.value
+    curves = [
+        Curve(
+            name.removeprefix("num_tokens_"),
+            [p._replace(value=p.value / totals[p.step]) for p in curve if totals[p.step]],
+            i,
+        )
+        for i, (name, curve) in enumerate([*points.items()][:_MOST_CURVES])
+    ]
+    return [Chart(_SHARE, curves, note="since the last log", percent=True)]
 
 
 def _chart(records: Sequence[RunRecord], name: str) -> Chart:

@@ -7,16 +7,18 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from datasets import IterableDataset
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
 from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
@@ -50,6 +52,7 @@ def plan_report(
     prefix_sharing: str,
     tokens_per_micro_batch: int | None = None,
     given_in_steps: dict[str, int] | None = None,
+    order: str = "",
 ) -> PackingReport:
     """Return the report on the first epoch of `sampler`.
 
@@ -62,6 +65,7 @@ def plan_report(
         prefix_sharing: of the run.
         tokens_per_micro_batch: padding included; None if micro-batches differ.
         given_in_steps: as `settings_in_steps` returns it.
+        order: of the documents, as `order_in_words` returns it.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps, by_bin = -(-len(sampler) // accumulation), sampler.documents_by_bin()
@@ -88,6 +92,7 @@ def plan_report(
         lengths=None if sampler.rows else Histogram.of(documents.lengths()),
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
         tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
+        order=order,
         images=ImageCounts.of(sampler),
         prefixes=None
         if tokens_per_micro_batch or IMAGE_IDS in documents.columns  # equal ids, other images
@@ -104,6 +109,20 @@ def settings_in_steps(args: Any) -> dict[str, int]:
         given["save_steps"] = args.save_steps
     # Below 1 they are shares of the run.
     return {name: int(value) for name, value in given.items() if value and value >= 1}
+
+
+def order_in_words(args: Any, sampler: PackedBatchSampler) -> str:
+    """Return the order of a curriculum; "" if documents are drawn at random."""
+    options = PackingOptions.of(args)
+    if sampler.stages is None:
+        return ""
+    ends = {
+        "ascending": ("smallest", "shortest"),
+        "descending": ("largest", "longest"),
+    }[options.curriculum_order]
+    first = ends[options.curriculum == LENGTH]
+    stages = len(np.unique(sampler.stages))
+    return f"by {options.curriculum}, {first} first · {quantity(stages, 'stage')}, each random"
 
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:
@@ -250,6 +269,7 @@ class RunReport:
             prefix_sharing=self.sharing.mode,
             tokens_per_micro_batch=tokens,
             given_in_steps=settings_in_steps(args),
+            order=order_in_words(args, sampler),
         )
 
     def _loss(self, columns: list[str]) -> str | None:

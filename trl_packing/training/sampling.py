@@ -16,8 +16,9 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing.config import PackingOptions
 from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE_IDS
+from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.models.introspection import layer_values, text_config
+from trl_packing.packing.curriculum import numbers_of, stages_of
 from trl_packing.packing.document_order import order_seed, packing_seed
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.patch_bins import patch_budget
@@ -77,6 +78,7 @@ def training_sampler(
         torch_seed=torch_seed,
         allow_idle_ranks=subset is not None,
         groups=None if index is None else _groups(index, lengths, args),
+        numbers=_numbers(documents, args, subset),
         loads=loads,
     )
 
@@ -94,6 +96,7 @@ def sampler_of_lengths(
     torch_seed: int | None = None,
     allow_idle_ranks: bool = False,
     groups: PrefixGroups | None = None,
+    numbers: np.ndarray | None = None,
     loads: ImageLoads | None = None,
 ) -> PackedBatchSampler:
     """Return the same sampler, made from the lengths of documents ``(documents,)`` alone.
@@ -110,6 +113,7 @@ def sampler_of_lengths(
         torch_seed: seed of torch's global generator when training starts.
         allow_idle_ranks: fewer documents than ranks are no error.
         groups: of documents with common prefixes; None draws single documents.
+        numbers: those of a curriculum; None draws from all documents at any time.
         loads: of the images of the documents, as `limited_loads` returns them; None without images.
 
     Raises:
@@ -125,7 +129,15 @@ def sampler_of_lengths(
     if per_step is None and not packing and not rows:
         per_step = batch_size * accumulation * ranks
     sampling = args.train_sampling_strategy
-    seed = packing_seed(args)
+    seed, stages = packing_seed(args), None
+    if numbers is not None:
+        stages = stages_of(
+            numbers,
+            lengths,
+            capacity=args.max_length if per_step is None else None,
+            descending=options.curriculum_order == "descending",
+            seed=seed,
+        )
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
@@ -146,8 +158,20 @@ def sampler_of_lengths(
         drop_last=args.dataloader_drop_last,
         allow_idle_ranks=allow_idle_ranks,
         groups=groups,
+        stages=stages,
         loads=loads,
     )
+
+
+def _numbers(
+    documents: ArrowDocuments, args: SFTConfig, subset: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the numbers of a curriculum, of all documents or a `subset`; None without one."""
+    curriculum = PackingOptions.of(args).curriculum
+    if curriculum is None:
+        return None
+    numbers = numbers_of(documents, curriculum)
+    return numbers if subset is None else numbers[subset]
 
 
 def limited_loads(
@@ -224,6 +248,9 @@ def plan_settings(
         "documents_per_step": options.documents_per_step,
         # None where nothing is grouped, as in the checkpoints of earlier versions.
         "prefix_group_size": options.prefix_group_size if groups else None,
+        "overlap_tokens": Overflow.from_args(args, packing).overlap,
+        "curriculum": options.curriculum,
+        "curriculum_order": options.curriculum and options.curriculum_order,
         "max_patches": options.max_patches,
         "train_sampling_strategy": str(args.train_sampling_strategy),
         "dataloader_drop_last": args.dataloader_drop_last,
@@ -253,7 +280,7 @@ class Sampling:
         self.torch_seed: int | None = None
         self.draws_groups: Callable[[bool], bool] = lambda training: False
         self.image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
-        self._indexes: dict[tuple[int, bool], tuple[ArrowDocuments, PrefixIndex]] = {}
+        self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
         self._loads: dict[tuple[int, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
 
     @property
@@ -336,7 +363,7 @@ class Sampling:
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the index of a data set, made once."""
-        key = id(documents.dataset), SOURCE_IDS in documents.scalars
+        key = id(documents.dataset)
         if key not in self._indexes:
             if len(self._indexes) == _MOST_INDEXES:
                 del self._indexes[next(iter(self._indexes))]

@@ -30,6 +30,7 @@ class Scenario:
     prefixes: every document begins as one of so many prompts of up to 64 tokens.
     document_weights: the `loss_weight` of every document, of the evaluation set too.
     sources: the `source` of every document of the evaluation set.
+    trained_sources: the same of the training set.
     shards: of the stream; two ranks do not divide three, so each reads all of them.
     counted_clock: time passes by a second a micro-batch, a hundred an evaluation and a thousand a
         save, and not otherwise.
@@ -57,6 +58,7 @@ class Scenario:
     prefixes: int = 0
     document_weights: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    trained_sources: list[str] = field(default_factory=list)
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
     packing: bool = True
@@ -159,7 +161,8 @@ def _run(scenario: Scenario) -> dict:
         # An evaluation set may be shorter.
         for row, weight in zip(rows, scenario.document_weights, strict=False):
             row["loss_weight"] = weight
-        for row, source in zip(rows, scenario.sources if seed else [], strict=False):
+        sources = scenario.sources if seed else scenario.trained_sources
+        for row, source in zip(rows, sources, strict=False):
             row["source"] = source
         dataset = Dataset.from_list(rows)
         return dataset.to_iterable_dataset(scenario.shards) if scenario.stream else dataset

@@ -207,6 +207,11 @@ def test_evaluation_sets_are_prepared_by_the_rules_of_the_training_set(tmp_path)
 
 REFUSED = {
     "a stream": (tiny_iterable(), {}, "is IterableDataset, which cannot be prepared"),
+    "sources": (
+        {"a": chats(), "b": chats()},
+        {},
+        "has the sources 'a', 'b'; prepare each by itself",
+    ),
     "images": (Dataset.from_dict({"images": [[]], "text": ["a"]}), {}, "has images"),
     "no preparation": (
         tiny_dataset("tokenized"),

@@ -18,6 +18,7 @@ from trl_packing.data.preparation import Unfitted, shuffle_fitted
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import token_columns
+from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups
@@ -75,6 +76,7 @@ class Setup:
             ranks=self.ranks,
             hidden_size=self.hidden_size,
             groups=self.groups,
+            numbers=lengths if getattr(self.args, "curriculum", None) == LENGTH else None,
             loads=loads,
         )
 
@@ -123,7 +125,8 @@ class WhatIf:
     def lost(self) -> float:
         """Share of the tokens that is lost."""
         before = self.counts.before.tokens
-        return (before - self.counts.after.tokens) / before if before else 0.0
+        # Pieces that overlap have more tokens than their documents.
+        return max(before - self.counts.after.tokens, 0) / before if before else 0.0
 
 
 def other_max_lengths(

@@ -171,9 +171,9 @@ def _write_set(
         rows, run.preparation, formatting_func=run.formatting_func, name=name
     )
     assert isinstance(documents, Dataset)
-    source_column = PackingOptions.of(run.args).source_column
+    named = PackingOptions.of(run.args).named_columns()
     folder = result / quote(name, safe="")
-    shards = write_shards(documents, folder, source_column=source_column, shard_bytes=shard_bytes)
+    shards = write_shards(documents, folder, named=named, shard_bytes=shard_bytes)
     columns = [*TOKEN_COLUMNS, *([SEQ_LENGTHS] if SEQ_LENGTHS in documents.column_names else [])]
     tokens = ArrowDocuments(documents, columns)
     trained = tokens.num_trained()

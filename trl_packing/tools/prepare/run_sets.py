@@ -18,6 +18,11 @@ def sets_of(call: TrainerCall) -> dict[str, Dataset]:
     Raises:
         ValueError: one of them cannot be prepared.
     """
+    if isinstance(call.train_dataset, dict):
+        raise ValueError(
+            f"train_dataset has the sources {', '.join(map(repr, call.train_dataset))}; prepare "
+            "each by itself, and train a dictionary of load_prepared(FOLDER)"
+        )
     evaluated = call.eval_dataset
     if not isinstance(evaluated, dict):
         evaluated = {} if evaluated is None else {"eval": evaluated}

@@ -1,0 +1,240 @@
+"""An epoch goes from stage to stage, holds every document once, and stays random within a stage."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from helpers.distributed.train import Scenario, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing import PackedBatchSampler, PackedSFTConfig
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.packing.curriculum import numbers_of, stages_of
+from trl_packing.packing.epoch import steps_from_plan
+
+CAPACITY = 64
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(1, CAPACITY + 1, 3000)
+DIFFICULTY = RNG.normal(size=3000)
+
+
+def sampler(numbers, *, lengths=LENGTHS, descending=False, seed=0, **options):
+    capacity = None if "documents_per_step" in options else CAPACITY
+    stages = stages_of(numbers, lengths, capacity=capacity, descending=descending, seed=seed)
+    return PackedBatchSampler(lengths, CAPACITY, seed=seed, stages=stages, **options)
+
+
+def steps_of(made, epoch=0):
+    """Return the documents of each optimizer step of all ranks."""
+    made.set_epoch(epoch)
+    batches, size = made.micro_batches(), made.num_ranks * made.accumulation
+    return [np.concatenate(batches[i : i + size]) for i in range(0, len(batches), size)]
+
+
+MODES = {
+    "bins": {"bins_per_batch": 2, "accumulation": 4},
+    "documents_per_step": {"documents_per_step": 32, "accumulation": 2},
+    "greedy": {"strategy": "greedy", "accumulation": 8},
+    "next_fit": {"strategy": "next_fit", "accumulation": 8},
+}
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("numbers", [LENGTHS, DIFFICULTY], ids=["length", "column"])
+def test_steps_ascend_or_descend(numbers, mode, descending):
+    made = sampler(numbers, descending=descending, **MODES[mode])
+    steps = steps_of(made)
+    assert sorted(np.concatenate(steps).tolist()) == list(range(len(numbers)))
+    means = np.array([numbers[step].mean() for step in steps[:-1]])
+    rank = np.corrcoef(means, np.arange(len(means)))[0, 1]
+    assert (-rank if descending else rank) > 0.9
+    # No document comes before one of an earlier stage, but within one step.
+    worst = [made.stages[step].max() - made.stages[step].min() for step in steps[:-1]]
+    assert max(worst) <= 2
+    for before, after in pairwise(steps):
+        assert made.stages[before].max() <= made.stages[after].min() + 2
+    # The control: an epoch without stages does not.
+    drawn = PackedBatchSampler(LENGTHS, CAPACITY, seed=0, **MODES[mode])
+    others = [numbers[step].mean() for step in steps_of(drawn)[:-1]]
+    assert abs(np.corrcoef(others, np.arange(len(others)))[0, 1]) < 0.3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_epochs_differ_within_stages_and_are_equally_long(mode):
+    made = sampler(LENGTHS, **MODES[mode])
+    epochs = [steps_of(made, epoch) for epoch in (0, 1)]
+    assert len(epochs[0]) == len(epochs[1])
+    same = [set(a.tolist()) == set(b.tolist()) for a, b in zip(*epochs, strict=True)]
+    # The last stages by length may be a step each; the bins of next_fit are always the same.
+    assert np.mean(same) < 0.05 or mode == "next_fit"
+    again = steps_of(sampler(LENGTHS, **MODES[mode]), 1)
+    assert all(map(np.array_equal, again, epochs[1]))
+
+
+lengths_of_documents = st.lists(st.integers(1, CAPACITY), min_size=8, max_size=80)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@settings(max_examples=20, deadline=None)
+@given(lengths=lengths_of_documents, numbers=st.randoms(), per_step=st.sampled_from([None, 8]))
+def test_every_document_is_seen_exactly_once_on_any_ranks(num_ranks, lengths, numbers, per_step):
+    numbers = np.array([numbers.randrange(4) for _ in lengths])
+    stages = stages_of(numbers, np.array(lengths), capacity=CAPACITY)
+    seen = []
+    for rank in range(num_ranks):
+        made = PackedBatchSampler(
+            lengths,
+            CAPACITY,
+            documents_per_step=per_step,
+            num_ranks=num_ranks,
+            rank=rank,
+            stages=stages,
+        )
+        batches = list(made)
+        assert len(batches) == len(made)
+        seen += [document for batch in batches for document in batch]
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_ranks_times_accumulation_decides_about_the_steps():
+    apart = steps_of(sampler(DIFFICULTY, num_ranks=1, accumulation=8))
+    together = steps_of(sampler(DIFFICULTY, num_ranks=4, accumulation=2))
+    assert [set(s.tolist()) for s in apart] == [set(s.tolist()) for s in together]
+
+
+def test_documents_that_drop_last_leaves_out_are_of_all_stages():
+    made = sampler(LENGTHS, documents_per_step=32, accumulation=2, drop_last=True)
+    left_out = []
+    for epoch in range(40):
+        seen = np.concatenate(steps_of(made, epoch))
+        left_out += np.setdiff1d(np.arange(len(LENGTHS)), seen).tolist()
+    assert len(left_out) == 40 * (len(LENGTHS) % 16)
+    # By length, the last of an epoch would always be the longest.
+    assert LENGTHS[left_out].mean() < 0.7 * CAPACITY
+
+
+def test_documents_with_equal_numbers_are_drawn_from_all_of_the_data_set():
+    numbers = np.repeat([0, 1], 1500)
+    stages = stages_of(numbers, np.full(3000, 8), capacity=None)
+    assert len(np.unique(stages)) == 64
+    assert (stages[:1500] < 32).all()
+    assert (stages[1500:] >= 32).all()
+    in_first = np.flatnonzero(stages == 0)
+    assert in_first.min() < 200
+    assert in_first.max() > 1300
+    assert not np.array_equal(stages, stages_of(numbers, np.full(3000, 8), capacity=None, seed=1))
+
+
+def test_bins_stay_full_where_stages_mix_lengths():
+    made = sampler(DIFFICULTY)
+    plain = PackedBatchSampler(LENGTHS, CAPACITY)
+    assert made.num_bins <= 1.04 * plain.num_bins
+
+
+def test_stages_of_one_are_the_epoch_without_stages():
+    """Balancing and packing in stages are those of a whole epoch."""
+    plan = PackedBatchSampler(LENGTHS, CAPACITY).plan()
+    size = len(plan) // 8 * 8
+    common = {
+        "num_ranks": 4,
+        "accumulation": 2,
+        "bins_per_batch": 1,
+        "attention_cost": 0.01,
+        "balance_window": 64,
+    }
+    assert size > 0
+    apart, one = (
+        steps_from_plan(plan, LENGTHS, **common, rng=np.random.default_rng(3), stages=stages)
+        for stages in (None, np.zeros(len(LENGTHS), np.int64))
+    )
+    if len(plan) % 8 == 0:
+        assert np.array_equal(apart.bins, one.bins)
+    assert sorted(apart.bins.ravel().tolist()) == sorted(one.bins.ravel().tolist())
+
+
+# --- the numbers ----------------------------------------------------------------------------------
+
+
+def test_numbers_are_read_through_a_shuffle():
+    dataset = Dataset.from_dict(
+        {"input_ids": [[1]] * 4, "hard": [0.5, 3.0, -1.0, float("inf")]}
+    ).select([3, 2, 0])
+    documents = ArrowDocuments(dataset, ["input_ids"])
+    assert numbers_of(documents, "hard").tolist() == [float("inf"), -1.0, 0.5]
+    assert numbers_of(documents, "length").tolist() == [1, 1, 1]
+    stages = stages_of(numbers_of(documents, "hard"), np.array([1, 1, 1]), capacity=None)
+    assert stages.argsort().tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ({"other": [1]}, "curriculum='hard', but the training set has no such column"),
+        ({"hard": ["much"]}, "holds string, but documents are ordered by numbers"),
+        ({"hard": [None, 1.0]}, "document 0 of the training set has no 'hard'"),
+        ({"hard": [1.0, float("nan")]}, "document 1 of the training set has no 'hard'"),
+    ],
+)
+def test_a_column_without_numbers_is_refused(column, problem):
+    rows = len(next(iter(column.values())))
+    dataset = Dataset.from_dict({"input_ids": [[1]] * rows, **column})
+    with pytest.raises(ValueError, match=problem):
+        numbers_of(ArrowDocuments(dataset, ["input_ids"]), "hard")
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+SETTINGS = {"use_cpu": True, "bf16": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"curriculum_order": "descending"}, "has no effect without curriculum"),
+        ({"curriculum": "length", "curriculum_order": "up"}, "choose one of"),
+        ({"curriculum": "length", "prefix_sharing": "group"}, "both say which documents"),
+        (
+            {"curriculum": "length", "train_sampling_strategy": "sequential"},
+            "both say which documents",
+        ),
+        ({"curriculum": "length", "packing_strategy": "wrapped"}, "both say which documents"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, problem, tmp_path):
+    with pytest.raises(ValueError, match=problem):
+        PackedSFTConfig(str(tmp_path), **SETTINGS, **settings)
+
+
+def test_a_stream_has_no_curriculum(tmp_path):
+    arguments = {"stream": True, "max_steps": 2, "options": {"curriculum": "length"}}
+    result = run(Scenario(str(tmp_path), [3, 9, 4], **arguments))
+    assert "a stream tells them only by being read" in result["error"]
+
+
+RUNS = {
+    "packed": {"accumulation": 2},
+    "documents_per_step": {"accumulation": 2, "options": {"documents_per_step": 6}},
+}
+DOCUMENTS = [3 + (i * 7) % 29 for i in range(90)]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_is_ordered_and_resumes_to_the_bit(kind, tmp_path):
+    options = {"curriculum": "length", **RUNS[kind].get("options", {})}
+    arguments = {**RUNS[kind], "epochs": 2, "save_steps": 5, "options": options}
+    whole = run(Scenario(str(tmp_path), DOCUMENTS, **arguments))
+    resumed = run(
+        Scenario(str(tmp_path), DOCUMENTS, resume=str(tmp_path / "checkpoint-5"), **arguments)
+    )
+    count = len(resumed["batches"])
+    assert 0 < count < len(whole["batches"])
+    assert resumed["batches"] == whole["batches"][-count:]
+    longest = [
+        max(int(inputs["position_ids"].max()) + 1 for inputs in whole["inputs"][i : i + 2])
+        for i in range(0, len(whole["inputs"]) // 2, 2)
+    ]
+    half = len(longest) // 2
+    assert np.mean(longest[:half]) + 5 < np.mean(longest[half:])

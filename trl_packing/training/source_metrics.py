@@ -1,0 +1,139 @@
+"""Loss, documents and tokens of each source while a run trains, as an evaluation has them.
+
+    row           documents and tokens of each source         on the CPU, from the host copy
+    micro-batch   Σ w · loss, Σ w and trained tokens          on the device (loss/sources.py)
+        │  shared with all other counts, once a log
+    interval      loss_<source>, num_documents_<source>, num_tokens_<source>, ...
+        │  add
+    run           train_loss_<source>, ...
+
+Interval and run are those of `throughput.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from datasets import Dataset
+
+from trl_packing.documents.host_row import HostRow
+from trl_packing.documents.labels import SOURCE
+from trl_packing.loss.sources import Sources, SourceSums
+
+logger = get_logger(__name__)
+
+_ON_CPU = 2  # documents and tokens of each source
+
+
+def training_sources(dataset: Any, source_column: str | None) -> Sources | None:
+    """Return the sources of a training set; None if it names none.
+
+    A column that names no sources is warned of: evaluation sets may still need the setting.
+
+    Args:
+        dataset: the prepared training set, or a stream.
+        source_column: the setting. The column of a mixture takes precedence.
+    """
+    if not isinstance(dataset, Dataset):
+        return None
+    column = SOURCE if SOURCE in dataset.column_names else source_column
+    if column is None or column not in dataset.column_names:
+        return None
+    try:
+        return Sources.of(dataset, column, "the training set")
+    except ValueError as problem:
+        logger.warning_once(f"the training log has no losses by source: {problem}")
+        return None
+
+
+class SourceMeter:
+    """Counts what a run trains of each source.
+
+    Args:
+        sums: losses of the micro-batches of this rank.
+
+    Attributes:
+        names: of the sources; empty if they are not told apart.
+    """
+
+    def __init__(self, sums: SourceSums):
+        self.sums = sums
+        self.names: tuple[str, ...] = ()
+        self._counts = self._interval = self._run = np.zeros(0)
+
+    def follow(self, sources: Sources | None) -> None:
+        """Count these sources from now on; no-op if they are the same."""
+        names = () if sources is None else sources.names
+        if names != self.names:
+            self.names = names
+            self.sums.expect(len(names))
+            self.start_run()
+
+    def start_run(self) -> None:
+        """Start from zero."""
+        self.sums.take()
+        self._counts = np.zeros(self.num_on_cpu)
+        self._interval = np.zeros((len(self.names), _ON_CPU + 3))
+        self._run = self._interval.copy()
+
+    # --- counting -----------------------------------------------------------------------------
+
+    @property
+    def num_on_cpu(self) -> int:
+        """How many numbers `take_counts` returns."""
+        return _ON_CPU * len(self.names)
+
+    def count(self, row: HostRow) -> None:
+        """Add a micro-batch of this rank."""
+        if row.sources is None or not self.names:
+            return
+        counts = self._counts.reshape(len(self.names), _ON_CPU)
+        counts[:, 0] += np.bincount(row.sources, minlength=len(self.names))
+        counts[:, 1] += np.bincount(row.sources, row.lengths, minlength=len(self.names))
+
+    def take_counts(self) -> list[float]:
+        """Return the documents and tokens of each source that this rank has added since."""
+        counts, self._counts = self._counts, np.zeros(self.num_on_cpu)
+        return counts.tolist()
+
+    def add_shared(self, counts: Sequence[float], sums: Sequence[float], shared_by: int) -> None:
+        """Add numbers of all ranks.
+
+        Args:
+            counts: sums of `take_counts`.
+            sums: of `SourceSums.take`; zeros where nothing was scored.
+            shared_by: ranks that have counted the same micro-batches.
+        """
+        if not self.names:
+            return
+        on_cpu = np.reshape(counts, (-1, _ON_CPU))
+        scored = np.reshape(sums, (-1, 3))[1:]  # row 0 belongs to no source
+        self._interval += np.concatenate([on_cpu, scored], axis=1) / shared_by
+
+    # --- metrics ------------------------------------------------------------------------------
+
+    def interval_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call."""
+        interval, self._interval = self._interval, np.zeros_like(self._interval)
+        self._run = self._run + interval
+        return self._metrics(interval)
+
+    def run_metrics(self) -> dict[str, float]:
+        """Return those of the whole run, up to now; their names begin with train_."""
+        found = self._metrics(self._run + self._interval)
+        return {f"train_{name}": value for name, value in found.items()}
+
+    def _metrics(self, numbers: np.ndarray) -> dict[str, float]:
+        found: dict[str, float] = {}
+        counts_rows, scores = (numbers[:, span].any() for span in (slice(0, 2), slice(2, 5)))
+        for name, row in zip(self.names, numbers.tolist(), strict=True):
+            documents, tokens, losses, weights, trained = row
+            if weights:
+                found[f"loss_{name}"] = losses / weights
+            if counts_rows:  # the batches of a user's collator have no CPU copy
+                found[f"num_documents_{name}"] = int(documents)
+                found[f"num_tokens_{name}"] = int(tokens)
+            if scores:  # a user's compute_loss may never call ours
+                found[f"num_trained_tokens_{name}"] = int(trained)
+        return found
