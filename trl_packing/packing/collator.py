@@ -149,7 +149,7 @@ class PackedCollator:
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
             sources = source_ids[np.cumsum([0, *real], dtype=np.int64)[:-1]]
         if self.images is not None:
-            batch |= self.images.tensors(documents, input_ids)
+            batch |= self.images.tensors([*documents, *blanks], input_ids)
         tree = self._tree_row(batch, real, sources)
         if not self.tensors_only:
             return PackedBatch(batch if tree is None else tree.batch)

@@ -75,14 +75,13 @@ class ImageBatches:
         """Return the inputs that a row of `documents` needs beside its tokens.
 
         Args:
-            documents: with `image_row` and `image_ids`, or with `images` of their own.
-            input_ids: the tokens of each document, and behind them those of a blank image and of
-                padding, ``(T,)`` each.
+            documents: with `image_row` and `image_ids`, or with `images` of their own; the blank
+                one of `blanks` is the last of them.
+            input_ids: the tokens of each document, and of padding behind them, ``(T,)`` each.
 
         Raises:
             ImageError: an image cannot be read, or needs another number of tokens than planned.
         """
-        documents = [*documents, *self.blanks(documents)]
         images = [self._images(document) for document in documents]
         pixels = self._pixels(documents, images)
         made = {name: value for name, value in pixels.items() if name in self.inputs}
@@ -109,7 +108,6 @@ class ImageBatches:
         self, documents: Sequence[Mapping[str, Any]], input_ids: Tensor
     ) -> dict[str, Tensor]:
         """Return the inputs that padded rows ``(B, T)`` need; the model makes their positions."""
-        documents = self.blanks(documents) or documents
         images = [self._images(document) for document in documents]
         made = self._pixels(documents, images)
         made = {name: value for name, value in made.items() if name in self.inputs}
@@ -224,10 +222,11 @@ class PaddedImages:
         names = (IMAGE_IDS, IMAGE_ROW)
         texts = [{k: v for k, v in document.items() if k not in names} for document in documents]
         batch = self.collator(texts)
-        for blank in self.images.blanks(documents):
+        blanks = self.images.blanks(documents)
+        for blank in blanks:
             batch = _behind_first_row(batch, blank["input_ids"])
         ids = batch["input_ids"].long()  # positions get its dtype, and some models need int64
-        return {**batch, "input_ids": ids, **self.images.of_padded_rows(documents, ids)}
+        return {**batch, "input_ids": ids, **self.images.of_padded_rows(blanks or documents, ids)}
 
 
 def _num_images(document: Mapping[str, Any]) -> int:
