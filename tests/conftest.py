@@ -1,5 +1,6 @@
 """Settings of all tests: no network, one thread, reasons for skipped tests, a fixed seed."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import accelerate.utils.imports
 import datasets
 import hypothesis
 import pytest
@@ -20,6 +22,11 @@ torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it giv
 # Some warnings of torch come once a process; the test that fails would depend on the order.
 torch.set_warn_always(True)
 datasets.disable_progress_bars()
+
+# accelerate reads the metadata of peft and DeepSpeed in each run several times: 8% of a tiny one.
+accelerate.utils.imports._is_package_available = functools.cache(
+    accelerate.utils.imports._is_package_available
+)
 
 # Without a deadline: hypothesis fails an example beyond 200 ms, which a busy machine exceeds.
 hypothesis.settings.register_profile("trl_packing", deadline=None, print_blob=True)
@@ -36,8 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """Exempt imported objects from garbage collection: each `train()` collects, for 0.3 s."""
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage() -> None:
+    """Exempt what earlier modules have imported from garbage collection, which each `train()` runs.
+
+    It would take 30 milliseconds once 70 architectures are imported.
+    """
     gc.collect()
     gc.freeze()
 

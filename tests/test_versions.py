@@ -56,6 +56,11 @@ def test_the_docs_name_the_tested_versions():
         assert re.search(rf"\| {name} +\| {re.escape(oldest)} +\| {re.escape(newest)} +\|", text)
 
 
+def forget_versions() -> None:
+    versions.warn_of_untested_versions.cache_clear()
+    versions.installed_version.cache_clear()
+
+
 @pytest.fixture
 def said(caplog, monkeypatch):
     """Return a function that returns the warnings logged with these versions installed."""
@@ -63,7 +68,7 @@ def said(caplog, monkeypatch):
     def said(**installed: str) -> list[str]:
         tested = {name: newest for name, (_, newest) in versions.TESTED.items()}
         monkeypatch.setattr(versions, "version", lambda name: {**tested, **installed}[name])
-        versions.warn_of_untested_versions.cache_clear()
+        forget_versions()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "trl_packing.versions"):
             versions.warn_of_untested_versions()
@@ -71,7 +76,7 @@ def said(caplog, monkeypatch):
         return [record.getMessage() for record in caplog.records]
 
     yield said
-    versions.warn_of_untested_versions.cache_clear()
+    forget_versions()
 
 
 def test_a_tested_version_and_its_patch_releases_say_nothing(said):
@@ -91,9 +96,9 @@ def test_a_library_without_metadata_is_passed_over(monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(versions, "version", nothing)
-    versions.warn_of_untested_versions.cache_clear()
+    forget_versions()
     versions.warn_of_untested_versions()
-    versions.warn_of_untested_versions.cache_clear()
+    forget_versions()
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def is_tested(name: str, number: str) -> bool:
     return _minor(oldest) <= _minor(number) <= _minor(newest)
 
 
+@cache
 def installed_version(name: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:

@@ -94,3 +94,18 @@ def test_a_chunk_ends_with_its_document(longest):
     config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=CHUNK)
     made = packed_mask(torch.tensor(lengths), config, torch.float32)
     assert (made == 0)[0, 0].tolist() == expected(lengths, chunk=CHUNK)
+
+
+@pytest.mark.parametrize("windows_only", [False, True])
+def test_tokens_of_an_image_see_each_other(windows_only):
+    """Gemma 3 opens images in all layers, a large Gemma 4 only in those with a window."""
+    config = SimpleNamespace(
+        sliding_window=2, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2
+    )
+    images = torch.tensor([-1, 0, 0, 1, 1, -1])  # the second document begins with an image
+    made = packed_mask([3, 3], config, torch.float32, images=images, windows_only=windows_only)
+    closed = packed_mask([3, 3], config, torch.float32)
+    opened = {name: torch.nonzero((made[name] != closed[name])[0, 0]).tolist() for name in made}
+    ahead = [[1, 2], [3, 4]]  # queries that see the next token, which is of the same image
+    assert opened["sliding_attention"] == ahead
+    assert opened["full_attention"] == ([] if windows_only else ahead)

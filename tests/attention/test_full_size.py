@@ -68,7 +68,14 @@ def built(name):
         pytest.skip(str(reason)[:150])
 
 
-@pytest.fixture(scope="module", params=[name for name in names() if name not in VARIANTS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in BY_HAND else pytest.param(name, marks=pytest.mark.slow)
+        for name in names()
+        if name not in VARIANTS
+    ],
+)
 def full(request):
     return request.param, built(request.param)
 

@@ -112,34 +112,35 @@ def test_an_evaluation_inside_a_run_leaves_the_kernel_to_the_run(tmp_path):
     assert set(names) == {"packed_documents"}
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(lambda model: model, id="full"),
-        pytest.param(lora, id="lora", marks=pytest.mark.slow),
-    ],
-)
-def test_a_trained_model_is_read_where_we_are_not(wrap, tmp_path):
+@pytest.fixture(params=[lambda model: model, lora], ids=["full", "lora"])
+def saved(request, tmp_path):
+    """Return a trained model, its logits of `IDS`, and a pickle of it within the run."""
+
     class Save(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             self.saved = pickle.dumps(model)
 
-    saves = Save()
-    run = trainer_for(
-        wrap(tiny_model("llama")), DOCUMENTS, tmp_path, callbacks=[saves], learning_rate=0.01
-    )
+    saves, model = Save(), request.param(tiny_model("llama"))
+    run = trainer_for(model, DOCUMENTS, tmp_path, callbacks=[saves], learning_rate=0.01)
     run.train()
-    expected = run.model.eval()(input_ids=IDS, use_cache=False).logits
-    found, implementation = read_elsewhere(run.model, tmp_path)
+    return run.model, run.model.eval()(input_ids=IDS, use_cache=False).logits, saves.saved
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_read_where_we_are_not(saved, tmp_path):
+    model, expected, _ = saved
+    found, implementation = read_elsewhere(model, tmp_path)
     assert implementation == "sdpa"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    # In between, while ours is in use.
-    assert b"trl_packing" not in saves.saved
-    assert b"packed_documents" not in saves.saved
-    loaded = pickle.loads(saves.saved).eval()
-    torch.testing.assert_close(
-        loaded(input_ids=IDS, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5
-    )
+
+
+def test_a_model_saved_while_ours_is_in_use_does_not_name_it(saved):
+    _, expected, pickled_model = saved
+    assert b"trl_packing" not in pickled_model
+    assert b"packed_documents" not in pickled_model
+    loaded = pickle.loads(pickled_model).eval()
+    found = loaded(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

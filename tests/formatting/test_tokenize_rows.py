@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset, IterableDataset, load_dataset
+from helpers.combinations import combined
 from helpers.tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -223,26 +224,37 @@ def trained_text(tokenizer: Any, documents: list[tuple]) -> list[str]:
 # --- as TRL ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["written", "real"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "source"), combined(FORMS, ["written", "real"]))
 def test_documents_are_those_of_trl(tmp_path, form, source):
     chat = tokenizer("qwen3")
-    ours = by_us(data_set(form, source), chat)
-    assert ours == by_trl(data_set(form, source), chat, tmp_path)
+    ours, theirs = (
+        by_us(data_set(form, source), chat),
+        by_trl(data_set(form, source), chat, tmp_path),
+    )
+    assert ours == theirs
     # The comparison can fail: one label is enough.
     ours[-1][1][-1] += 1
-    assert ours != by_trl(data_set(form, source), chat, tmp_path)
+    assert ours != theirs
 
 
-@pytest.mark.parametrize("template", ["qwen2_5", "llama3", "gemma3", "phi3", "gptoss", "lfm2_2_5"])
-@pytest.mark.parametrize("form", ["messages", "prompt messages", "prompt messages in turns"])
+@pytest.mark.parametrize(
+    ("form", "template"),
+    combined(
+        ["messages", "prompt messages", "prompt messages in turns"],
+        ["qwen2_5", "llama3", "gemma3", "phi3", "gptoss", "lfm2_2_5"],
+    ),
+)
 def test_documents_are_those_of_trl_with_other_templates(tmp_path, form, template):
     chat = tokenizer(template)
     assert by_us(data_set(form), chat) == by_trl(data_set(form), chat, tmp_path)
 
 
-@pytest.mark.parametrize("form", [form for form in CONVERSATIONS if form != "from, value"])
-@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "lfm2_2_5"])
+@pytest.mark.parametrize(
+    ("form", "template"),
+    combined(
+        [form for form in CONVERSATIONS if form != "from, value"], ["qwen3", "qwen2_5", "lfm2_2_5"]
+    ),
+)
 def test_assistant_only_loss_is_that_of_trl(tmp_path, form, template):
     settings = {"assistant_only_loss": True}
     chat = tokenizer(template)
@@ -251,8 +263,10 @@ def test_assistant_only_loss_is_that_of_trl(tmp_path, form, template):
     assert any(-100 in labels for _, labels in ours)
 
 
-@pytest.mark.parametrize("form", ["prompt and space", "prompt messages", "messages"])
-@pytest.mark.parametrize("completion_only", [True, False])
+@pytest.mark.parametrize(
+    ("form", "completion_only"),
+    combined(["prompt and space", "prompt messages", "messages"], [True, False]),
+)
 def test_completion_only_loss_is_that_of_trl(tmp_path, form, completion_only):
     settings = {"completion_only_loss": completion_only}
     chat = tokenizer("qwen2_5")

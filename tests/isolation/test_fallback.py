@@ -121,21 +121,30 @@ def test_a_named_way_trains_what_one_document_at_a_time_would(name, way, tmp_pat
     assert_exact(packed, truth(name))
 
 
-@pytest.mark.parametrize(("name", "way"), AUTOMATIC.items())
-def test_the_way_that_is_found_trains_what_one_document_at_a_time_would(name, way, tmp_path):
+# Some models compute token by token, and their whole runs take seconds.
+LONG = ("jamba", "recurrent_gemma", "zamba2")
+
+
+def slow_if_long(names):
+    """Return parameters of a test, those of long runs among the slow ones."""
+    return [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in names]
+
+
+@pytest.mark.parametrize("name", slow_if_long(AUTOMATIC))
+def test_the_way_that_is_found_trains_what_one_document_at_a_time_would(name, tmp_path):
     used, packed = step(name, tmp_path)
-    assert used.backend == way, used.reason
+    assert used.backend == AUTOMATIC[name], used.reason
     assert_exact(packed, truth(name))
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "recurrent_gemma"])
+@pytest.mark.parametrize("name", slow_if_long(["bloom", "falcon", "recurrent_gemma"]))
 def test_gradient_checkpointing_runs_every_forward_again_as_it_was(name, tmp_path):
     used, packed = step(name, tmp_path, gradient_checkpointing=True)
     assert used.backend == AUTOMATIC[name]
     assert_exact(packed, truth(name))
 
 
-@pytest.mark.parametrize("name", ["bert", "bloom", "falcon", "recurrent_gemma"])
+@pytest.mark.parametrize("name", slow_if_long(["bert", "bloom", "falcon", "recurrent_gemma"]))
 def test_a_bf16_run_takes_the_same_way(name, tmp_path):
     """accelerate's autocast is around the model by the time that a way is installed."""
     used, packed = step(name, tmp_path, bf16=True)
@@ -143,7 +152,7 @@ def test_a_bf16_run_takes_the_same_way(name, tmp_path):
     assert packed.loss == pytest.approx(truth(name).loss, rel=2**-8)
 
 
-@pytest.mark.parametrize("name", LEAKS_ON_ITS_OWN)
+@pytest.mark.parametrize("name", slow_if_long(LEAKS_ON_ITS_OWN))
 def test_a_leaking_model_fails_the_same_comparison(name, tmp_path):
     """Packed by position_ids alone, as packing without a check would."""
     _, packed = step(name, tmp_path, attention="model", isolation_check="off")
@@ -170,7 +179,7 @@ def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_pat
     assert min(together.distance(expected)) > LEAK
 
 
-@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma"])
+@pytest.mark.parametrize("name", slow_if_long(["mamba", "recurrent_gemma"]))
 def test_without_packing_a_step_is_the_documents_of_the_padded_run(name, tmp_path):
     """recurrent_gemma scores its own logits: the whole model, not the backbone, runs in rows."""
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -381,7 +390,13 @@ def test_a_slower_way_trains_the_same_batches_and_logs_the_same_numbers(way, tmp
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "mamba", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bloom",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon", "mamba", "recurrent_gemma")),
+    ],
+)
 def test_evaluation_is_one_document_at_a_time(name, tmp_path):
     run = trainer_for(tiny_model(name), tmp_path)
     metrics = run.evaluate(run.train_dataset)
@@ -518,7 +533,13 @@ def test_virtual_tokens_train_on_padded_rows_as_one_document_at_a_time(kind, bf1
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("kind", VIRTUAL_TOKENS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "prompt tuning" else pytest.mark.slow)
+        for kind in VIRTUAL_TOKENS
+    ],
+)
 def test_virtual_tokens_in_front_of_a_packed_row_fail_the_same_comparison(kind, tmp_path):
     model = adapted(VIRTUAL_TOKENS[kind])
     expected = losses_of_documents(behind_virtual_tokens(model))

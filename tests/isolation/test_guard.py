@@ -198,7 +198,7 @@ def test_out_of_memory_in_the_check_of_the_head_is_no_verdict(tmp_path, out_of_m
     assert len(calls) == 2, "and a head that was checked is not checked again"
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 3))])
 def test_a_search_that_fails_leaves_the_way_that_was_checked(at, tmp_path, out_of_memory):
     """Evaluation was checked on documents; training tries slower ways, and breaks off in one."""
     run = trainer_for(tiny_model("llama"), tmp_path)

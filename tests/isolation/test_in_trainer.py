@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from datasets import Dataset
+from helpers.combinations import combined
 from helpers.leaks import (
     AddRowMean,
     OneDocument,
@@ -78,8 +79,9 @@ def test_training_stops_before_the_first_step(build, options, tmp_path):
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["full", "LoRA"])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "wrap"), combined(["llama", "gemma2"], [lambda model: model, lora])
+)
 def test_a_bf16_run_is_judged_as_sharply_as_any(name, wrap, tmp_path):
     """Master weights are float32, and autocast is taken off: the noise is float32's."""
     run = trainer(wrap(packed_model(name)), tmp_path, bf16=True, use_cpu=True)

@@ -107,7 +107,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+FAST = (
+    "packed",
+    "static shapes",
+    "padding-free",
+    "padded rows",
+    "virtual tokens",
+    "masked prompts",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in WAYS]
+)
 def test_a_document_gets_the_noise_that_it_gets_alone(name, tmp_path):
     assert_noise_of_documents_alone(recorded(tmp_path, **WAYS[name])[True])
 

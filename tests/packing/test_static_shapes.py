@@ -531,7 +531,8 @@ def test_a_loop_over_documents_has_more(dynamo):
     assert len(compiled_graphs(model, fullgraph=False, num_batches=4)) > 2
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_a_graph_of_packed_calls_serves_no_other(name, dynamo):
     """The shape of a packed row, without a mask: only boundaries tell the two apart."""
     model = tiny_model(name).eval()

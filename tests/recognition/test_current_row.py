@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from helpers.by_hand import assert_same_step, by_hand
+from helpers.combinations import combined
 from helpers.distributed.train import launch
 from helpers.model_calls import CALLS, DOCUMENTS, a_copy, backbone, embedded, ids_only, trainer_with
 from helpers.tiny import tiny_model
@@ -37,22 +38,24 @@ def test_a_loss_that_says_nothing_of_documents_trains_them_apart(call, tmp_path)
     )
 
 
+KEPT_APART = [
+    {"in_training_step": True},
+    {"packing": False},
+    {"attention": "model"},
+    {"attention": "mask"},
+    {"attention": "padded"},
+    {"attention": "equal_lengths"},
+    {"gradient_checkpointing": True},
+    {"isolation_check": "off"},
+    {"per_device_train_batch_size": 1, "max_length": 48, "gradient_accumulation_steps": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"in_training_step": True},
-        {"packing": False},
-        {"attention": "model"},
-        {"attention": "mask"},
-        {"attention": "padded"},
-        {"attention": "equal_lengths"},
-        {"gradient_checkpointing": True},
-        {"isolation_check": "off"},
-        {"per_device_train_batch_size": 1, "max_length": 48, "gradient_accumulation_steps": 2},
-    ],
-    ids=str,
+    ("call", "options"),
+    combined([ids_only, backbone, embedded], KEPT_APART),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("call", [ids_only, backbone, embedded], ids=lambda call: call.__name__)
 def test_however_the_documents_are_kept_apart(call, options, tmp_path):
     expected = by_hand(tiny_model("llama"), DOCUMENTS)
     assert_same_step(trained(call, tmp_path, **options), expected)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from helpers.by_hand import assert_same_step, by_hand
+from helpers.combinations import combined
 from helpers.one_step import PLAIN_ONE_STEP, Keep
 from helpers.plain_runs import COLLATORS, DOCUMENTS, documents_of_rows, packed
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
@@ -141,11 +142,12 @@ def step_of(call, folder, **options):
     return trainer, (trainer.state.log_history[0]["loss"], kept.gradients)
 
 
-@pytest.mark.parametrize("options", COLLATED.values(), ids=list(COLLATED))
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_documents_are_trained_apart(call, options, tmp_path):
-    trainer, found = step_of(call, tmp_path, **options)
-    is_packed = "rows" not in options
+@pytest.mark.parametrize(
+    ("call", "name"), combined(CALLS, COLLATED), ids=lambda value: getattr(value, "__name__", value)
+)
+def test_documents_are_trained_apart(call, name, tmp_path):
+    trainer, found = step_of(call, tmp_path, **COLLATED[name])
+    is_packed = "rows" not in COLLATED[name]
     documents = documents_of_rows(trainer.train_dataset, range(4)) if is_packed else DOCUMENTS[:4]
     assert_same_step(found, by_hand(tiny_model("llama"), documents))
     expected = by_hand(tiny_model("llama"), DOCUMENTS)[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from helpers.combinations import combined
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -132,8 +133,7 @@ def copy_of(finished: Path, folder: Path) -> Path:
 DAMAGED = ("trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "epoch.npz")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize(("name", "share"), combined(DAMAGED, [0.0, 0.5, 0.99]))
 def test_a_file_cut_short_is_named_with_the_way_out(name, share, finished, tmp_path):
     checkpoint = copy_of(finished, tmp_path)
     content = (checkpoint / name).read_bytes()

@@ -250,6 +250,7 @@ def test_two_ranks_train_the_turns_that_one_trains(tmp_path):
             assert_same_steps(trained(run(name, "turns", accumulation=2)), turns)
 
 
+@pytest.mark.slow
 def test_a_resumed_stream_goes_on_with_the_same_documents(tmp_path):
     def run(folder, *, steps, **settings):
         rows = Dataset.from_list(conversations(40)).to_iterable_dataset(2)

@@ -70,7 +70,13 @@ def test_the_dataloader_draws_every_epoch_anew(tmp_path):
         )
 
 
-@pytest.mark.parametrize(("mode", "epoch"), [("packed", 0), *((mode, 1) for mode in MODES)])
+@pytest.mark.parametrize(
+    ("mode", "epoch"),
+    [
+        pytest.param(mode, epoch, marks=() if mode in ("unpacked", "stream") else pytest.mark.slow)
+        for mode, epoch in [("packed", 0), *((mode, 1) for mode in MODES)]
+    ],
+)
 def test_one_rank_resumes_within_an_epoch(mode, epoch, tmp_path):
     arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode]}
     whole = run(Scenario(str(tmp_path), LENGTHS, **arguments))
@@ -197,6 +203,7 @@ OTHER_WORKERS = [  # then and now
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "then", "now"), OTHER_WORKERS)
 def test_the_number_of_workers_may_differ(mode, then, now, tmp_path):
     arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode]}

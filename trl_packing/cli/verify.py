@@ -101,7 +101,9 @@ def _verify_all(arguments: argparse.Namespace) -> int:
         verdicts.append(verdict)
         if not arguments.json:
             words = f"{verdict.name:28} {verdict.outcome:10} {verdict.backend:14}"
-            print(f"{words} {verdict.reason[:90]}")
+            images = verdict.images.outcome.replace("trl", "TRL's path")
+            reason = f"with images: {images}; {verdict.reason}" if images else verdict.reason
+            print(f"{words} {reason[:90]}")
     if arguments.json:
         print_json({"architectures": [verdict.to_dict() for verdict in verdicts]})
     else:

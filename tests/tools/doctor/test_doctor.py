@@ -249,6 +249,7 @@ def test_gradient_checkpointing_is_advised_by_the_memory_of_the_device(model_fol
     assert "--use_peft" in failed.failures[0].text
 
 
+@pytest.mark.slow
 def test_several_devices_are_advised_to_share_the_model(model_folder, trials):
     one = diagnose(["--model", str(model_folder), *ON_CPU], machine=on(H100), trials=trials)
     memory = one.facts["memory"]
@@ -265,6 +266,7 @@ def test_several_devices_are_advised_to_share_the_model(model_folder, trials):
     assert "shard the model over all 2" in found(shared, "advice")[0].text
 
 
+@pytest.mark.slow
 def test_the_tokens_that_fit_do_fit(model_folder, trials):
     diagnosis = diagnose(["--model", str(model_folder), *ON_CPU], machine=MACHINE, trials=trials)
     tokens = diagnosis.facts["memory"]["fitting_tokens"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from helpers.combinations import combined
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -83,8 +84,9 @@ def bytes_of(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("optim", "lora"), combined(["adamw_torch_fused", "adamw_torch", "sgd"], [None, LORA])
+)
 def test_parameters_gradients_and_optimizer_states_are_exact(tmp_path, optim, lora):
     trained = trainer(tmp_path, optim=optim, lora=lora)
     trained.train()
@@ -98,9 +100,10 @@ def test_parameters_gradients_and_optimizer_states_are_exact(tmp_path, optim, lo
     assert found.num_parameters == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
-@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "without"])
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("lora", "checkpointing", "bf16"),
+    combined([None, LORA], [True, False], [True, False]),
+)
 def test_the_peak_is_that_of_a_real_step_within_a_tenth(tmp_path, lora, checkpointing, bf16):
     trained = trainer(tmp_path, gradient_checkpointing=checkpointing, bf16=bf16, lora=lora)
     measured = measured_peak(trained)

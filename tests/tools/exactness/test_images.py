@@ -56,7 +56,10 @@ def test_architectures_without_images_have_no_result():
     assert judge_images("llama").outcome == ""
 
 
-def test_images_in_another_order_are_a_silent_difference(monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["llava", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_vl", "internvl"))]
+)
+def test_images_in_another_order_are_a_silent_difference(name, monkeypatch):
     """The negative control of the column."""
     right = ImageBatches.tensors
 
@@ -65,10 +68,10 @@ def test_images_in_another_order_are_a_silent_difference(monkeypatch):
         return {**made, "pixel_values": made["pixel_values"].flip(0)}
 
     monkeypatch.setattr(ImageBatches, "tensors", wrong)
-    found = judge_images("llava", isolation_check="off")
+    found = judge_images(name, isolation_check="off")
     assert found.outcome == "differs"
     assert found.error > 100 * found.tolerance
-    assert Verdict("llava", "exact", "documents", images=found).is_silent_difference
+    assert Verdict(name, "exact", "documents", images=found).is_silent_difference
 
 
 def test_a_tower_without_gradient_is_not_called_exact():
