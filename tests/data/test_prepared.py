@@ -217,6 +217,9 @@ NOT_COMPARED = {
     "loss_weighting",
     "max_patches",
     "packing_strategy",  # by the overflow policy that it implies
+    "mixture",  # drawn from documents
+    "mixture_temperature",
+    "mixture_unit",
     "pad_to_multiple_of",
     "padding_free",
     "prefix_group_size",
