@@ -14,18 +14,27 @@ Anything wrong with a data set raises `InputError` with one sentence, before any
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
+from datasets import (
+    Dataset,
+    IterableDataset,
+    concatenate_datasets,
+    load_dataset,
+    load_dataset_builder,
+)
 from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.dataset import LOADERS
 from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest
 from trl_packing.formatting.prompt_template import PromptTemplate
+
+NAMING = ("prompt_column", "completion_column", "messages_column")
 
 KEPT_COLUMNS = ("tools", "chat_template_kwargs")  # TRL reads these beside a conversation
 
@@ -38,10 +47,13 @@ class InputError(ValueError):
 
 
 class LoadedData(NamedTuple):
-    """Documents in TRL's columns, and notes for the user about how they were made."""
+    """Documents in TRL's columns, and notes for the user about how they were made.
 
-    train: AnyDataset
-    test: AnyDataset | None
+    Several sources are a dictionary, and so are held-out documents of different columns.
+    """
+
+    train: AnyDataset | dict[str, AnyDataset]
+    test: AnyDataset | dict[str, AnyDataset] | None
     notes: list[str]
 
 
@@ -113,6 +125,81 @@ def load_documents(
     elif needs_test or args.test_split_size is not None:
         test = _pick(splits, args.dataset_test_split, args.dataset_name)
 
+    convert = _conversion(args, prompt_template, query_field, has_chat_template, text_field)
+    documents = convert(train)
+    notes += _notes(next(iter(train)), next(iter(documents)), args)
+    return LoadedData(documents, None if test is None else convert(test), notes)
+
+
+def convert_sources(
+    train: dict[str, AnyDataset],
+    test: dict[str, AnyDataset],
+    args: DataArguments,
+    *,
+    columns: dict[str, dict[str, str]],
+    prompt_template: str | None,
+    query_field: str,
+    has_chat_template: bool,
+    text_field: str,
+    source_column: str | None,
+) -> LoadedData:
+    """Return several data sets in TRL's columns; the other arguments as for `load_documents`.
+
+    Args:
+        train: rows to train, by source.
+        test: held-out rows, by source. They become one data set if their columns are the same.
+        args: the columns.
+        columns: columns that a source names for itself, by source and option.
+        source_column: a column for the names of sources in the held-out rows.
+    """
+    for option in NAMING:
+        column = getattr(args, option)
+        if column and all(column not in rows.column_names for rows in train.values()):
+            raise InputError(
+                f"none of the datasets has the column {column!r}, which --{option} names"
+            )
+
+    def convert(name: str, rows: AnyDataset) -> AnyDataset:
+        own = copy(args)
+        for option in NAMING:  # a data set without the column has a form of its own
+            if getattr(args, option) not in rows.column_names:
+                setattr(own, option, None)
+        for option, column in columns.get(name, {}).items():
+            setattr(own, option, column)
+        of_source = _conversion(own, prompt_template, query_field, has_chat_template, text_field)
+        try:
+            return of_source(rows)
+        except InputError as error:
+            raise InputError(f"the data set {name}: {error}") from error
+
+    documents = {name: convert(name, rows) for name, rows in train.items()}
+    notes: list[str] = []
+    for name, rows in train.items():
+        if (first := next(iter(rows), None)) is None:
+            raise InputError(f"the data set {name} is empty")
+        notes += [f"{name}: {note}" for note in _notes(first, next(iter(documents[name])), args)]
+    held_out = {name: convert(name, rows) for name, rows in test.items()}
+    if source_column is not None:
+        held_out = {
+            name: rows.remove_columns(
+                [c for c in rows.column_names if c == source_column]
+            ).add_column(source_column, [name] * len(rows))
+            for name, rows in held_out.items()
+        }
+    if len({str(rows.features) for rows in held_out.values()}) > 1:
+        return LoadedData(documents, held_out, notes)
+    joined = concatenate_datasets([*held_out.values()]) if held_out else None
+    return LoadedData(documents, joined, notes)
+
+
+def _conversion(
+    args: DataArguments,
+    prompt_template: str | None,
+    query_field: str,
+    has_chat_template: bool,
+    text_field: str,
+) -> Callable[[AnyDataset], AnyDataset]:
+    """Return the function that names the columns of a data set for TRL."""
     try:
         template = (
             PromptTemplate.from_setting(prompt_template, query_field) if prompt_template else None
@@ -122,12 +209,7 @@ def load_documents(
     chat = has_chat_template and not template if args.chat is None else args.chat
     if chat and not has_chat_template:
         raise InputError("--chat needs a chat template: set one with --chat_template_path")
-    convert = partial(
-        _to_trl_columns, args=args, template=template, text_field=text_field, chat=chat
-    )
-    documents = convert(train)
-    notes += _notes(next(iter(train)), next(iter(documents)), args)
-    return LoadedData(documents, None if test is None else convert(test), notes)
+    return partial(_to_trl_columns, args=args, template=template, text_field=text_field, chat=chat)
 
 
 def _notes(row: Row, document: Row, args: DataArguments) -> list[str]:

@@ -19,7 +19,8 @@ of such files) and its columns. Every option of TRL's sft.py works (`--help`), a
     accelerate launch recipes/sft_packed.py --config recipes/sft_gsm8k.yaml --use_peft
     torchrun --nproc_per_node 2 recipes/sft_packed.py
 
-recipe_data.py lists the columns that can be named, and how.
+recipe_data.py lists the columns that can be named, and how; recipe_mixture.py the `datasets:` of a
+YAML file, which trains several data sets with shares of their own (sft_mixture.yaml).
 """
 
 import os
@@ -51,7 +52,14 @@ from trl.models import unwrap_model_for_generation
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.formatting.printable import escape_text
 from trl_packing.recipes import FOLDER
-from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+from trl_packing.recipes.recipe_data import (
+    DataArguments,
+    InputError,
+    LoadedData,
+    convert_sources,
+    load_documents,
+)
+from trl_packing.recipes.recipe_mixture import MixtureArguments, load_sources
 from trl_packing.recipes.recipe_summary import ShortLines, summary
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
@@ -95,7 +103,7 @@ NUM_SHOWN = 5  # answers that are printed
 
 
 @dataclass
-class RecipeArguments(DataArguments):
+class RecipeArguments(MixtureArguments, DataArguments):
     """The data, and the number of held-out prompts to answer before and after training."""
 
     num_samples: int = field(
@@ -113,16 +121,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         say("The demo: a small Llama learns to turn orders into packing lists, in a few minutes.")
         disable_progress_bars()  # preparation takes only seconds
     model, tokenizer = load_model(training_args, model_args)
-    template, training_args.prompt_template = training_args.prompt_template, None  # applied here
-    data = load_documents(
-        data_args,
-        prompt_template=template,
-        query_field=training_args.query_field,
-        needs_test=training_args.eval_strategy != "no" or data_args.num_samples > 0,
-        has_chat_template=bool(tokenizer.chat_template or training_args.chat_template_path),
-        text_field=training_args.dataset_text_field,
-        seed=training_args.seed,
-    )
+    data = load_data(data_args, training_args, tokenizer)
+    if isinstance(data.test, dict) and data_args.num_samples:
+        raise InputError(
+            "--num_samples needs one held-out set, and the datasets have other columns"
+        )
     if data_args.num_samples and "prompt" not in get_dataset_column_names(data.test):
         raise InputError("--num_samples needs prompts and completions, to compare answers with")
     for note in data.notes:
@@ -165,7 +168,8 @@ def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConf
     argv = sys.argv[1:] if argv is None else argv
     parser = TrlParser((RecipeArguments, PackedSFTConfig, ModelConfig))
     given, _ = parser.parse_known_args(argv)
-    is_demo = not (given.model_name_or_path or given.dataset_name or "--config" in argv)
+    names_data = given.dataset_name or given.datasets
+    is_demo = not (given.model_name_or_path or names_data or "--config" in argv)
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)  # TRL's default is True, also on CPU
     if not torch.accelerator.is_available():
@@ -178,9 +182,49 @@ def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConf
         data_args, training_args, model_args = parser.parse_args_and_config(argv)
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
-    if not is_demo and not (model_args.model_name_or_path and data_args.dataset_name):
-        raise InputError("your own run needs --model_name_or_path and --dataset_name")
+    names_data = data_args.dataset_name or data_args.datasets
+    if not is_demo and not (model_args.model_name_or_path and names_data):
+        raise InputError("your own run needs --model_name_or_path and --dataset_name (or datasets)")
+    if data_args.dataset_name and data_args.datasets:
+        warnings.warn("datasets is used, and dataset_name is not", stacklevel=2)
     return data_args, training_args, model_args
+
+
+def load_data(
+    data_args: RecipeArguments, training_args: PackedSFTConfig, tokenizer: Any
+) -> LoadedData:
+    """Return the rows to train and to hold out; `datasets` also sets the mixture of the run."""
+    template, training_args.prompt_template = training_args.prompt_template, None  # applied here
+    needs_test = training_args.eval_strategy != "no" or data_args.num_samples > 0
+    options = {
+        "prompt_template": template,
+        "query_field": training_args.query_field,
+        "has_chat_template": bool(tokenizer.chat_template or training_args.chat_template_path),
+        "text_field": training_args.dataset_text_field,
+    }
+    if not data_args.datasets:
+        return load_documents(data_args, needs_test=needs_test, seed=training_args.seed, **options)
+    if needs_test and data_args.test_split_size is None:
+        raise InputError("with datasets, evaluation needs a test_split_size to hold out")
+    streams = data_args.streaming or data_args.dataset_streaming
+    sources = load_sources(
+        data_args.datasets,
+        streaming=streams,
+        test_size=data_args.test_split_size,
+        seed=training_args.seed,
+    )
+    if sources.mixture is not None and training_args.mixture is not None:
+        raise InputError("mixture and a weight or epochs in datasets say the same; give one")
+    training_args.mixture = training_args.mixture or sources.mixture
+    column = training_args.source_column
+    return convert_sources(
+        sources.train,
+        sources.test,
+        data_args,
+        columns=sources.columns,
+        source_column=column,
+        **options,
+    )
 
 
 def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple[Any, Any]:

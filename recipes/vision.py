@@ -8,7 +8,6 @@
     accelerate launch recipes/vision.py --config recipes/vision_8b.yaml
 
 A row has its images beside its messages, one image part for each (docs/images.md):
-
     {"images": ["street.jpg"], "messages": [
       {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
       {"role": "assistant", "content": [{"type": "text", "text": "A street."}]}]}
@@ -21,6 +20,7 @@ Expected output (the demo, two minutes on a busy CPU core):
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     documents    600 · 59,541 tokens · 7,229 trained (12%)
+    images       596 in 441 documents · 38,800 tokens (65%) · …
     packed into  59 bins of 1,024 tokens · 98.55% filled
     …
     checked      isolated on this model: packed − alone 3e-6, rounding 4e-6, a leak would be 1.5

@@ -137,6 +137,7 @@ def test_every_page_is_in_the_navigation():
         "demo_pictures.py",
         "make_demo_data.py",
         "recipe_data.py",
+        "recipe_mixture.py",
         "recipe_summary.py",
     }
     made = {f"recipes/{name}.md" for name in recipes} | {"recipes/README.md"}

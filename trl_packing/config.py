@@ -3,7 +3,7 @@
 import re
 import warnings
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from trl import SFTConfig
@@ -16,6 +16,7 @@ OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "overlap", "error")
 PREFIX_SHARING = ("off", "bin", "group")
 ISOLATION_CHECKS = ("error", "warn", "off")
 TRAIN_ON = ("assistant", "last_assistant", "every_turn", "all")
+MIXTURE_UNITS = ("documents", "tokens", "trained_tokens")
 
 
 def _choice(default: Any, help: str, choices: tuple[str, ...]) -> Any:
@@ -110,6 +111,30 @@ class PackingOptions:
             "of each."
         },
     )
+    mixture: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "How much of each source an epoch draws, by the names of a train_dataset that "
+            "is a dictionary, or by the values of source_column: {'math': {'weight': 3}, 'chat': "
+            "{'weight': 1}} or {'math': {'epochs': 2}, 'chat': {'epochs': 0.5}}. Sources with a "
+            "weight share what they hold together, in mixture_unit; the others are drawn once. "
+            "Nothing is copied."
+        },
+    )
+    mixture_unit: str = _choice(
+        "documents",
+        "With weights in mixture, or mixture_temperature: count shares in 'documents', 'tokens' or "
+        "'trained_tokens'.",
+        MIXTURE_UNITS,
+    )
+    mixture_temperature: float | None = field(
+        default=None,
+        metadata={
+            "help": "Draw each source with a share of the epoch in proportion to size^(1/T), in "
+            "mixture_unit: 1 draws every document once, larger values draw small sources more "
+            "often. Instead of weights."
+        },
+    )
     curriculum: str | None = field(
         default=None,
         metadata={
@@ -201,6 +226,9 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         ValueError: a value is not among the choices, or ``packing=True`` without a `max_length`.
     """
 
+    # Fields that transformers reads as JSON on a command line.
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "mixture"]  # noqa: RUF012
+
     packing: bool = field(  # a bool once `__post_init__` has run
         default=None,  # type: ignore[assignment]
         metadata={
@@ -254,6 +282,7 @@ def check_options(args: Any) -> None:
         "train_on": (options.train_on, (None, *TRAIN_ON)),
         "loss_weighting": (options.loss_weighting, LOSS_WEIGHTINGS),
         "prefix_sharing": (options.prefix_sharing, PREFIX_SHARING),
+        "mixture_unit": (options.mixture_unit, MIXTURE_UNITS),
         "curriculum_order": (options.curriculum_order, ORDERS),
     }
     for name, (value, known) in choices.items():
@@ -262,6 +291,7 @@ def check_options(args: Any) -> None:
     _check_supervision(args, options)
     _check_static_shapes(args, options)
     _check_groups(args, options)
+    _check_mixture(args, options)
     _check_overlap(args, options)
     _check_curriculum(args, options)
     _check_patches(args, options)
@@ -373,6 +403,69 @@ def _check_groups(args: Any, options: PackingOptions) -> None:
             "cut where rows end, in the order of the data set, which groups would change; set "
             "prefix_sharing='bin', or another packing_strategy"
         )
+
+
+def _check_mixture(args: Any, options: PackingOptions) -> None:
+    temperature: Any = options.mixture_temperature
+    mixture: Any = options.mixture
+    if mixture is None and temperature is None:
+        if options.mixture_unit != PackingOptions.mixture_unit:
+            raise ValueError(
+                f"mixture_unit={options.mixture_unit!r} has no effect without mixture and "
+                "mixture_temperature; set one of them, or leave mixture_unit out"
+            )
+        return
+    if mixture is not None:
+        _check_shares(mixture)
+        weighted = [name for name, share in mixture.items() if "weight" in share]
+        if temperature is not None and weighted:
+            raise ValueError(
+                f"mixture_temperature={temperature} and a weight of {weighted[0]!r} in mixture "
+                "both say how often sources are drawn; leave one of them out"
+            )
+    if temperature is not None and not (_is_number(temperature) and temperature > 0):
+        raise ValueError(f"mixture_temperature={temperature!r} must be above 0, or None")
+    name = "mixture" if mixture is not None else "mixture_temperature"
+    if args.train_sampling_strategy == "sequential":
+        raise ValueError(
+            f"{name} draws documents at random, and train_sampling_strategy='sequential' keeps "
+            "their order; leave one of them out"
+        )
+    if options.prefix_sharing == "group":
+        raise ValueError(
+            f"{name} draws single documents, and prefix_sharing='group' groups of them; set "
+            f"prefix_sharing='bin', or leave {name} out"
+        )
+    if options.curriculum is not None:
+        raise ValueError(
+            f"{name} draws documents at random, and curriculum={options.curriculum!r} orders them; "
+            "leave one of them out"
+        )
+    if not find_strategy(args.packing_strategy).shuffles:
+        raise ValueError(
+            f"{name} with packing_strategy={args.packing_strategy!r}: pieces are cut where rows "
+            "end, in the order of the data set, which a mixture changes; set another "
+            "packing_strategy"
+        )
+
+
+def _check_shares(mixture: Any) -> None:
+    """Raise ValueError unless `mixture` names shares of sources."""
+    example = "{'math': {'weight': 3}, 'chat': {'epochs': 0.5}}"
+    if not isinstance(mixture, dict) or not mixture:
+        raise ValueError(f"mixture={mixture!r} must name sources, as in {example}")
+    for source, share in mixture.items():
+        if not (isinstance(share, dict) and len(share) == 1 and {*share} <= {"weight", "epochs"}):
+            raise ValueError(
+                f"mixture[{source!r}]={share!r} must have a 'weight' or 'epochs', as in {example}"
+            )
+        ((kind, value),) = share.items()
+        if not (_is_number(value) and 0 <= value < float("inf")):
+            raise ValueError(f"{kind}={value!r} of {source!r} in mixture must be a number from 0")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_overlap(args: Any, options: PackingOptions) -> None:

@@ -174,6 +174,7 @@ NAMES = (
     "transformers.utils.logging",
     "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
     "trl.trainer.sft_trainer.DataCollatorForVisionLanguageModeling",
+    "trl.SFTConfig._VALID_DICT_FIELDS",
     "trl.trainer.utils",
     "trl.trainer.utils.FusedCausalLMOutput",
     "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE",

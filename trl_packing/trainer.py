@@ -54,6 +54,7 @@ from trl_packing.models.sharding import (
     gather_full_state_dict,
     keep_outputs_precise,
 )
+from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.recognition.current_row import (
     AnnouncedBatches,
@@ -83,6 +84,7 @@ from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.loaders import PackedLoaders
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
+from trl_packing.training.mixed_stream import check_stream_is_not_mixed
 from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges
 from trl_packing.training.prefix_sharing import PrefixSharing
@@ -92,6 +94,7 @@ from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
+from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
 from trl_packing.versions import warn_of_untested_versions
 from trl_packing.vision.run_images import RunImages, has_images
 
@@ -147,7 +150,7 @@ class PackedSFTTrainer(SFTTrainer):
             defaults of TRL's `SFTConfig`, padding-free.
         data_collator: a `PackedCollator` or `DataCollatorForCompletionOnlyLM`; others as above.
         train_dataset: rows in any form of docs/data.md, tokenized or not, packed by TRL or not; or
-            a stream.
+            a stream; or a dictionary of several, each a source (`mixture`).
         eval_dataset: the same, or a dictionary of data sets.
         processing_class: the tokenizer; by default the model's.
 
@@ -170,6 +173,12 @@ class PackedSFTTrainer(SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ):
+        self._source_sets: SourceSets | None = None
+        if isinstance(train_dataset, dict):
+            self._source_sets = SourceSets(train_dataset, args, data_collator)
+            train_dataset = self._source_sets.first  # the others follow in `_prepare_dataset`
+        else:
+            check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
         reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
         self._images = RunImages()
         if reason is None and has_images(train_dataset):
@@ -413,6 +422,20 @@ class PackedSFTTrainer(SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Any:
+        prepare = partial(self._prepare_rows, processing_class, args, formatting_func)
+        sets = self._source_sets if dataset_name == "train" else None
+        documents, counts = prepare_sources(sets, prepare, args, dataset, dataset_name)
+        if counts is not None:
+            self._preparation[dataset_name] = counts
+        return documents
+
+    def _prepare_rows(
+        self, processing_class: Any, args: SFTConfig, formatting_func: Any, dataset: Any, name: str
+    ) -> tuple[Any, PreparationCounts | None]:
+        """Return the documents of a data set, and counts of what was kept and lost."""
+        completion_only = self.completion_only_loss
+        if self._source_sets is not None:  # TRL decides once, by the first row of the first of them
+            completion_only = trains_completions(dataset, args.completion_only_loss)
         rules = Preparation(
             args,
             processing_class,
@@ -421,22 +444,22 @@ class PackedSFTTrainer(SFTTrainer):
                 args,
                 self._tokenizer,
                 chat_template=self.chat_template,
-                completion_only=self.completion_only_loss,
+                completion_only=completion_only,
             ),
             eos=EosRule.from_args(args, self._tokenizer, processing_class, self._generation_config),
             by_trl=partial(self._tokenized_by_trl, processing_class, args),
             labeler=self._completion_only and self._completion_only.labeler,
         )
-        with global_then_local_main_first():  # one rank writes the cache, the others read it
-            documents, counts = prepare(
-                self._images.tokenize(dataset, rules, self.chat_template, dataset_name),
+        with (
+            global_then_local_main_first(),  # one rank writes the cache, the others read it
+            temporarily(self, completion_only_loss=completion_only),  # TRL's code reads it
+        ):
+            return prepare(
+                self._images.tokenize(dataset, rules, self.chat_template, name),
                 rules,
                 formatting_func=formatting_func,
-                name=dataset_name,
+                name=name,
             )
-        if counts is not None:
-            self._preparation[dataset_name] = counts
-        return documents
 
     def _tokenized_by_trl(
         self, processing_class: Any, args: SFTConfig, dataset: Any, formatting_func: Any, name: str

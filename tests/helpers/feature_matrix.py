@@ -94,6 +94,17 @@ def _with_sources(dataset: Dataset) -> Dataset:
     return dataset.add_column("source", ["a", "b"] * (len(dataset) // 2))
 
 
+def _as_sources(dataset: Any) -> Any:
+    """Return the rows as a dictionary of two data sets, or of two streams."""
+    if isinstance(dataset, Dataset):
+        half = len(dataset) // 2
+        return {
+            "a": dataset.select(range(half)),
+            "b": dataset.select(range(half, len(dataset))),
+        }
+    return {"a": dataset.take(4), "b": dataset.skip(4)}
+
+
 def _with_weights(dataset: Dataset) -> Dataset:
     return dataset.add_column("loss_weight", [2.0] * len(dataset))
 
@@ -134,6 +145,11 @@ FEATURES = (
         {"prefix_sharing": "group", "max_steps": 3},  # over several epochs of the rows
         data=_with_system_prompt,
         instead_of=("prefixes in a bin",),
+    ),
+    Feature(
+        "mixture",
+        {"mixture": {"a": {"weight": 3}, "b": {"weight": 1}}},
+        data=_as_sources,
     ),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
@@ -220,7 +236,8 @@ def _trainer(folder: str, first: Feature, second: Feature, **more: Any) -> Packe
         **more,
     }
     rows = _conversations()
-    for feature in sorted((first, second), key=lambda f: f.name == "stream"):
+    last = ("stream", "mixture")
+    for feature in sorted((first, second), key=lambda f: f.name in last and last.index(f.name) + 1):
         rows = feature.data(rows) if feature.data else rows
     return PackedSFTTrainer(
         tiny_model(first.model or second.model or "llama"),
@@ -248,6 +265,10 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
         "resuming": (
             "tests/training/test_resume.py",
             "def test_two_ranks_resume_within_a_later_epoch",
+        ),
+        "mixture": (
+            "tests/training/test_mixture.py",
+            "def test_two_ranks_train_the_mixture_of_one",
         ),
     },
     "FSDP2, ZeRO-2, ZeRO-3": {

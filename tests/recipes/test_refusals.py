@@ -9,7 +9,7 @@ from helpers.recipes import FOLDER, RECIPES, module
 
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
-DEMOS = ["every_turn", "shared_prefixes"]  # without arguments, these train a small model
+DEMOS = ["every_turn", "shared_prefixes", "vision"]  # without arguments, these train a small model
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in DEMOS])

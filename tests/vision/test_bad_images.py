@@ -99,6 +99,9 @@ OTHER_MEDIA = {
     "row 1 of the train dataset: a message has a part of type 'audio'": {
         "part": {"type": "audio", "text": None}
     },
+    "row 1 of the train dataset: a message has a part of type 'video_url'": {
+        "part": {"type": "video_url", "video": "a.mp4", "text": None}
+    },
     "row 1 of the train dataset has 'videos'": {"videos": [[], ["a.mp4"]]},
     "row 1 of the train dataset has 'audio'": {"audio": [None, "a.wav"]},
 }

@@ -16,6 +16,7 @@ from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.blank_images import (
     StillTower,
     blank_document,
+    check_no_experts_are_balanced,
     parameters_of_images,
     ranks_wait_for_tower,
 )
@@ -131,6 +132,12 @@ def test_a_step_without_images_leaves_the_tower_without_gradients():
         kept = {n.split(".")[1] for n, p in model.named_parameters() if p.grad is not None}
         assert ("vision_tower" in kept) == bool(sees_images)
         assert "language_model" in kept
+
+
+def test_blank_images_are_refused_where_experts_are_balanced():
+    check_no_experts_are_balanced(SimpleNamespace(aux_loss_enabled=False))
+    with pytest.raises(ValueError, match="set router_aux_loss_coef"):
+        check_no_experts_are_balanced(SimpleNamespace(aux_loss_enabled=True))
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,11 @@ def with_payload():
     return Dataset.from_list([{"images": [], "messages": messages}] * 8)
 
 
+def with_addresses():
+    images = [["https://localhost/a.png"]] * 8
+    return Dataset.from_dict({"images": images, "text": ["<|image_pad|> a"] * 8})
+
+
 TRLS = {
     "stream": {"dataset": lambda: image_dataset().to_iterable_dataset()},
     "stream with images": {"eval_dataset": lambda: image_dataset().to_iterable_dataset()},
@@ -154,6 +159,7 @@ TRLS = {
     "tools": {"dataset": lambda: image_dataset().add_column("tools", [None] * 8)},
     "skip_prepare_dataset": {"dataset_kwargs": lambda: {"skip_prepare_dataset": True}},
     "hold data of their own": {"dataset": with_payload},
+    "images are addresses": {"dataset": with_addresses},
 }
 
 

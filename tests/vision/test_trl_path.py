@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.vision import run_images
+from trl_packing.vision import families
 from trl_packing.vision.batch import ImageBatches
 
 NAME = "qwen2_5_vl"
@@ -105,7 +105,7 @@ def test_weights_that_trls_path_would_ignore_are_refused(
     packs, model, tmp_path, contradiction, monkeypatch
 ):
     if not packs:
-        monkeypatch.setattr(run_images, "FAMILIES", ())
+        monkeypatch.setattr(families, "FAMILIES", ())
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
     with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
         trainer_of(model, tmp_path, train_dataset=dataset)

@@ -113,6 +113,23 @@ def steps_from_plan(
     return PackedSteps(plan, full, _dealt_evenly([plan[i] for i in left], num_last))
 
 
+def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> PackingPlan:
+    """Return `plan` with the fullest bins split until there are `number`; more stay as they are.
+
+    Args:
+        plan: the bins of an epoch.
+        lengths: tokens of each document, (documents,) integers.
+        number: bins that are wanted.
+    """
+    if len(plan) >= number:
+        return plan
+    bins = split_bins(plan, number)
+    indices, sizes = np.concatenate(bins), np.array([*map(len, bins)], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    tokens = np.add.reduceat(lengths[indices], offsets[:-1], dtype=np.int64)
+    return PackingPlan(indices, offsets, tokens, plan.capacity)
+
+
 def _costs(
     plan: PackingPlan,
     lengths: np.ndarray,

@@ -8,10 +8,13 @@ The micro-batches of a step depend on ranks × accumulation alone, so 1 rank × 
 train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its
 part of it: no communication, every document exactly once, equally many micro-batches on every rank.
 The micro-batches of a slot run at the same moment and cost about the same (balance.py).
+
+An epoch of a mixture has places instead: a document that it draws twice has two of them (draw.py).
+Bins and steps are made of places, and micro-batches are yielded as documents.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,10 +24,12 @@ from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.curriculum import in_stages, pack_stages
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
-from trl_packing.packing.epoch import PackedSteps, steps_from_plan
+from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.epoch import PackedSteps, steps_from_plan, with_more_bins
 from trl_packing.packing.group_order import keep_groups_together
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.patch_bins import PatchBins
+from trl_packing.packing.places import EpochPlaces
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 
@@ -68,6 +73,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
         groups: Documents with common prefixes that share a bin, whose tokens are then those that
             rows with shared prefixes compute. With documents_per_step they come in one step, which
             therefore holds other documents than that of a padded run.
+        draw: the documents that each epoch of a mixture draws; None draws every document once.
+        epochs: With `draw`, epochs that get equally many bins, as many as the fullest of them
+            needs. Bins of the others are split until there are as many.
         stages: of each document, (documents,) integers: those of a stage come after those of the
             stages before it, and share bins only with each other (curriculum.py).
         loads: Images of the documents: bins are limited by their patches, too, and the tower is
@@ -98,11 +106,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
         drop_last: bool = False,
         allow_idle_ranks: bool = False,
         groups: PrefixGroups | None = None,
+        draw: MixtureDraw | None = None,
+        epochs: int = 1,
         stages: np.ndarray | None = None,
         loads: ImageLoads | None = None,
     ):
         self.lengths = np.asarray(lengths)
         self.groups = groups
+        self.draw = draw
+        self.epochs = epochs
         self.stages = stages
         self.loads = loads
         self.capacity = capacity
@@ -122,14 +134,18 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.documents_multiple_of = 1  # an epoch leaves out the documents beyond a multiple of it
         if drop_last and documents_per_step:
             self.documents_multiple_of = self._documents_of_a_padded_batch(documents_per_step)
-        self.num_used = len(self.lengths) // self.documents_multiple_of * self.documents_multiple_of
+        self.places = EpochPlaces(self.lengths, draw)
+        self.num_drawn = len(self.places)
+        self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
         self._plan: PackingPlan | None = None
         self._plan_epoch: int | None = None
         self._steps: PackedSteps | DocumentSteps | None = None
         self._steps_epoch: int | None = None
         self.resumed_epoch: ResumedEpoch | None = None
-        self.num_bins = None if documents_per_step else len(self._plan_for(0))
+        self.num_bins: int | None = None
+        if not documents_per_step:
+            self.num_bins = self._bins_of_an_epoch()
 
     def _check(self, allow_idle_ranks: bool) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
@@ -140,20 +156,26 @@ class PackedBatchSampler(BatchRebalanceSampler):
         for name in ("bins_per_batch", "num_ranks", "accumulation", "balance_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.groups is not None and self.rows:
-            raise ValueError("rows that were packed before stay as they are; leave groups out")
+        if self.rows and not (self.groups is None and self.draw is None):
+            raise ValueError(
+                "rows that were packed before stay as they are; leave groups and draw out"
+            )
         if self.groups is not None and self.stages is not None:
             raise ValueError("groups bring documents of several stages together; leave one out")
+        if self.draw is not None and not (self.groups is self.stages is None and self.shuffle):
+            raise ValueError(
+                "a mixture draws single documents in random order; leave groups and stages out"
+            )
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
-        if len(self.lengths) < self.num_ranks and not allow_idle_ranks:
+        if self.num_drawn < self.num_ranks and not allow_idle_ranks:
             raise ValueError(
-                f"{len(self.lengths)} documents cannot keep {self.num_ranks} ranks busy; "
+                f"{self.num_drawn} documents cannot keep {self.num_ranks} ranks busy; "
                 "use fewer processes or more documents"
             )
         if not self.num_used:
             raise ValueError(
-                f"{len(self.lengths)} documents do not fill one micro-batch of every rank, and "
+                f"{self.num_drawn} documents do not fill one micro-batch of every rank, and "
                 "dataloader_drop_last=True drops what does not; set it to False"
             )
         if self.documents_per_step is not None and self.documents_per_step < self._slots:
@@ -201,31 +223,46 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 yield from micro_batches[self.rank :: self.num_ranks]
         else:
             packed = self._packed_steps()
+            if len(packed) != len(self) * self.num_ranks:
+                raise RuntimeError(
+                    f"epoch {self.epoch} of the mixture needs {len(packed):,} micro-batches, but "
+                    f"only {self.epochs:,} epochs were planned, of {len(self) * self.num_ranks:,}"
+                )
             for at in range(self.rank, len(packed), self.num_ranks):
-                yield packed[at].tolist()
+                yield self.documents_at(packed[at]).tolist()
+
+    def documents_at(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the documents at some places of this epoch; without a mixture, they are equal."""
+        return self.places.documents_at(np.asarray(places), self.epoch)
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
         if self.documents_per_step is not None:
             return [np.asarray(documents, np.int64) for step in self.steps() for documents in step]
-        return list(self._packed_steps())
+        return [self.documents_at(places) for places in self._packed_steps()]
 
     def some_micro_batches(self, number: int) -> list[np.ndarray]:
         """Return about `number` of them, evenly spread over the epoch; all if there are fewer."""
         if self.documents_per_step is None:
             packed = self._packed_steps()
-            return [packed[at] for at in _evenly_spread(len(packed), number)]
-        steps = self._document_steps()
-        some = _evenly_spread(len(steps), -(-number // self._slots))
-        return [np.asarray(documents, np.int64) for at in some for documents in steps[at]]
+            some = [packed[at] for at in _evenly_spread(len(packed), number)]
+        else:
+            steps = self._document_steps()
+            chosen = _evenly_spread(len(steps), -(-number // self._slots))
+            some = [np.asarray(places) for at in chosen for places in steps[at]]
+        return [self.documents_at(places) for places in some]
 
     def plan(self) -> PackingPlan | None:
         """Return the bins of this epoch; None with documents_per_step."""
-        return None if self.documents_per_step is not None else self._plan_for(self.epoch)
+        if self.documents_per_step is not None:
+            return None
+        plan = self._plan_for(self.epoch)
+        return plan if self.draw is None else replace(plan, indices=self.documents_at(plan.indices))
 
     def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
-        return iter(self._document_steps())
+        for step in self._document_steps():
+            yield [self.documents_at(places).tolist() for places in step]
 
     def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
@@ -236,11 +273,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
         running = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
         return np.diff(running[offsets])
 
-    def documents_in_first_steps(self, number: int) -> np.ndarray:
-        """Return the documents of this epoch's first `number` optimizer steps, in any order."""
+    def places_in_first_steps(self, number: int) -> np.ndarray:
+        """Return the places of this epoch's first `number` optimizer steps, in any order."""
         if self.documents_per_step is not None:
-            return self._document_steps().documents_in_first(number)
-        return self._packed_steps().documents_in_first(number * self._slots)
+            return np.asarray(self._document_steps().documents_in_first(number), np.int64)
+        return np.asarray(self._packed_steps().documents_in_first(number * self._slots), np.int64)
 
     def most_documents(self) -> int:
         """Return the largest number of documents in a micro-batch of this epoch."""
@@ -274,25 +311,45 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     # --- drawing an epoch ---------------------------------------------------------------------
 
+    def _bins_of_an_epoch(self) -> int:
+        """Return the number of bins that every epoch has."""
+        if self.places.are_same_every_epoch:
+            return len(self._plan_for(0))
+        assert self.capacity is not None
+        # Where documents are sorted first, no seed changes the number of bins.
+        is_seeded = find_strategy(self.strategy).order_dependent
+        return max(
+            len(
+                self._pack_part(
+                    self.places.documents(epoch), (self.seed, epoch) if is_seeded else None
+                )
+            )
+            for epoch in range(max(self.epochs, 1))
+        )
+
     def _plan_for(self, epoch: int) -> PackingPlan:
         """Return the bins of an epoch, cached because the constructor already needs the first."""
         is_fixed = self.rows or find_strategy(self.strategy).order_dependent or not self.shuffle
-        epoch = 0 if is_fixed else epoch
+        epoch = 0 if is_fixed and self.places.are_same_every_epoch else epoch
         if self._plan is None or self._plan_epoch != epoch:
             self._plan, self._plan_epoch = self._draw_plan(epoch), epoch
         return self._plan
 
     def _draw_plan(self, epoch: int) -> PackingPlan:
+        lengths = self.places.lengths(epoch)
         if self.rows or self.capacity is None:
-            number = len(self.lengths)
-            longest = int(self.lengths.max(initial=0))
-            tokens = self.lengths.astype(np.int64)
+            number = len(lengths)
+            longest = int(lengths.max(initial=0))
+            tokens = lengths.astype(np.int64)
             return PackingPlan(np.arange(number), np.arange(number + 1), tokens, longest)
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity, self.strategy, seed)
         if self.stages is not None:
             return pack_stages(self.stages, self._pack_part, seed)
+        if self.draw is not None:
+            plan = self._pack_part(self.places.documents(epoch), seed)
+            return with_more_bins(plan, lengths, self.num_bins or 0)
         if self._patch_bins is not None:
             return self._patch_bins.pack(seed)
         return pack(self.lengths, self.capacity, self.strategy, seed)
@@ -318,7 +375,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
             self._steps = steps_from_plan(
                 self._plan_for(self.epoch),
-                self.lengths,
+                self.places.lengths(self.epoch),
                 num_ranks=self.num_ranks,
                 accumulation=self.accumulation,
                 bins_per_batch=self.bins_per_batch,
@@ -328,7 +385,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
                 squares=None if self.groups is None else self.groups.squares,
                 stages=self.stages,
-                image_costs=None if self.loads is None else self.loads.costs,
+                image_costs=self._image_costs(),
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -336,13 +393,17 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def _document_steps(self) -> DocumentSteps:
         assert self.documents_per_step is not None
         if not isinstance(self._steps, DocumentSteps) or self._steps_epoch != self.epoch:
-            order = document_order(
-                self.sampling,
-                self.lengths,
-                seed=self.seed,
-                epoch=self.epoch,
-                documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
-            )
+            lengths = self.places.lengths(self.epoch)
+            if self.draw is None or self.sampling == "group_by_length":
+                order = document_order(
+                    self.sampling,
+                    lengths,
+                    seed=self.seed,
+                    epoch=self.epoch,
+                    documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
+                )
+            else:
+                order = self.places.fair_order(self.epoch)
             order = order[: self.num_used]
             if self.stages is not None:
                 order = in_stages(order, self.stages)
@@ -350,16 +411,20 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 order = keep_groups_together(order, self.groups, self.documents_per_step)
             self._steps = DocumentSteps(
                 order,
-                self.lengths,
+                lengths,
                 self.documents_per_step,
                 self.num_ranks,
                 self.accumulation,
                 self.attention_cost,
                 self.groups,
-                None if self.loads is None else self.loads.costs,
+                self._image_costs(),
             )
             self._steps_epoch = self.epoch
         return self._steps
+
+    def _image_costs(self) -> np.ndarray | None:
+        """Return the cost of the images at each place of this epoch; None without images."""
+        return None if self.loads is None else self.places.values(self.loads.costs, self.epoch)
 
 
 def _evenly_spread(total: int, number: int) -> list[int]:
@@ -373,13 +438,15 @@ class ResumedEpoch:
 
     Attributes:
         epoch: the epoch that is continued; all later ones are whole.
-        documents: documents that are not trained yet, (documents,) int64.
+        places: places of the epoch that are not trained yet, (places,) int64.
+        documents: the document at each of them, (places,) int64.
         sampler: draws micro-batches of `documents`, by position.
         num_skipped: a rank's micro-batches in place of the documents trained before. They are empty
             and come first: `Trainer` skips this many and counts the epoch's progress from there.
     """
 
     epoch: int
+    places: np.ndarray
     documents: np.ndarray
     sampler: PackedBatchSampler
     num_skipped: int

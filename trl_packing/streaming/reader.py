@@ -50,6 +50,7 @@ class StreamSettings:
             widely, and take more memory.
         prefix_group_size: most documents of a group with a common prefix, which shares a
             micro-batch; groups are found within a window. None draws single documents.
+        mixture: the shares of several streams that are read as one, as text; None for one stream.
     """
 
     capacity: int | None
@@ -59,6 +60,7 @@ class StreamSettings:
     seed: int | None = None
     window_bins: int = 256
     prefix_group_size: int | None = None
+    mixture: str | None = None
 
 
 class Place(NamedTuple):

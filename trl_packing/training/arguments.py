@@ -36,6 +36,8 @@ _PREPARATION_OPTIONS = (
     "curriculum",
     "documents_per_step",
     "max_patches",
+    "mixture",
+    "mixture_temperature",
     "overflow",
     "prefix_sharing",
     "prompt_template",

@@ -5,6 +5,9 @@
                  before            documents that the epoch trained under earlier settings
                  trained           documents that it has trained in all; a bit each
 
+An epoch of a mixture draws some documents more than once, others not. Its bits are then those of
+its places (packing/draw.py).
+
 The record holds documents, not the plan, so the documents left to train are known under any plan.
 """
 
@@ -86,8 +89,9 @@ class EpochRecord:
         steps_per_epoch: of a whole epoch under these settings.
         settings: the settings on which the plan of an epoch depends.
         marks: of all documents.
-        before: documents that the epoch trained under earlier settings, ``(documents,)`` bool.
-        trained: all documents that the epoch has trained, ``(documents,)`` bool.
+        before: documents that the epoch trained under earlier settings, ``(documents,)`` bool; of
+            a mixture ``(places,)``.
+        trained: all documents that the epoch has trained, likewise.
     """
 
     global_step: int
@@ -102,6 +106,7 @@ class EpochRecord:
     def save(self, path: Path) -> None:
         """Write the record to `path`."""
         progress = {name: getattr(self, name) for name in _PROGRESS}
+        progress["places"] = len(self.trained)
         lengths = self.marks.lengths
         np.savez(  # not compressed: that takes 1.5 s for a million lengths
             path,
@@ -118,8 +123,9 @@ class EpochRecord:
         with np.load(path, allow_pickle=False) as found:
             progress = json.loads(str(found["progress"]))
             lengths = found["lengths"].astype(np.int64)
+            places = progress.pop("places", len(lengths))  # earlier versions had no mixtures
             before, trained = (
-                np.unpackbits(found[name], count=len(lengths)).astype(bool)
+                np.unpackbits(found[name], count=places).astype(bool)
                 for name in ("before", "trained")
             )
             marks = DocumentMarks(lengths, found["tails"])
@@ -144,6 +150,13 @@ class EpochRecord:
                 f"data_seed={then['seed']} to continue that one, or ignore_data_skip=True to "
                 "restart the epoch"
             )
+        if then.get("mixture") != settings.get("mixture"):
+            raise ValueError(
+                "the checkpoint was saved within an epoch of another mixture (documents an epoch: "
+                f"{_mixture_in_words(then)} then, {_mixture_in_words(settings)} now), so those "
+                "left to train are unknown. Resume with the former mixture, or set "
+                "ignore_data_skip=True to restart the epoch"
+            )
         difference = self.marks.difference(marks, clipped_to=self._clipped_to(settings))
         if difference is None:
             return
@@ -164,6 +177,14 @@ class EpochRecord:
         if not all(of_run["overflow"] in _TRUNCATING for of_run in both):
             return None
         return min((n["max_length"] for n in both if n["max_length"] is not None), default=None)
+
+
+def _mixture_in_words(settings: Mapping[str, Any]) -> str:
+    """Return the documents that an epoch draws of each source, as `plan_settings` has them."""
+    found = settings.get("mixture")
+    if not found:
+        return "all once"
+    return ", ".join(f"{number:,} of {name}" for name, number in found["documents"].items())
 
 
 _PROGRESS = ("global_step", "epoch", "steps", "steps_per_epoch")

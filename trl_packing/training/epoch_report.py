@@ -17,6 +17,7 @@ from trl_packing.training.histogram import Histogram
 from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.prefix_savings import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
+from trl_packing.training.source_shares import SourceShare, source_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +49,8 @@ class PackingReport:
         documents_by_bin: number of documents in bins.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
+        sources: of the training set, and how often the epoch draws them; empty if not known.
+        documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
         order: of the documents of an epoch, in words; "" if they are drawn at random.
         images: of the documents; None without any.
     """
@@ -76,6 +79,8 @@ class PackingReport:
     documents_by_bin: Histogram | None = None
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
+    sources: tuple[SourceShare, ...] = ()
+    documents_in_data: int | None = None
     order: str = ""
     images: ImageCounts | None = None
 
@@ -136,6 +141,7 @@ class PackingReport:
         lines = [
             ("turns", str(self.preparation.conversations)),
             ("documents", self._data()),
+            *source_lines(self.sources),
             ("images", str(self.images or "")),
             *self._plan(),
             ("prefixes", str(self.prefixes or "")),
@@ -153,8 +159,10 @@ class PackingReport:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
             return f"a stream: {self._read()}"
         share = f" ({self.trained_tokens / self.tokens:.0%})"
+        drawn = "" if self.documents_in_data is None else f" drawn of {self.documents_in_data:,}"
         return (
-            f"{self.documents:,} · {self.tokens:,} tokens · {self.trained_tokens:,} trained{share}"
+            f"{self.documents:,}{drawn} · {self.tokens:,} tokens · {self.trained_tokens:,} trained"
+            f"{share}"
         )
 
     def _read(self) -> str:

@@ -30,6 +30,7 @@ from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
+from trl_packing.training.mixed_stream import mixture_in_words
 from trl_packing.training.prefix_savings import prefix_savings
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
@@ -310,6 +311,7 @@ class PackedLoaders:
                 strategy=find_strategy(args.packing_strategy).packs_as,
                 seed=packing_seed(args) if shuffles else None,
                 prefix_group_size=self.options.prefix_group_size if groups else None,
+                mixture=mixture_in_words(self.options) if training else None,
             ),
             self.trainer.data_collator,
             rank=rank,

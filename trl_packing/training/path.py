@@ -100,6 +100,11 @@ class UserChanges:
         dataset = self.trainer.train_dataset
         if dataset is self._planned or dataset is None:
             return
+        if isinstance(dataset, dict):
+            raise ValueError(
+                "train_dataset was set to a dictionary of data sets; pass it to the constructor of "
+                "the trainer, which prepares each"
+            )
         packs_images = self.collators.packed.images is not None
         reason = reason_for_trl_path(dataset, None, packs_images=packs_images)
         if not isinstance(dataset, (Dataset, IterableDataset)):
@@ -122,7 +127,7 @@ class UserChanges:
             ValueError: a setting would be ignored there.
         """
         check_loss_options(self.options, None, reason)
-        for name in ("documents_per_step", "static_shapes"):
+        for name in ("documents_per_step", "static_shapes", "mixture", "mixture_temperature"):
             if value := getattr(self.options, name):
                 raise ValueError(
                     f"{name}={value!r}, but {reason}, which takes TRL's path, where it does "

@@ -124,11 +124,14 @@ class ResumedEpochs:
         left = np.flatnonzero(~trained)
         if not len(left) or not self._fills_a_micro_batch(len(left)):
             return None
-        sampler = self.sampling.for_training(self._documents, left)
+        assert self._sampler is not None
+        self._sampler.set_epoch(epoch)
+        documents = self._sampler.documents_at(left)
+        sampler = self.sampling.for_training(self._documents, documents)
         sampler.set_epoch(epoch)
         share = trained.sum() / len(left)
         behind = round(self._num_steps(len(sampler)) * share) * sampler.accumulation
-        return ResumedEpoch(epoch, left, sampler, behind)
+        return ResumedEpoch(epoch, left, documents, sampler, behind)
 
     def _fills_a_micro_batch(self, num_documents: int) -> bool:
         """Return whether `dataloader_drop_last` leaves anything of so many documents."""
@@ -191,7 +194,8 @@ class ResumedEpochs:
             return "nothing is left to train"
         rest = self.rest_of(self._resumed.epoch)
         if rest is not None:
-            left, number = len(rest.documents), len(self._documents)
+            assert self._sampler is not None
+            left, number = len(rest.documents), self._sampler.num_drawn
             return f"the epoch continues with the {left:,} of {number:,} documents that it had left"
         if self.trainer.args.ignore_data_skip:
             return "the epoch restarts, because ignore_data_skip=True"
@@ -278,19 +282,19 @@ class ResumedEpochs:
         assert self._sampler is not None
         rest, epoch = self.rest_of(self._epoch), self._epoch
         steps = self.trainer.state.global_step - self._first_step
-        before = np.zeros(len(self._documents), bool)
+        before = np.zeros(self._sampler.num_drawn, bool)
         trained = before.copy()
         running = self._sampler if rest is None else rest.sampler
         running.set_epoch(epoch)  # a callback may have made a data loader too
         if steps >= self._num_steps(len(running)):
             epoch, steps = epoch + 1, 0
         elif rest is None:
-            trained[self._sampler.documents_in_first_steps(steps)] = True
+            trained[self._sampler.places_in_first_steps(steps)] = True
         else:
             before[:] = True
-            before[rest.documents] = False
+            before[rest.places] = False
             trained[before] = True
-            trained[rest.documents[rest.sampler.documents_in_first_steps(steps)]] = True
+            trained[rest.places[rest.sampler.places_in_first_steps(steps)]] = True
         return EpochRecord(
             global_step=self.trainer.state.global_step,
             epoch=epoch,
@@ -311,7 +315,7 @@ class ResumedEpochs:
 def _holds(sampler: PackedBatchSampler, steps: int, trained: np.ndarray) -> bool:
     """Return whether the first `steps` steps of `sampler` hold exactly the `trained` documents."""
     found = np.zeros(len(trained), bool)
-    found[sampler.documents_in_first_steps(steps)] = True
+    found[sampler.places_in_first_steps(steps)] = True
     return np.array_equal(found, trained)
 
 

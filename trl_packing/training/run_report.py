@@ -25,6 +25,7 @@ from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.histogram import Histogram
 from trl_packing.training.image_counts import ImageCounts
+from trl_packing.training.mixture import Mixture
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.sampling import Sampling
@@ -52,6 +53,7 @@ def plan_report(
     prefix_sharing: str,
     tokens_per_micro_batch: int | None = None,
     given_in_steps: dict[str, int] | None = None,
+    mixture: Mixture | None = None,
     order: str = "",
 ) -> PackingReport:
     """Return the report on the first epoch of `sampler`.
@@ -65,23 +67,27 @@ def plan_report(
         prefix_sharing: of the run.
         tokens_per_micro_batch: padding included; None if micro-batches differ.
         given_in_steps: as `settings_in_steps` returns it.
+        mixture: of the training set; None if its sources are not known.
         order: of the documents, as `order_in_words` returns it.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps, by_bin = -(-len(sampler) // accumulation), sampler.documents_by_bin()
+    lengths, trained = documents.lengths(), documents.num_trained()
+    drawn = slice(None) if sampler.draw is None else sampler.draw.documents(0)
+    number = documents.num_documents if sampler.draw is None else sampler.num_drawn
     return PackingReport(
         ranks=ranks,
         accumulation=accumulation,
         micro_batch=_micro_batch_words(sampler),
         attention=attention,
         capacity=sampler.capacity,
-        documents=documents.num_documents,
-        tokens=int(documents.lengths().sum()),
-        trained_tokens=int(documents.num_trained().sum()),
+        documents=number,
+        tokens=int(lengths[drawn].sum()),
+        trained_tokens=int(trained[drawn].sum()),
         bins=sampler.num_bins,
         micro_batches_per_epoch=len(sampler) * ranks,
         steps_per_epoch=steps,
-        documents_per_step=documents.num_documents / steps,
+        documents_per_step=number / steps,
         padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
         largest_micro_batch=_largest_micro_batch(sampler),
         loss=loss,
@@ -89,9 +95,11 @@ def plan_report(
         preparation=preparation,
         given_in_steps=given_in_steps or {},
         room=sampler.tokens_per_batch,
-        lengths=None if sampler.rows else Histogram.of(documents.lengths()),
+        lengths=None if sampler.rows else Histogram.of(lengths),
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
         tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
+        sources=() if mixture is None else mixture.shares(lengths, trained),
+        documents_in_data=None if sampler.draw is None else len(documents),
         order=order,
         images=ImageCounts.of(sampler),
         prefixes=None
@@ -269,6 +277,7 @@ class RunReport:
             prefix_sharing=self.sharing.mode,
             tokens_per_micro_batch=tokens,
             given_in_steps=settings_in_steps(args),
+            mixture=self.sampling.mixture,
             order=order_in_words(args, sampler),
         )
 

@@ -7,7 +7,9 @@ With prefix_sharing="group", both draw groups of documents with a common prefix 
 if the model can share prefixes.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,13 @@ from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.curriculum import numbers_of, stages_of
 from trl_packing.packing.document_order import order_seed, packing_seed
+from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.patch_bins import patch_budget
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
+from trl_packing.training.mixture import Mixture, mixture_of
 
 _MOST_INDEXES = 8  # data sets whose index is kept
 
@@ -41,6 +45,7 @@ def training_sampler(
     torch_seed: int | None = None,
     subset: np.ndarray | None = None,
     index: PrefixIndex | None = None,
+    mixture: Mixture | None = None,
     loads: ImageLoads | None = None,
 ) -> PackedBatchSampler:
     """Return the sampler of one rank's training micro-batches.
@@ -57,6 +62,7 @@ def training_sampler(
         subset: numbers of the documents to sample from; the sampler counts them from 0. None for
             all documents.
         index: of `documents`, if groups of documents with common prefixes are drawn.
+        mixture: of `documents`; a subset is sampled as it is.
         loads: of the images of `documents`; None without images.
 
     Raises:
@@ -78,6 +84,7 @@ def training_sampler(
         torch_seed=torch_seed,
         allow_idle_ranks=subset is not None,
         groups=None if index is None else _groups(index, lengths, args),
+        draw=None if mixture is None or subset is not None else mixture.draw,
         numbers=_numbers(documents, args, subset),
         loads=loads,
     )
@@ -96,6 +103,7 @@ def sampler_of_lengths(
     torch_seed: int | None = None,
     allow_idle_ranks: bool = False,
     groups: PrefixGroups | None = None,
+    draw: MixtureDraw | None = None,
     numbers: np.ndarray | None = None,
     loads: ImageLoads | None = None,
 ) -> PackedBatchSampler:
@@ -113,6 +121,7 @@ def sampler_of_lengths(
         torch_seed: seed of torch's global generator when training starts.
         allow_idle_ranks: fewer documents than ranks are no error.
         groups: of documents with common prefixes; None draws single documents.
+        draw: the documents that each epoch of a mixture draws; None draws every document once.
         numbers: those of a curriculum; None draws from all documents at any time.
         loads: of the images of the documents, as `limited_loads` returns them; None without images.
 
@@ -141,7 +150,8 @@ def sampler_of_lengths(
     if per_step is not None:
         torch_seed = args.seed if torch_seed is None else torch_seed
         seed = order_seed(sampling, data_seed=args.data_seed, torch_seed=torch_seed)
-    return PackedBatchSampler(
+    sampler = partial(
+        PackedBatchSampler,
         lengths,
         args.max_length,
         bins_per_batch=batch_size,
@@ -158,9 +168,14 @@ def sampler_of_lengths(
         drop_last=args.dataloader_drop_last,
         allow_idle_ranks=allow_idle_ranks,
         groups=groups,
+        draw=draw,
         stages=stages,
         loads=loads,
     )
+    if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
+        return sampler(epochs=math.ceil(args.num_train_epochs))
+    steps = -(-len(sampler()) // accumulation)  # of the first epoch; the others have no fewer
+    return sampler(epochs=-(-args.max_steps // steps))
 
 
 def _numbers(
@@ -223,7 +238,13 @@ def _groups(index: PrefixIndex, lengths: np.ndarray, args: SFTConfig) -> PrefixG
 
 
 def plan_settings(
-    args: SFTConfig, *, packing: bool, batch_size: int, ranks: int, groups: bool = False
+    args: SFTConfig,
+    *,
+    packing: bool,
+    batch_size: int,
+    ranks: int,
+    groups: bool = False,
+    mixture: Mixture | None = None,
 ) -> dict[str, Any]:
     """Return the settings on which the micro-batches of an epoch depend.
 
@@ -235,6 +256,7 @@ def plan_settings(
         batch_size: as for `training_sampler`.
         ranks: number of data-parallel ranks.
         groups: draw groups of documents with common prefixes.
+        mixture: of the training set; None if its sources are not known.
     """
     options = PackingOptions.of(args)
     return {
@@ -248,6 +270,7 @@ def plan_settings(
         "documents_per_step": options.documents_per_step,
         # None where nothing is grouped, as in the checkpoints of earlier versions.
         "prefix_group_size": options.prefix_group_size if groups else None,
+        "mixture": None if mixture is None else mixture.settings(),
         "overlap_tokens": Overflow.from_args(args, packing).overlap,
         "curriculum": options.curriculum,
         "curriculum_order": options.curriculum and options.curriculum_order,
@@ -268,6 +291,7 @@ class Sampling:
         packing: pack training documents into bins.
         eval_packing: the same for evaluation.
         torch_seed: seed of torch's global generator when training starts.
+        mixture: of the training set that was sampled last; None if its sources are not known.
         draws_groups: returns whether groups of documents with common prefixes are drawn, in
             training or evaluation.
         image_loads: returns the loads of the images of documents; None without images.
@@ -278,6 +302,7 @@ class Sampling:
         self.packing = False
         self.eval_packing = False
         self.torch_seed: int | None = None
+        self.mixture: Mixture | None = None
         self.draws_groups: Callable[[bool], bool] = lambda training: False
         self.image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
         self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
@@ -312,6 +337,7 @@ class Sampling:
     ) -> PackedBatchSampler:
         """Return the sampler of `documents`, or of a `subset` of them by number."""
         ranks, rank = self.ranks
+        self.mixture = mixture_of(documents, self.trainer.args)
         return training_sampler(
             documents,
             self.trainer.args,
@@ -323,6 +349,7 @@ class Sampling:
             torch_seed=self.torch_seed,
             subset=subset,
             index=self._index(documents) if self.draws_groups(True) else None,
+            mixture=self.mixture,
             loads=self._limited_loads(documents, self.packing),
         )
 
@@ -378,4 +405,5 @@ class Sampling:
             batch_size=self.batch_size,
             ranks=self.ranks[0],
             groups=self.draws_groups(True),
+            mixture=self.mixture,
         )

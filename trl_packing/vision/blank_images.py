@@ -34,6 +34,15 @@ def ranks_wait_for_tower(trainer: Any) -> bool:
     return not trainer.args.ddp_find_unused_parameters  # TRL sets it for vision-language models
 
 
+def check_no_experts_are_balanced(trainer: Any) -> None:
+    """Raise ValueError if blank images would take part in the balance of experts."""
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            "rows without images get a blank one where ranks wait for each other, which would take "
+            "part in the balance of experts; set router_aux_loss_coef=0.0"
+        )
+
+
 def blank_document(processor: Any) -> dict[str, Any]:
     """Return a document that is one gray image: `input_ids`, and `images` of one row."""
     from PIL import Image as PillowImage

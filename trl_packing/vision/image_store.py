@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # only runs with images need Pillow
 #: The names that a user's column of images may have.
 IMAGE_COLUMNS = ("image", "images")
 
+_FIRST_ROWS = 20
 _ORIENTATION = 0x0112  # EXIF tag; values from 5 exchange width and height
 
 
@@ -151,6 +152,26 @@ def _sizes_of_rows(column: pa.ChunkedArray, stored: np.ndarray, name: str) -> It
             for at, file in enumerate(_files(column[place]))
         ]
         yield np.array(sizes, np.int64).reshape(-1, 2)
+
+
+def holds_addresses(dataset: Dataset) -> bool:
+    """Return whether the first images of a data set are addresses (https://, s3://), not files.
+
+    Their sizes are not known without a download.
+    """
+    for name in (column for column in IMAGE_COLUMNS if column in dataset.column_names):
+        column = dataset.data.column(name)
+        for place in stored_rows(dataset)[:_FIRST_ROWS].tolist():
+            if any(map(_is_address, _files(column[place]))):
+                return True
+    return False
+
+
+def _is_address(file: pa.Scalar) -> bool:
+    if isinstance(file, pa.StructScalar) and file.is_valid and not file["bytes"].is_valid:
+        file = file["path"]
+    is_path = isinstance(file, (pa.StringScalar, pa.LargeStringScalar)) and file.is_valid
+    return is_path and "://" in file.as_py()
 
 
 def _files(found: pa.Scalar) -> list[pa.Scalar]:

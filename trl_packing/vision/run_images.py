@@ -36,11 +36,15 @@ from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.blank_images import StillTower, ranks_wait_for_tower
+from trl_packing.vision.blank_images import (
+    StillTower,
+    check_no_experts_are_balanced,
+    ranks_wait_for_tower,
+)
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
 from trl_packing.vision.families import why_no_family
 from trl_packing.vision.guard import ImageGuard
-from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore
+from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore, holds_addresses
 from trl_packing.vision.loads import RunLoads
 from trl_packing.vision.other_media import check_no_other_media
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
@@ -98,6 +102,9 @@ class RunImages:
             args: settings of the run, which may be None.
             processor: the user's, which may be None.
         """
+        for name, dataset in (("train", train), *_named(evaluated)):
+            if isinstance(dataset, Dataset):
+                check_no_other_media(dataset, name)
         reason = (
             _why_no_version()
             or _why_no_data(train, evaluated, args)
@@ -171,6 +178,8 @@ class RunImages:
             return collator
         model, waits = trainer.model, ranks_wait_for_tower(trainer)
         hide_boundaries(model)
+        if waits:
+            check_no_experts_are_balanced(trainer)
         if waits and not trainer.is_deepspeed_enabled:
             self._tower = StillTower()
             trainer.add_callback(self._tower)
@@ -237,8 +246,12 @@ class RunImages:
         return documents
 
 
+def _named(evaluated: Any) -> list[tuple[str, Any]]:
+    return list(evaluated.items()) if isinstance(evaluated, dict) else [("eval", evaluated)]
+
+
 def _sets(evaluated: Any) -> list[Any]:
-    return list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
+    return [dataset for _, dataset in _named(evaluated)]
 
 
 def _why_no_version() -> str | None:
@@ -259,6 +272,8 @@ def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
     strategy = getattr(args, "packing_strategy", None)
     if getattr(args, "packing", False) and strategy == "wrapped":
         return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
+    if any(map(holds_addresses, sets)):
+        return "images are addresses, whose sizes are unknown without a download"
     text_field = getattr(args, "dataset_text_field", "text")
     for dataset in sets:
         columns = set(dataset.column_names)

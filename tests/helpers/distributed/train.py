@@ -30,6 +30,7 @@ class Scenario:
     prefixes: every document begins as one of so many prompts of up to 64 tokens.
     document_weights: the `loss_weight` of every document, of the evaluation set too.
     sources: the `source` of every document of the evaluation set.
+    sets: documents of each data set of a training set that is a dictionary; empty for a single one.
     trained_sources: the same of the training set.
     shards: of the stream; two ranks do not divide three, so each reads all of them.
     counted_clock: time passes by a second a micro-batch, a hundred an evaluation and a thousand a
@@ -58,6 +59,7 @@ class Scenario:
     prefixes: int = 0
     document_weights: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    sets: dict[str, int] = field(default_factory=dict)
     trained_sources: list[str] = field(default_factory=list)
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
@@ -164,7 +166,15 @@ def _run(scenario: Scenario) -> dict:
         sources = scenario.sources if seed else scenario.trained_sources
         for row, source in zip(rows, sources, strict=False):
             row["source"] = source
-        dataset = Dataset.from_list(rows)
+        if not (scenario.sets and seed == 0):
+            return streamed(Dataset.from_list(rows))
+        left = iter(rows)
+        return {
+            name: streamed(Dataset.from_list([next(left) for _ in range(number)]))
+            for name, number in scenario.sets.items()
+        }
+
+    def streamed(dataset):
         return dataset.to_iterable_dataset(scenario.shards) if scenario.stream else dataset
 
     def correct(prediction):

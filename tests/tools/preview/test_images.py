@@ -1,6 +1,7 @@
 """Rows with images are previewed as the trainer prepares them, and their images are named."""
 
 import re
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -146,7 +147,31 @@ def test_headers_are_read_once_for_the_whole_set(model, processor, tmp_path):
 
 
 def test_runs_that_trl_prepares_are_not_shown(processor, tmp_path):
-    with pytest.raises(ValueError, match="not packed for llama models: TRL's own code"):
+    with pytest.raises(ValueError, match=r"not packed for llama models.*: TRL's own code"):
         run_of(tiny_model("llama"), processor, tmp_path)
     with pytest.raises(ValueError, match="name the model"):
         run_of(None, processor, tmp_path)
+
+
+def test_rows_of_other_tools_are_converted_as_the_docs_say(model, processor, tmp_path):
+    page = (Path(__file__).parents[3] / "docs/images.md").read_text()
+    names: dict = {}
+    code = re.search(r"```python\n(import re\n.*?)\n\n\ndataset = ", page, re.S)
+    exec(code[1], names)
+    turns = [("human", "Look: <image>\nWhat?"), ("gpt", "A dog.")]
+    path = str(tmp_path / "0.png")
+    noise(24, 32, 0).save(path)
+    factory = [{"role": names["ROLES"][role], "content": text} for role, text in turns]
+    llava = [{"from": role, "value": text} for role, text in turns]
+    texts = []
+    for row, removed in (
+        ({"images": [path], "messages": factory}, None),
+        ({"image": path, "conversations": llava}, "conversations"),
+    ):
+        dataset = Dataset.from_list([row]).map(names["with_image_parts"], remove_columns=removed)
+        run = run_of(model, processor, tmp_path, dataset, train_on="assistant")
+        texts.append(run.documents_of_row(0))
+        (shown,) = next(iter(preview_rows(run, [0]))).texts
+        assert "Look: <|vision_start|>[image 32×24, " in shown
+        assert "⟦A dog.<|im_end|>⟧" in shown
+    assert texts[0] == texts[1]

@@ -41,6 +41,9 @@ _LIKE_TRL = {
     "padding_free": ("compare_packing", "CompareArguments"),
 }
 
+# Options that name data.
+_DATA = ("dataset_name", "datasets")
+
 # Packages that train an adapter. The data of these recipes are those of full.py.
 _ADAPTERS = {"lora": ("peft",), "dora": ("peft",), "qlora": ("peft", "bitsandbytes")}
 
@@ -199,7 +202,7 @@ def _recipe_of(options: GivenOptions) -> tuple[str, GivenOptions, str]:
     Raises:
         ValueError: there is none.
     """
-    if not {"model_name_or_path", "dataset_name"} <= options.names:
+    if "model_name_or_path" not in options.names or options.names.isdisjoint(_DATA):
         raise ValueError(
             "name the model and the data (--model NAME --data FILE), a file with both "
             "(--config FILE), or the training script (recipes/sft_packed.py …)"

@@ -25,6 +25,7 @@ from trl_packing.pages.page import (
 )
 from trl_packing.tools.plan.documents import example_documents, strips
 from trl_packing.tools.plan.run_plan import RunPlan
+from trl_packing.tools.plan.sources import sources_section
 from trl_packing.tools.plan.what_if import WhatIf
 from trl_packing.training.prefix_savings import times_fewer
 from trl_packing.training.run_settings import all_settings, installed_versions
@@ -48,6 +49,7 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
     """
     sections = [
         cards(_cards(plan)),
+        sources_section(plan),
         _shapes(plan),
         _max_lengths(plan),
         _ways(plan),
@@ -77,7 +79,8 @@ def _about(plan: RunPlan) -> str:
 def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
     report, counts = plan.report, plan.report.preparation
     tokens, trained = report.tokens or 0, report.trained_tokens or 0
-    yield f"{report.documents:,}", "documents"
+    whole = report.documents_in_data
+    yield f"{report.documents:,}", "documents" if whole is None else f"documents of {whole:,} drawn"
     yield f"{tokens:,}", "tokens"
     yield f"{trained / tokens:.1%}", f"{trained:,} tokens are trained"
     images = report.images
@@ -305,7 +308,8 @@ def _losses(plan: RunPlan) -> str:
     rows += [
         [f"{stage.affected:,} {stage.why}", *_numbers(stage.lost, -1)] for stage in counts.stages
     ]
-    rows.append(["trained in an epoch", *_numbers(counts.after)])
+    kept = "trained in an epoch" if plan.report.documents_in_data is None else "kept"
+    rows.append([kept, *_numbers(counts.after)])
     notes = str(counts).splitlines()[len(counts.stages) :]
     said = [
         f'<p class="what{" warn" * line.startswith("warning")}">{escape(line)}</p>'

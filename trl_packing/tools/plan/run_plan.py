@@ -32,6 +32,7 @@ from trl_packing.tools.plan.what_if import (
 from trl_packing.tools.preview.preview import plan_of, report_on
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.mixture import Mixture, mixture_of
 
 RANKS = (1, 2, 4, 8, 16, 64)
 
@@ -76,6 +77,7 @@ class RunPlan:
         ways: plans of padded batches, bins, and a fixed number of documents a step.
         ranks: plans on other numbers of ranks.
         sharing: plans with each value of `prefix_sharing`; none where documents share nothing.
+        mixture: the sources of the documents; None if they are not known.
     """
 
     run: PreviewedRun
@@ -88,6 +90,7 @@ class RunPlan:
     ways: tuple[Way, ...]
     ranks: tuple[OnRanks, ...]
     sharing: tuple[Sharing, ...]
+    mixture: Mixture | None = None
 
     @property
     def grouped(self) -> bool:
@@ -121,7 +124,7 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     whole = run.unfitted()
     prepared, counts = run.documents() if whole is None else fit(whole, run.preparation)
     documents, sampler = plan_of(run, prepared, ranks=ranks)
-    setup = Setup(run.args, ranks, run.hidden_size, sampler.groups, sampler.loads)
+    setup = Setup(run.args, ranks, run.hidden_size, sampler.groups, sampler.loads, sampler.draw)
     lengths, own = documents.lengths(), run.args.max_length
     limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
     return RunPlan(
@@ -131,12 +134,15 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         epoch=PlannedEpoch.from_sampler(sampler),
         bins=None if sampler.rows else sampler.plan(),
         cut=None if whole is None else CutDocuments.of(whole),
-        # Documents that are cut elsewhere have other prefixes, and other images.
-        what_if=() if whole is None else _what_if(whole, run, setup.of_tokens_alone(), limits),
+        # Documents that are cut elsewhere have other prefixes, images, and numbers in a mixture.
+        what_if=()
+        if whole is None or sampler.draw is not None
+        else _what_if(whole, run, setup.of_tokens_alone(), limits),
         ways=() if sampler.rows else tuple(ways_to_batch(lengths, setup)),
         ranks=tuple(on_ranks(lengths, setup, sorted({*RANKS, ranks}), rows=sampler.rows)),
         # Equal tokens of images may stand for other images.
         sharing=() if sampler.loads is not None else ways_to_share(documents, setup),
+        mixture=mixture_of(documents, run.args),
     )
 
 

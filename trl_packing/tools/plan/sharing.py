@@ -46,12 +46,14 @@ class Sharing:
 def ways_to_share(documents: ArrowDocuments, setup: Setup) -> tuple[Sharing, ...]:
     """Return the epoch with each value; nothing if documents have hardly a prefix in common.
 
+    Nothing either for a mixture, which draws some documents several times.
+
     Args:
         documents: that fit.
         setup: of the run.
     """
     args, options = setup.args, PackingOptions.of(setup.args)
-    if is_packed(documents) or options.static_shapes:
+    if is_packed(documents) or options.static_shapes or setup.draw is not None:
         return ()
     index, lengths = PrefixIndex.of(documents), documents.lengths()
     in_one_row = index.computed_tokens(lengths, index.order, np.array([0, len(lengths)]))

@@ -20,6 +20,7 @@ from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import token_columns
 from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.document_order import document_order
+from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -39,6 +40,7 @@ class Setup:
         hidden_size: the model's, which the balance of ranks depends on.
         groups: documents with common prefixes that share a bin; None for single documents.
         loads: of the images of the documents; None without images.
+        draw: the documents that an epoch of a mixture draws; None draws every document once.
     """
 
     args: Any
@@ -46,6 +48,7 @@ class Setup:
     hidden_size: int | None = None
     groups: PrefixGroups | None = None
     loads: ImageLoads | None = None
+    draw: MixtureDraw | None = None
 
     def with_groups(self, groups: PrefixGroups | None) -> "Setup":
         """Return the same setup for other groups."""
@@ -76,6 +79,7 @@ class Setup:
             ranks=self.ranks,
             hidden_size=self.hidden_size,
             groups=self.groups,
+            draw=self.draw,
             numbers=lengths if getattr(self.args, "curriculum", None) == LENGTH else None,
             loads=loads,
         )
@@ -245,6 +249,7 @@ def _padded(lengths: np.ndarray, sampler: PackedBatchSampler, setup: Setup) -> W
     """Return the padded run of transformers: rows of a micro-batch are as long as the longest."""
     per_step, size = sampler.documents_per_step, setup.args.per_device_train_batch_size
     assert per_step is not None
+    lengths = lengths if sampler.draw is None else lengths[sampler.draw.documents(0)]
     order = document_order(
         sampler.sampling,
         lengths,

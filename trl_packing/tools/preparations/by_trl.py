@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview.source_rows import SourceRows
 
 # The settings of TRL on which tokens and labels depend. The tokenizer of the run has its EOS and
 # padding tokens and its chat template already.
@@ -32,6 +33,11 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
     Raises:
         ValueError: TRL cannot prepare these rows; the message has its reason.
     """
+    if isinstance(run.dataset, SourceRows):
+        raise ValueError(
+            "TRL's trainer takes one data set, and train_dataset is a dictionary of several; "
+            "compare them one by one"
+        )
     if run.images.packs:
         raise ValueError(
             "TRL tokenizes rows with images when it makes a batch, so there are no documents to "

@@ -23,6 +23,7 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
 from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.mixture import mixture_of
 from trl_packing.training.prefix_savings import with_groups
 from trl_packing.training.run_report import order_in_words, plan_report, settings_in_steps
 from trl_packing.training.sampling import limited_loads, prefix_index, training_sampler
@@ -146,6 +147,7 @@ def sampler_of(
         ranks=ranks,
         hidden_size=run.hidden_size,
         index=prefix_index(documents) if _groups(run) else None,
+        mixture=mixture_of(documents, run.args),
         loads=loads,
     )
 
@@ -172,9 +174,11 @@ def report_on(
         prefix_sharing=options.prefix_sharing,
         tokens_per_micro_batch=_static_tokens(run.args),
         given_in_steps=settings_in_steps(run.args),
+        mixture=mixture_of(documents, run.args),
         order=order_in_words(run.args, sampler),
     )
     may_group = sampler.groups is None and find_strategy(run.args.packing_strategy).shuffles
+    may_group &= sampler.draw is None
     if report.prefixes is None or sampler.rows or not may_group:
         return report
     index, lengths = prefix_index(documents), documents.lengths()

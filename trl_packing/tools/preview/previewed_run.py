@@ -32,11 +32,14 @@ from trl_packing.tools.command.settings import (
 )
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.run_rules import first_row, rules_of, training_template
+from trl_packing.tools.preview.source_rows import SourceRows
 from trl_packing.training.arguments import (
     check_arguments,
     generation_config_of,
     reason_for_trl_path,
 )
+from trl_packing.training.mixed_stream import check_stream_is_not_mixed
+from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
 from trl_packing.vision.run_images import RunImages, has_images
 
 # The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
@@ -55,7 +58,7 @@ class PreviewedRun:
 
     Attributes:
         args: a `PackedSFTConfig`, or a plain `SFTConfig`.
-        dataset: the rows; of a stream, the first ones.
+        dataset: the rows; of a stream, the first ones; of a dictionary, those of all data sets.
         preparation: the rules by which rows become documents.
         model: a name or a model, if it is known.
         formatting_func: the user's function from a row to its text.
@@ -66,7 +69,7 @@ class PreviewedRun:
     """
 
     args: Any
-    dataset: Dataset
+    dataset: Any
     preparation: Preparation
     model: Any = None
     formatting_func: Any = None
@@ -111,12 +114,18 @@ class PreviewedRun:
         args, dataset, collator = call.args, call.train_dataset, call.data_collator
         if not isinstance(args, SFTConfig):
             raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
-        if not isinstance(dataset, (Dataset, IterableDataset)):
+        if isinstance(dataset, dict):
+            dataset = SourceSets(dataset, args, collator)
+            first, is_stream = dataset.first, dataset.are_streams
+        elif isinstance(dataset, (Dataset, IterableDataset)):
+            check_stream_is_not_mixed(dataset, PackingOptions.of(args))
+            first, is_stream = dataset, isinstance(dataset, IterableDataset)
+        else:
             raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
-        check_arguments(args, dataset)
+        check_arguments(args, first)
         check_is_backend(PackingOptions.of(args).attention)
         images = RunImages()
-        trl_path = reason_for_trl_path(dataset, collator, packs_images=True)
+        trl_path = reason_for_trl_path(first, collator, packs_images=True)
         if not trl_path and has_images(dataset):
             if call.model is None:
                 raise ValueError("the data set has images, which some models pack; name the model")
@@ -131,11 +140,14 @@ class PreviewedRun:
         if processing_class is None:
             processing_class = processing_class_of(call.model, args)
         generation_config = None if call.model is None else generation_config_of(call.model, args)
-        rows, is_stream = dataset, isinstance(dataset, IterableDataset)
-        if is_stream:
-            rows = Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
+        if isinstance(dataset, SourceSets):
+            sets = {name: _loaded(rows, stream_rows) for name, rows in dataset.datasets.items()}
+            rows: Any = SourceRows(sets)
+            first = next(iter(sets.values()))
+        else:
+            rows = first = _loaded(dataset, stream_rows)
         tokenizer = configure_tokenizer(processing_class, args)
-        first = first_row(rows)
+        first = first_row(first)
         template = training_template(args, tokenizer, first)
         return cls(
             args,
@@ -174,8 +186,11 @@ class PreviewedRun:
         return self._prepare(self.dataset, self.preparation, "train")
 
     def unfitted(self) -> Unfitted | None:
-        """Return the documents before the overflow policy; None if the rows stay as they are."""
-        if self._skips_preparation:
+        """Return the documents before the overflow policy.
+
+        None if the rows stay as they are, and for several data sets, which are prepared one by one.
+        """
+        if self._skips_preparation or isinstance(self.dataset, SourceRows):
             return None
         if records_of(self.dataset):
             return None
@@ -189,6 +204,9 @@ class PreviewedRun:
         The first row is prepared together with it, because the first row decides the format of all
         rows, and whether the flags of messages decide what is trained.
         """
+        if isinstance(self.dataset, SourceRows):
+            source, number = self.dataset.locate(row)
+            return self.of_source(source).documents_of_row(number)
         first, reason = self._documents_of_row_alone(0)
         if row == 0:
             return first, reason
@@ -231,9 +249,24 @@ class PreviewedRun:
     def _skips_preparation(self) -> bool:
         return (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
 
+    def of_source(self, source: str) -> "PreviewedRun":
+        """Return the run of one of several data sets, which is prepared as among the others."""
+        dataset = self.dataset.datasets[source]
+        return replace(self, dataset=dataset, preparation=self._rules(dataset, self.preparation))
+
+    def _rules(self, dataset: Dataset, rules: Preparation) -> Preparation:
+        only = trains_completions(dataset, self.args.completion_only_loss)
+        return replace(rules, row_format=replace(rules.row_format, completion_only=only))
+
     def _prepare(
-        self, dataset: Dataset, preparation: Preparation, name: str
+        self, dataset: Any, preparation: Preparation, name: str
     ) -> tuple[Dataset, PreparationCounts | None]:
+        if isinstance(dataset, SourceRows):
+            return prepare_sources(
+                SourceSets(dataset.datasets, self.args),
+                lambda rows, name: self._prepare(rows, self._rules(rows, preparation), name),
+                self.args,
+            )
         if not self._skips_preparation:
             rows = self._with_tokens_of_images(dataset, preparation, name)
             return prepare(rows, preparation, formatting_func=self.formatting_func, name=name)
@@ -250,6 +283,13 @@ class PreviewedRun:
         if self.images.contradiction is not None:
             raise ValueError(f"{self.images.contradiction}: {_BY_TRL}")
         return documents
+
+
+def _loaded(dataset: Dataset | IterableDataset, stream_rows: int) -> Dataset:
+    """Return a data set as it is, and the first rows of a stream."""
+    if isinstance(dataset, Dataset):
+        return dataset
+    return Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class PackedEpoch:
             ranks: data-parallel processes.
 
         Raises:
-            ValueError: preparation refuses the data, or they are a stream.
+            ValueError: preparation refuses the data, or they are a stream or a mixture.
         """
         if run.is_stream:
             raise ValueError(
@@ -85,6 +85,11 @@ class PackedEpoch:
         traced = trace_documents(run)
         documents = documents_of(traced.dataset, None)
         sampler = sampler_of(run, documents, ranks=ranks)
+        if sampler.draw is not None:
+            raise ValueError(
+                "an epoch of a mixture draws some documents several times, which the page of rows "
+                "cannot show; leave mixture out to see the rows of all documents"
+            )
         collator = collator_of(run, sampler)
         return cls(run, traced, sampler, documents, collator, _without_stop(documents, run))
 

@@ -1,0 +1,178 @@
+"""`datasets:` of TRL's sft.py works in sft_packed.py, and shares beside it reach the trainer."""
+
+import json
+
+import pytest
+import yaml
+from datasets import concatenate_datasets
+from trl import DatasetMixtureConfig, get_dataset
+
+from trl_packing.recipes import sft_packed
+from trl_packing.recipes.recipe_data import InputError
+from trl_packing.recipes.recipe_mixture import SourceConfig, load_sources
+from trl_packing.tools.command.training_command import TrainingCommand
+
+A = [{"prompt": f"What is {i}?", "completion": f"A number: {i}."} for i in range(30)]
+B = [{"prompt": f"And {i}?", "completion": f"Another: {i}."} for i in range(12)]
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, str]:
+    """Return the names of two files, by their sources."""
+    for name, rows in (("a", A), ("b", B)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    return {name: str(tmp_path / f"{name}.jsonl") for name in ("a", "b")}
+
+
+def config_of(tmp_path, entries, **more) -> str:
+    path = tmp_path / "run.yaml"
+    settings = {
+        "model_name_or_path": str(sft_packed.DEMO_FILES / "tokenizer"),
+        "datasets": entries,
+        "max_length": 128,
+        "output_dir": str(tmp_path / "out"),
+        "report_to": "none",
+        **more,
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def by_trl(entries):
+    """Return the training rows of TRL's own reader, which takes a file by its format."""
+    given = [
+        {"path": "json", "data_files": entry["path"]} | {k: entry[k] for k in entry if k != "path"}
+        for entry in entries
+    ]
+    return get_dataset(DatasetMixtureConfig(datasets=given))["train"]
+
+
+@pytest.mark.parametrize(
+    "shares", [({}, {}), ({"fraction": 0.5}, {"fraction": 0.5}), ({"fraction": 3}, {"fraction": 1})]
+)
+def test_the_rows_are_those_of_trl(files, shares):
+    entries = [{"path": file, **share} for file, share in zip(files.values(), shares, strict=True)]
+    loaded = load_sources(
+        [SourceConfig(**entry) for entry in entries], streaming=False, test_size=None, seed=0
+    )
+    assert list(loaded.train) == ["a", "b"]
+    ours = concatenate_datasets([*loaded.train.values()])
+    assert list(ours) == list(by_trl(entries))
+
+
+def test_a_share_of_all_rows_is_held_out(files):
+    entries = [SourceConfig(path=file) for file in files.values()]
+    train, test, *_ = load_sources(entries, streaming=False, test_size=0.25, seed=1)
+    kept = [tuple(row.values()) for part in train.values() for row in part]
+    held_out = [tuple(row.values()) for part in test.values() for row in part]
+    assert len(held_out) == 11
+    assert sorted(kept + held_out) == sorted(tuple(row.values()) for row in A + B)
+
+
+def test_names_are_told_apart(tmp_path, files):
+    entries = [SourceConfig(path=files["a"]), SourceConfig(path=files["a"], source="b")]
+    entries += [SourceConfig(path=files["a"]), SourceConfig(path="json", data_files=files["b"])]
+    loaded = load_sources(entries, streaming=False, test_size=None, seed=0)
+    assert list(loaded.train) == ["a", "b", "a-2", "b-2"]
+
+
+def call_of(config, *more):
+    """Return the arguments of the trainer that the recipe would build."""
+    return TrainingCommand.from_words(["--config", config, *more]).trainer_call()
+
+
+def test_weights_and_epochs_become_the_mixture_of_the_run(tmp_path, files):
+    entries = [
+        {"path": files["a"], "epochs": 0.5, "source": "numbers"},
+        {"path": files["b"], "epochs": 2},
+    ]
+    call = call_of(config_of(tmp_path, entries))
+    assert call.args.mixture == {"numbers": {"epochs": 0.5}, "b": {"epochs": 2}}
+    assert {name: len(rows) for name, rows in call.train_dataset.items()} == {
+        "numbers": 30,
+        "b": 12,
+    }
+
+
+def test_data_sets_of_other_forms_need_no_common_columns(tmp_path, files):
+    chat = tmp_path / "chat.jsonl"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    chat.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(4)))
+    question = tmp_path / "qa.jsonl"
+    question.write_text('{"question": "Two?", "answer": "Two."}\n' * 4)
+    alpaca = tmp_path / "alpaca.jsonl"
+    alpaca.write_text('{"instruction": "Three?", "output": "Three."}\n' * 4)
+    own = {"prompt_column": "instruction", "completion_column": "output"}
+    entries = [{"path": str(chat)}, {"path": str(question)}, {"path": str(alpaca), **own}]
+    named = {"prompt_column": "question", "completion_column": "answer"}
+    sets = call_of(config_of(tmp_path, entries, **named)).train_dataset
+    columns = {name: rows.column_names for name, rows in sets.items()}
+    pairs = ["prompt", "completion"]
+    assert columns == {"chat": ["messages"], "qa": pairs, "alpaca": pairs}
+    assert sets["alpaca"][0] == {"prompt": "Three?", "completion": "Three."}
+    with pytest.raises(ValueError, match="the data set alpaca: no column to train on"):
+        call_of(config_of(tmp_path, [*entries[:2], {"path": str(alpaca)}], **named))
+
+
+def test_streams_are_read_as_streams(tmp_path, files):
+    entries = [{"path": file, "weight": 1} for file in files.values()]
+    call = call_of(config_of(tmp_path, entries, streaming=True, max_steps=1))
+    assert list(call.train_dataset["b"]) == B
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"fractoin": 1}, "entry 1: 'fractoin' is unknown; choose among path, name"),
+        ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"fraction": 1}, "fraction must be set for all entries of datasets, or for none"),
+        ({"columns": ["text"]}, "has no column 'text' among prompt, completion"),
+        ({"weight": 1, "epochs": 1}, "the entry 'a' of datasets has a weight and epochs"),
+        ({"source": "b"}, None),
+    ],
+)
+def test_a_wrong_entry_is_one_sentence(tmp_path, files, change, sentence):
+    config = config_of(tmp_path, [{"path": files["a"], **change}, {"path": files["b"]}])
+    if sentence is None:
+        assert list(call_of(config).train_dataset) == ["b", "b-2"]
+        return
+    with pytest.raises((InputError, ValueError), match=sentence):
+        call_of(config)
+
+
+def test_evaluation_needs_rows_that_are_held_out(tmp_path, files):
+    config = config_of(tmp_path, [{"path": file} for file in files.values()], eval_strategy="steps")
+    with pytest.raises(ValueError, match="evaluation needs a test_split_size"):
+        call_of(config)
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_a_mixture(tmp_path, files, capsys):
+    model = tmp_path / "model"
+    sft_packed.main(
+        [
+            "--output_dir",
+            str(model),
+            "--max_steps",
+            "1",
+            "--num_samples",
+            "0",
+            "--run_page",
+            "false",
+        ]
+    )
+    entries = [{"path": files["a"], "epochs": 0.5}, {"path": files["b"], "epochs": 2}]
+    config = config_of(
+        tmp_path,
+        entries,
+        model_name_or_path=str(model),
+        max_steps=2,
+        test_split_size=0.2,
+        source_column="source",
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    metrics = sft_packed.main(["--config", config])
+    assert {"eval_loss", "eval_loss_a", "eval_loss_b"} <= metrics.keys()
+    assert " drawn of " in capsys.readouterr().out

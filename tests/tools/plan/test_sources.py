@@ -1,0 +1,95 @@
+"""A run on several data sets is shown as it is trained: rows, documents, sources, steps."""
+
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.plan.page import plan_page
+from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.plan.sources import shares_of_steps
+from trl_packing.tools.preparations.by_trl import documents_by_trl
+from trl_packing.tools.preview.preview import preview_epoch, preview_rows
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.rows.packed_rows import PackedEpoch
+
+FORMS = ("language_modeling", "prompt_completion", "conversational_prompt_completion")
+MIXTURE = {"prompt_completion": {"epochs": 2.5}, "language_modeling": {"weight": 1}}
+
+
+def settings(folder, **more) -> PackedSFTConfig:
+    options = {"max_length": 64, "use_cpu": True, "bf16": False, "report_to": "none"}
+    return PackedSFTConfig(str(folder), isolation_check="off", **options, **more)
+
+
+def run_of(sets, folder, **more) -> PreviewedRun:
+    tokenizer = tiny_tokenizer(chat="generation")
+    return PreviewedRun.from_call(TrainerCall(None, settings(folder, **more), sets, tokenizer))
+
+
+def forms() -> dict[str, Dataset]:
+    return {name: tiny_dataset(name, 12) for name in FORMS}
+
+
+def test_the_report_is_that_of_the_trainer(tmp_path):
+    shown = preview_epoch(run_of(forms(), tmp_path, mixture=MIXTURE))
+    trainer = PackedSFTTrainer(
+        tiny_model(),
+        settings(tmp_path, mixture=MIXTURE),
+        train_dataset=forms(),
+        processing_class=tiny_tokenizer(chat="generation"),
+    )
+    trained = json.loads(trainer.packing_report.to_json())
+    found = json.loads(shown.to_json())
+    for name in ("documents", "tokens", "trained_tokens", "bins", "sources", "steps_per_epoch"):
+        assert found[name] == trained[name]
+    assert [source["drawn"] for source in found["sources"]] == [12, 12, 30]
+
+
+def test_rows_are_numbered_through_and_shown_as_of_their_source(tmp_path):
+    run = run_of(forms(), tmp_path)
+    shown = [row.tokens[0]["labels"] for row in preview_rows(run, [5, 12 + 5, 24 + 5])]
+    for labels, (name, rows) in zip(shown, forms().items(), strict=True):
+        (alone,) = preview_rows(run_of(rows, tmp_path), [5])
+        assert list(labels) == list(alone.tokens[0]["labels"]), name
+    with pytest.raises(ValueError, match="row 36 is not among the 36 rows"):
+        list(preview_rows(run, [36]))
+
+
+def test_the_rows_of_an_epoch_come_from_their_data_sets(tmp_path):
+    epoch = PackedEpoch.of(run_of(forms(), tmp_path))
+    assert sorted(epoch.traced.rows) == list(range(36))
+    with pytest.raises(ValueError, match="draws some documents several times"):
+        PackedEpoch.of(run_of(forms(), tmp_path, mixture=MIXTURE))
+
+
+def test_trl_prepares_one_data_set(tmp_path):
+    with pytest.raises(ValueError, match="compare them one by one"):
+        documents_by_trl(run_of(forms(), tmp_path))
+
+
+def test_the_page_shows_what_an_epoch_draws_of_each_source(tmp_path):
+    rows = documents_of_lengths([5 + i % 11 for i in range(300)])
+    sets = {"large": Dataset.from_list(rows[:250]), "small": Dataset.from_list(rows[250:])}
+    options = {"mixture": {"small": {"epochs": 2.5}}, "documents_per_step": 15}
+    plan = plan_run(run_of(sets, tmp_path, **options))
+    shares = shares_of_steps(plan)
+    tokens = np.array([source.tokens for source in plan.report.sources])
+    assert shares.mean(0) == pytest.approx(tokens / tokens.sum(), abs=0.01)
+    assert shares.std(0).max() < 0.05
+    page = plan_page(plan)
+    for text in ("<h2>Sources", "large", "small", "2.5×", "375", "documents of 300 drawn"):
+        assert text in page
+
+
+def test_streams_are_shown_by_their_first_rows(tmp_path):
+    streams = {name: rows.to_iterable_dataset() for name, rows in forms().items()}
+    weights = {name: {"weight": 1} for name in FORMS}
+    run = run_of(streams, tmp_path, mixture=weights, max_steps=1)
+    assert run.is_stream
+    assert len(run.dataset) == 36
+    assert preview_epoch(run).documents == 36

@@ -1,0 +1,195 @@
+"""A training set of several data sets, each a source: prepared one by one, then trained as one.
+
+    {"math": rows with prompt, completion          →  documents  ┐
+     "chat": rows with messages}                   →  documents  ┴→  one data set, column SOURCE
+
+Rows of different forms have no common columns, but their documents have. A documents' table is not
+copied: `datasets` joins the files.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    concatenate_datasets,
+)
+
+from trl_packing.config import PackingOptions
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    SEQ_LENGTHS,
+    SOURCE,
+    TOKEN_COLUMNS,
+    TOKEN_WEIGHTS,
+)
+from trl_packing.packing.document_order import packing_seed
+from trl_packing.training.arguments import reason_for_trl_path
+from trl_packing.training.mixed_stream import join_streams, stream_shares
+
+_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS)
+
+
+class SourceSets:
+    """The data sets of a training set that is a dictionary.
+
+    Args:
+        datasets: by the names of their sources.
+        args: the settings of the run, which may be None.
+        collator: the user's, which may be None.
+
+    Attributes:
+        datasets: the user's.
+        first: one of them, which stands for all in TRL's constructor.
+
+    Raises:
+        ValueError: they cannot be trained together.
+    """
+
+    def __init__(self, datasets: Mapping[Any, Any], args: Any = None, collator: Any = None):
+        check_source_sets(datasets, collator)
+        if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+            raise ValueError(
+                "skip_prepare_dataset=True takes one data set as it is, and train_dataset is a "
+                "dictionary; leave it out (a tokenized data set is not tokenized again)"
+            )
+        self.datasets: dict[str, Any] = dict(datasets)
+        self.first = next(iter(self.datasets.values()))
+
+    @property
+    def are_streams(self) -> bool:
+        return isinstance(self.first, IterableDataset)
+
+
+def check_source_sets(datasets: Mapping[Any, Any], collator: Any = None) -> None:
+    """Raise ValueError for a dictionary that is no training set."""
+    if isinstance(datasets, (DatasetDict, IterableDatasetDict)):
+        raise ValueError(
+            f"train_dataset is a {type(datasets).__name__} of the splits {', '.join(datasets)}; "
+            "pass one of them, or a plain dictionary of data sets to train as sources"
+        )
+    if not datasets:
+        raise ValueError("train_dataset is an empty dictionary; it needs a data set")
+    kinds = {type(dataset) for dataset in datasets.values()}
+    for name, dataset in datasets.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"train_dataset has the key {name!r}; sources have names (texts)")
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            raise ValueError(
+                f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
+                "IterableDataset"
+            )
+        if {"image", "images"} & set(dataset.column_names or ()):
+            raise ValueError(
+                f"train_dataset[{name!r}] has images, which a dictionary of data sets cannot have; "
+                "pass one data set, and name its sources with source_column"
+            )
+        if reason := reason_for_trl_path(dataset, collator):
+            raise ValueError(
+                f"train_dataset is a dictionary, which only packed runs train, but {reason}; pass "
+                "one data set, or leave that out"
+            )
+    if len(kinds) > 1:
+        raise ValueError(
+            "train_dataset has streams beside data sets with a length; make all of them streams "
+            "(dataset.to_iterable_dataset()), or load all of them"
+        )
+
+
+def join_documents(documents: Mapping[str, Dataset], named: str | None = None) -> Dataset:
+    """Return the documents of all sources, with the column SOURCE.
+
+    Args:
+        documents: prepared, by the names of their sources.
+        named: a column that is kept if all of them have it.
+
+    Raises:
+        ValueError: some rows were packed before, and others were not.
+    """
+    columns = [name for name in _COLUMNS if any(name in d.column_names for d in documents.values())]
+    if all(named in dataset.column_names for dataset in documents.values()):
+        columns.append(str(named))
+    packed = [name for name, d in documents.items() if SEQ_LENGTHS in d.column_names]
+    if packed and len(packed) < len(documents):
+        raise ValueError(
+            f"rows of train_dataset[{packed[0]!r}] were packed before (they have seq_lengths), and "
+            "others were not; pass documents everywhere"
+        )
+    parts = [_with_columns(dataset, columns) for dataset in documents.values()]
+    features = parts[0].features
+    parts = [part if part.features == features else part.cast(features) for part in parts]
+    joined = concatenate_datasets(parts)
+    ids = np.repeat(np.arange(len(parts)), [*map(len, parts)])
+    feature = ClassLabel(names=[*documents])
+    return joined.add_column(SOURCE, ids, feature=feature)
+
+
+def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
+    """Return `dataset` with these columns alone; weights that are missing are 1."""
+    if DOCUMENT_WEIGHT in columns and DOCUMENT_WEIGHT not in dataset.column_names:
+        ones: Any = np.ones(len(dataset))
+        dataset = dataset.add_column(DOCUMENT_WEIGHT, ones)
+    if TOKEN_WEIGHTS in columns and TOKEN_WEIGHTS not in dataset.column_names:
+        dataset = dataset.map(_with_unit_weights, batched=True, desc="Adding weights")
+    return dataset.select_columns(columns).with_format(None)
+
+
+def _with_unit_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {TOKEN_WEIGHTS: [[1.0] * len(ids) for ids in batch["input_ids"]]}
+
+
+def join_counts(counts: Mapping[str, PreparationCounts | None]) -> PreparationCounts | None:
+    """Return the counts of all sources together; their notes name the source."""
+    known = {name: found for name, found in counts.items() if found is not None}
+    if not known:
+        return None
+    notes = tuple(f"{name}: {note}" for name, found in known.items() for note in found.notes)
+    total = sum((replace(found, notes=()) for found in known.values()), PreparationCounts())
+    return replace(total, notes=notes)
+
+
+def prepare_sources(
+    sets: SourceSets | None,
+    prepare: Callable[[Any, str], tuple[Any, PreparationCounts | None]],
+    args: Any,
+    dataset: Any = None,
+    name: str = "train",
+) -> tuple[Any, PreparationCounts | None]:
+    """Return the documents of all sources, and counts of what was kept and lost.
+
+    Args:
+        sets: the user's.
+        prepare: does the same for a data set and its name.
+        args: the settings of the run.
+        dataset: a data set that is prepared alone, unless it stands for `sets`.
+        name: of that data set.
+    """
+    if sets is None or (dataset is not None and dataset is not sets.first):
+        return prepare(dataset, name)
+    prepared = {name: prepare(dataset, name) for name, dataset in sets.datasets.items()}
+    documents = {name: found for name, (found, _) in prepared.items()}
+    options = PackingOptions.of(args)
+    if not sets.are_streams:
+        counts = join_counts({name: counts for name, (_, counts) in prepared.items()})
+        return join_documents(documents, options.source_column), counts
+    shares = stream_shares([*documents], options)
+    return join_streams(documents, shares, packing_seed(args)), None
+
+
+def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
+    """Return whether only completions of `dataset` are trained, as TRL decides for it alone.
+
+    Args:
+        dataset: the user's rows.
+        completion_only: `completion_only_loss` of the settings.
+    """
+    if completion_only is not None:
+        return completion_only
+    return {"prompt", "completion"} <= set(dataset.column_names or next(iter(dataset), {}))
