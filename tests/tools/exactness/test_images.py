@@ -39,6 +39,22 @@ def test_a_packed_type_is_exact_with_images(name):
     assert found.error <= found.tolerance <= 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paddleocr_vl", "granite_docling"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packing": False, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"documents_per_step": 8, "max_length": 400, "gradient_checkpointing": True}
+        | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    ],
+    ids=["padding-free", "several bins"],
+)
+def test_a_step_of_several_micro_batches_is_exact_with_images(name, options):
+    found = judge_images(name, **options)
+    assert found.outcome == "exact", found
+
+
 def test_the_rows_have_one_two_and_no_images_of_different_sizes():
     rows = image_rows()
     assert {len(row["images"]) for row in rows} == {0, 1, 2}
