@@ -7,49 +7,65 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.one_step import ONE_STEP
-from helpers.vision import NAMES, image_dataset, noise, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.tools.exactness import tiny_processors, tiny_vision
 from trl_packing.training.image_counts import ImageCounts
+from trl_packing.vision import families
 from trl_packing.vision.placeholders import Placeholders
 from trl_packing.vision.tower_cost import TowerCost, patch_size_of
 
 SIZES = [(20, 36), (90, 30), (33, 120), (64, 64)]
 
 _FAST = {"qwen2_5_vl", "llava_next", "mistral3"}
-FAMILIES = [pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow) for name in NAMES]
+FAMILIES = [
+    pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow)
+    for name in families.FAMILIES
+]
 
 # GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 
 class TowerPositions:
-    """Counts the positions of the vision tower of a model: outputs of its convolution of pixels."""
+    """Counts the positions of the vision tower of a model: outputs of its layer of pixels."""
 
     def __init__(self, model):
         self.calls = []
-        kinds = (torch.nn.Conv2d, torch.nn.Conv3d)
-        of_pixels = [m for m in model.modules() if isinstance(m, kinds) and m.in_channels == 3]
-        assert len(of_pixels) == 1
-        of_pixels[0].register_forward_hook(self._count)
+        of_pixels = [
+            module for name, module in model.named_modules() if _reads_pixels(name, module)
+        ]
+        assert of_pixels
+        for module in of_pixels:
+            module.register_forward_hook(self._count)
 
-    def _count(self, convolution, _, output):
-        self.calls.append(output.numel() // convolution.out_channels)
+    def _count(self, module, _, output):
+        width = getattr(module, "out_channels", None) or module.out_features
+        self.calls.append(output.numel() // width)
+
+
+def _reads_pixels(name, module):
+    if isinstance(module, torch.nn.Linear):
+        return name.endswith("patch_embedder.input_proj")  # gemma4
+    return isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)) and module.in_channels == 3
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patches_by_size_are_those_of_the_tower(name):
-    processor = tiny_processor(name)
-    model = tiny_vision_model(name, processor).eval()
+    processor = tiny_processors.tiny_processor(name)
+    model = tiny_vision.tiny_vision_model(name, processor).eval()
     tower = TowerPositions(model)
     placeholders = Placeholders(processor, patch_size_of(model.config))
     placeholders.learn((*size, 1) for size in SIZES)
     collate = DataCollatorForVisionLanguageModeling(processor)
-    user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}
+    user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "is"}]}
     for height, width in SIZES:
-        batch = collate([{"images": [noise(height, width, 0)], "messages": [user]}])
+        images = [noise(height, width, 0)]
+        batch = collate([{"images": images, "prompt": [user], "completion": [answer]}])
         tower.calls.clear()
         with torch.no_grad():
             model(**batch)
@@ -58,7 +74,8 @@ def test_patches_by_size_are_those_of_the_tower(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_cost_of_a_tower_follows_from_its_config(name):
-    config = tiny_vision_model(name, tiny_processor(name)).config
+    processor = tiny_processors.tiny_processor(name)
+    config = tiny_vision.tiny_vision_model(name, processor).config
     costs = TowerCost.of(config).of_images(np.array([8, 16, 64]))
     assert (costs[1:] > 1.99 * costs[:-1]).all()
     assert costs[0] > 0

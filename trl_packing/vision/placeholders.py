@@ -28,6 +28,7 @@ Size = tuple[int, int, int]
 _TRIALS: tuple[Size, ...] = (
     *((112, 168, 1), (300, 224, 1), (640, 427, 1)),
     *((96, 480, 1), (1000, 1000, 1)),  # other grids of tiles
+    *((70, 210, 1), (210, 126, 1)),  # odd numbers of patches
 )
 _PROGRESS = 50  # sizes from which measuring them shows a progress bar
 
