@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.vision import NAMES, noise, tiny_processor, tiny_vision_model
+from helpers.vision import noise, tiny_processor, tiny_vision_model
 
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.tools.exactness import tiny_processors, tiny_vision
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.blank_images import (
     StillTower,
@@ -20,13 +21,14 @@ from trl_packing.vision.blank_images import (
     parameters_of_images,
     ranks_wait_for_tower,
 )
+from trl_packing.vision.families import FAMILIES
 from trl_packing.vision.image_store import ImageStore
 from trl_packing.vision.tower import hide_boundaries
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 _FAST = {"qwen2_5_vl", "llava_next"}
-FAMILIES = [pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow) for name in NAMES]
+_FAMILIES = [n if n in _FAST else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
 TEXTS = [{"input_ids": np.arange(20, 45)}, {"input_ids": np.arange(50, 62)}]
 
 
@@ -45,29 +47,36 @@ def step(model, batch):
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def texts(tokenizer):
+    """Return two documents without special tokens."""
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    ids = [token for token in range(len(tokenizer)) if token not in special]
+    return [{"input_ids": np.resize(ids, 25)}, {"input_ids": np.resize(ids[::-1], 12)}]
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_rows_without_images_train_the_same_and_give_the_tower_zeros(name):
-    processor = tiny_processor(name)
-    model = tiny_vision_model(name, processor)
+    processor = tiny_processors.tiny_processor(name)
+    model = tiny_vision.tiny_vision_model(name, processor)
     hide_boundaries(model)
-    backend = "mask" if name == "gemma3" else "documents"
-    install_attention(model, resolve_attention(model, backend, device="cpu", dtype=torch.float32))
-    loss, gradients = step(model, collator(model, processor, fills_rows=False)(TEXTS))
-    filled = collator(model, processor, fills_rows=True)(TEXTS)
-    found, others = step(model, filled)
+    install_attention(model, resolve_attention(model, "mask", device="cpu", dtype=torch.float32))
+    documents = texts(processor.tokenizer)
+    loss, plain = step(model, collator(model, processor, fills_rows=False)(documents))
+    collate = collator(model, processor, fills_rows=True)
+    found, filled = step(model, collate(documents))
     assert found == pytest.approx(loss, rel=1e-6)
     of_images = {id(p) for p in parameters_of_images(model)}
-    for key, parameter in model.named_parameters():
-        if gradients[key] is None:
-            assert id(parameter) in of_images, key
-            assert others[key] is None or not others[key].any(), key
-        else:
-            assert id(parameter) not in of_images, key
-            torch.testing.assert_close(others[key], gradients[key], rtol=1e-4, atol=1e-6)
-    seen = [key for key in others if others[key] is not None and gradients[key] is None]
-    with_image = collator(model, processor, fills_rows=True)([blank_document(processor), *TEXTS])
-    _, trained = step(model, with_image)
-    assert seen == [key for key in trained if trained[key] is not None and gradients[key] is None]
+    seen = {name for name in filled if filled[name] is not None and plain[name] is None}
+    assert seen
+    for name, parameter in model.named_parameters():
+        if name in seen:
+            assert id(parameter) in of_images, name
+            assert not filled[name].any(), name
+        elif plain[name] is not None:
+            assert id(parameter) not in of_images, name
+            torch.testing.assert_close(filled[name], plain[name], rtol=1e-4, atol=1e-6)
+    _, trained = step(model, collate([blank_document(processor), *documents]))
+    assert seen == {name for name in trained if trained[name] is not None and plain[name] is None}
 
 
 def test_the_blank_image_is_padding_of_its_row():
