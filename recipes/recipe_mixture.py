@@ -22,6 +22,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from trl.scripts.utils import DatasetConfig
 
 from trl_packing.data.dataset import LOADERS
+from trl_packing.data.prepared import is_prepared, load_prepared
 from trl_packing.recipes.recipe_data import NAMING, AnyDataset, InputError
 
 
@@ -141,6 +142,8 @@ def _names(entries: Sequence[SourceConfig]) -> list[str]:
 def _load(entry: SourceConfig, *, streaming: bool) -> AnyDataset:
     path, options = Path(entry.path).expanduser(), {"data_files": entry.data_files}
     loader = entry.path
+    if is_prepared(path):
+        return load_prepared(path, entry.split)
     if path.is_file() and path.suffix in LOADERS:
         loader, options["data_files"] = LOADERS[path.suffix], str(path)
     elif path.suffix in LOADERS:

@@ -161,7 +161,7 @@ class PackingOptions:
         metadata={
             "help": "With images: most patches of the vision tower in a bin, beside the tokens of "
             "max_length, so that no micro-batch needs much more memory than others. Default: the "
-            "fewest to which bins can be limited with at most 1 % more bins."
+            "fewest to which bins can be limited with at most one percent more of them."
         },
     )
     prefix_sharing: str = _choice(

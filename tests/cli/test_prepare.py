@@ -10,8 +10,10 @@ from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
 from trl_packing.cli.prepare import _interrupts_this_process_alone, _places
+from trl_packing.data.prepared import records_of
 from trl_packing.formatting import tokenize_rows
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+from trl_packing.recipes.recipe_mixture import SourceConfig, load_sources
 
 
 @pytest.fixture
@@ -191,6 +193,13 @@ def test_a_test_split_must_have_been_prepared(place):
     assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
     with pytest.raises(InputError, match="was prepared without a test split"):
         load_documents(DataArguments(dataset_name="out"), needs_test=True)
+
+
+def test_an_entry_of_datasets_can_be_a_folder(place):
+    prepare_pairs()
+    rows = load_sources([SourceConfig(path="out")], streaming=False, test_size=None, seed=0).train
+    assert {name: len(each) for name, each in rows.items()} == {"out": 15}
+    assert records_of(rows["out"])
 
 
 @pytest.mark.slow

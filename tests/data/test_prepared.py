@@ -40,6 +40,7 @@ CASES = {
     "weights": (chats(weights=True), {}),
     "sources": (chats(sources=True), {"source_column": "source"}),
     "split": (chats(), {"max_length": 24, "overflow": "split"}),
+    "overlap": (chats(), {"max_length": 24, "overflow": "overlap"}),
     "drop": (chats(), {"max_length": 56, "overflow": "drop"}),
     "prompts cut": (chats(), {"max_length": 40, "train_on": "assistant"}),
     "wrapped": (chats(), {"max_length": 24, "packing_strategy": "wrapped"}),
@@ -136,6 +137,14 @@ def test_packing_may_change_where_it_changes_no_document(tmp_path):
             documents_of(call_for(prepared, packing=not packing))
 
 
+def test_a_default_overlap_is_compared_by_its_tokens(tmp_path):
+    prepared = made(tmp_path / "out", call_for(chats(), max_length=32, overflow="overlap"))
+    same = call_for(prepared, max_length=32, overflow="overlap", overlap_tokens=4)
+    assert documents_of(same)[0] is prepared
+    with pytest.raises(ValueError, match="overlap_tokens=4 there and 5 here"):
+        documents_of(call_for(prepared, max_length=32, overflow="overlap", overlap_tokens=5))
+
+
 def test_flags_of_messages_need_the_same_kind_of_settings(tmp_path):
     prepared = made(tmp_path / "out", call_for(chats(weights=True)))
     args = SFTConfig("unused", max_length=64, packing=True, use_cpu=True, bf16=False)
@@ -208,6 +217,9 @@ NOT_COMPARED = {
     "loss_weighting",
     "max_patches",
     "packing_strategy",  # by the overflow policy that it implies
+    "mixture",  # drawn from documents
+    "mixture_temperature",
+    "mixture_unit",
     "pad_to_multiple_of",
     "padding_free",
     "prefix_group_size",

@@ -130,6 +130,7 @@ FEATURES = (
         "source_column",
         {**_EVALUATES, "source_column": "source"},
         lambda: {"eval_dataset": _with_sources(_conversations(4))},
+        data=_with_sources,
         instead_of=("evaluation",),
     ),
     Feature(
@@ -151,6 +152,7 @@ FEATURES = (
         {"mixture": {"a": {"weight": 3}, "b": {"weight": 1}}},
         data=_as_sources,
     ),
+    Feature("curriculum", {"curriculum": "length"}),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),

@@ -97,6 +97,22 @@ def test_a_prepared_run_trains_what_the_rows_train(tmp_path, run):
 
 
 @pytest.mark.slow
+def test_a_mixture_of_prepared_sets_trains_what_their_rows_train(tmp_path):
+    rows = {"chats": chats(), "pairs": tiny_dataset("prompt_completion")}
+    documents = {name: prepared(tmp_path / name, each)[0] for name, each in rows.items()}
+    changes = {"mixture": {"chats": {"weight": 2}, "pairs": {"weight": 1}}}
+    first = trained(tmp_path / "rows", rows, **changes)
+    second = trained(tmp_path / "prepared", documents, **changes)
+    assert second[0] == first[0]
+    assert second[2] == first[2]
+    for name, weight in first[1].items():
+        assert torch.equal(second[1][name], weight), name
+    other = prepared(tmp_path / "other", rows["pairs"], max_length=32)[0]
+    with pytest.raises(ValueError, match="max_length=32 there and 64 here"):
+        trainer_for(tmp_path / "run", documents | {"pairs": other}, **changes)
+
+
+@pytest.mark.slow
 def test_the_comparison_of_this_test_sees_other_documents(tmp_path):
     documents, _ = prepared(tmp_path, chats(), train_on="assistant")
     first = trained(tmp_path / "a", documents, train_on="assistant")

@@ -147,7 +147,8 @@ def _line(text: str, number: int) -> str:
 def _settings(rules: Preparation, facts: RowFacts) -> dict[str, Any]:
     """Return the settings that shape documents, by name, with their defaults resolved."""
     args, options = rules.args, rules.options
-    overflow = asdict(Overflow.from_args(args, rules.packing))
+    policy = Overflow.from_args(args, rules.packing)
+    overflow = asdict(policy) | {"overlap_tokens": policy.overlap}
     del overflow["running_text"], overflow["drops_as_padded"]  # for messages; follows from packing
     completion_only = args.completion_only_loss
     settings = {

@@ -114,7 +114,7 @@ def test_shared_prefixes_are_tried_by_the_chosen_backend(trials):
     assert trials.prefixes.difference < trials.prefixes.tolerance < trials.prefixes.leak / 2
     finding = prefixes_of(trials)
     assert finding.status == "ok"
-    assert finding.text.startswith("computed once by documents; exact, by ")
+    assert finding.text.startswith("exact, by ")
 
 
 def test_siblings_that_see_each_other_differ(trials, monkeypatch):

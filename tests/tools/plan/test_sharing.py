@@ -74,6 +74,15 @@ def test_the_page_shows_the_ways_and_what_the_run_shares():
     assert all(float(left) + float(width) <= 100.01 for left, width in widths)
 
 
+@pytest.mark.parametrize("sharing", ["bin", "group"])
+def test_strips_of_groups_show_no_free_room(sharing):
+    """Documents are drawn whole, and bins are filled by tokens that some of them share."""
+    page = plan_page(plan_run(previewed(answers(), "--prefix_sharing", sharing)))
+    shows_room = sharing == "bin"
+    assert ('<div class="strips">' in page) == ('class="free"' in page) == shows_room
+    assert ("also where it shares tokens" in page) != shows_room
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_the_plan_names_groups_where_they_save_clearly_more(name):
     off = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "off"))

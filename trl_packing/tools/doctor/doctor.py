@@ -196,7 +196,7 @@ def _shared_prefixes(trial: Trial) -> Finding:
     text = f"{trial.verdict}, by {trial.difference:.0e} (a leak: {trial.leak:.1g})"
     if trial.verdict == "differs":
         return Finding("note", name, text + without)
-    return Finding("ok", name, f"computed once by {trial.backend}; {text}")
+    return Finding("ok", name, text)
 
 
 # --- disk and hub ---------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def strips(plan: RunPlan) -> str:
         step, rank = at // epoch.slots + 1, at % epoch.ranks
         name = f"step {step:,}" + f", rank {rank}" * (epoch.ranks > 1)
         rows.append(f"<span>{name}</span>{strip}")
-    kind = "strips" if _room(plan) else "strips open"
+    kind = "strips" if _room(plan) and not plan.grouped else "strips open"
     return f'<div class="{kind}">{"".join(rows)}</div>'
 
 

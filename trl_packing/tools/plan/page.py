@@ -331,13 +331,14 @@ def _numbers(counts: TokenCounts, sign: int = 0) -> list[str]:
 
 def _rows(plan: RunPlan) -> str:
     names = [("trained", "trained"), ("prompt", "not trained")]
-    names += [("free", "free")] * (plan.bins is not None)
+    names += [("free", "free")] * (plan.bins is not None and not plan.grouped)
     swatches = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in names)
     return section(
         "First micro-batches of the epoch",
         f'<p class="swatches">{swatches}</p>',
         strips(plan),
-        note="each is one flat row of the model, a color for each document",
+        note="each is one flat row of the model, a color for each document"
+        + ", which is drawn whole, also where it shares tokens" * plan.grouped,
     )
 
 
