@@ -104,6 +104,7 @@ def test_the_report_as_json_holds_every_number():
         counted = read.pop(name)
         assert sum(counted["counts"]) in (REPORT.documents, REPORT.bins)
         read[name] = Histogram(tuple(counted["edges"]), tuple(counted["counts"]))
+    read["sources"] = tuple(read["sources"])
     assert PackingReport(**read, preparation=CUT, checked=REPORT.checked) == REPORT
 
 

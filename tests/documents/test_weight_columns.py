@@ -51,4 +51,4 @@ def test_documents_carry_their_values():
 def test_columns_of_documents_are_the_weight_and_the_source():
     columns = ["text", "source", "loss_weight"]
     assert document_columns(columns) == ["loss_weight"]
-    assert document_columns(columns, "source") == ["source", "loss_weight"]
+    assert document_columns(columns, ["source"]) == ["source", "loss_weight"]

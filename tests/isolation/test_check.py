@@ -28,14 +28,23 @@ from helpers.tiny import (
 )
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from trl_packing import (
     PackedCollator,
     check_isolation,
 )
 from trl_packing.attention import document_sdpa
+from trl_packing.attention.backends import resolve_attention
+from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import _attention_function
+from trl_packing.isolation.check import check_fused_head
 from trl_packing.models.introspection import length_constants
 
 # --- models that keep documents apart ---------------------------------------------------------
@@ -52,6 +61,24 @@ def test_supported_models_are_isolated(name, training):
     assert report.attention == model.config._attn_implementation
     assert report.mode == ("training" if training else "evaluation")
     assert report.leak > 1000 * report.difference
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "std", "seed"), [(49_152, 0.3, 3), (151_000, 0.02, 0), (151_000, 0.02, 2)]
+)
+def test_a_shallow_model_with_a_large_vocabulary_is_isolated(vocabulary, std, seed):
+    # The head's sums over the vocabulary round more than two layers do.
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": std}
+    config = LlamaConfig(vocab_size=vocabulary, **sizes, **heads)
+    model = LlamaForCausalLM(config)
+    install_attention(model, resolve_attention(model))
+    model = with_fused_head(model)
+    assert check_fused_head(model)
+    report = check_isolation(model, documents(3, 60, 200), training=True, fused_head=True)
+    assert report, str(report)
+    assert report.leak > 1000 * report.noise, str(report)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt2"])

@@ -160,7 +160,7 @@ def test_a_leaking_model_fails_the_same_comparison(name, tmp_path):
 
 
 def test_a_mask_without_the_window_fails_the_same_comparison(tmp_path, monkeypatch):
-    def without_window(seq_lengths, config, dtype, device, images):
+    def without_window(seq_lengths, config, dtype, *_):
         return block_diagonal_mask(torch.from_numpy(seq_lengths)[None], dtype=dtype)
 
     monkeypatch.setattr(block_mask, "packed_mask", without_window)

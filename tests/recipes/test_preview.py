@@ -92,11 +92,12 @@ def options(recipe: str, name: str | None, model: str, folder: Path) -> list[str
     file.parent.mkdir(exist_ok=True)
     made = looks(folder) if recipe == "vision" else rows()
     file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    data = file.parent if recipe == "streaming" else file
     split = [] if recipe in ("sft_packed", "compare_packing", "padding_free") else ["train"]
     return [
         *(("--config", str(FOLDER / name)) if name else ()),
         *("--model_name_or_path", model, "--output_dir", str(folder / "out")),
-        *("--dataset_name", str(file.parent if recipe == "streaming" else file)),
+        *("--datasets" if name == "sft_mixture.yaml" else "--dataset_name", str(data)),
         *(("--dataset_config", "default") if recipe == "streaming" else ()),
         *(("--dataset_train_split", *split) if split else ()),
         *(("--image_folder", str(folder)) if recipe == "vision" else ()),

@@ -70,11 +70,11 @@ def measure_probe(
     # B is at the end of the row, so positions count from there: prompt tuning prepends tokens.
     rows = _compared_positions(len(document)) - len(document)
 
-    def alone(ids: Tensor, **batch: Any) -> Tensor:
+    def alone(ids: Tensor, *, rounded: bool = False, **batch: Any) -> Tensor:
         # Some ropes remember the longest document they have seen.
         with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
             logits = logits_at(model, inner, ordinary_batch(inner, ids, **batch), rows)
-        return score_logits(logits, document[rows + 1]) if fused_head else logits
+        return score_logits(logits, document[rows + 1], rounded) if fused_head else logits
 
     def packed(*documents: np.ndarray) -> Tensor:
         at = sum(map(len, documents)) + rows
@@ -85,7 +85,7 @@ def measure_probe(
     ids = torch.from_numpy(document)[None]
     layouts = [alone(ids)]
     with round_differently(inner):
-        layouts.append(alone(ids))
+        layouts.append(alone(ids, rounded=True))
     if probe.name == SHORT:
         layouts.append(alone(ids.repeat(2, 1)))
         layouts.append(alone(ids, attention_mask=torch.ones_like(ids)))
@@ -174,15 +174,23 @@ def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
-def score_logits(logits: Tensor, targets: np.ndarray) -> Tensor:
+def score_logits(logits: Tensor, targets: np.ndarray, rounded: bool = False) -> Tensor:
     """Return log-probability and entropy at each position, ``(N, 2)``.
 
     Args:
         logits: ``(N, vocabulary)`` float32.
         targets: token ids ``(N,)`` int64.
+        rounded: move the results up or down, as if their sums over the vocabulary, of one float32
+            term for each token, had run in another order. In a shallow model with a large
+            vocabulary, no other rounding is as large.
     """
     log_probs, entropy, _ = score_targets(logits, torch.from_numpy(targets).to(logits.device))
-    return torch.stack([log_probs, entropy], -1)
+    scores = torch.stack([log_probs, entropy], -1)
+    if not rounded:
+        return scores
+    step = logits.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps
+    up = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    return scores + step * torch.where(up, 1.0, -1.0).to(scores.device)
 
 
 def _compared_positions(length: int) -> np.ndarray:

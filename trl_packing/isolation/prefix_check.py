@@ -145,11 +145,11 @@ def _measure(
     at = np.arange(len(family.prefix), len(document) - 1)
     at = np.unique(np.concatenate([at[:_POSITIONS], at[-_POSITIONS:]]))
 
-    def alone() -> Tensor:
+    def alone(rounded: bool = False) -> Tensor:
         ids = torch.from_numpy(document)[None]
         with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
             logits = logits_at(model, inner, ordinary_batch(inner, ids), at - len(document))
-        return score_logits(logits, document[at + 1]) if fused_head else logits
+        return score_logits(logits, document[at + 1], rounded) if fused_head else logits
 
     def shared(siblings: Sequence[np.ndarray]) -> Tensor:
         whole = [document, *family.with_prefix(siblings)]
@@ -164,7 +164,7 @@ def _measure(
 
     layouts = [alone()]
     with round_differently(inner):
-        layouts.append(alone())
+        layouts.append(alone(rounded=True))
     return Measurement(
         alone=layouts,
         packed=[shared(siblings) for siblings in family.siblings],

@@ -83,7 +83,7 @@ def stages_of(
 
     Examples:
         >>> stages_of(np.array([3, 9, 4, 1]), np.array([5, 5, 5, 5]), capacity=None).tolist()
-        [1, 3, 2, 0]
+        [16, 48, 32, 0]
     """
     tokens, most = int(lengths.sum()), _MOST_STAGES
     if capacity is not None:

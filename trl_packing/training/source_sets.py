@@ -69,11 +69,12 @@ class SourceSets:
 
 
 def check_source_sets(datasets: Mapping[Any, Any], collator: Any = None) -> None:
-    """Raise ValueError for a dictionary that is no training set."""
+    """Raise an error for a dictionary that is no training set: for splits, of TRL's type."""
     if isinstance(datasets, (DatasetDict, IterableDatasetDict)):
-        raise ValueError(
-            f"train_dataset is a {type(datasets).__name__} of the splits {', '.join(datasets)}; "
-            "pass one of them, or a plain dictionary of data sets to train as sources"
+        raise TypeError(
+            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them to "
+            f"train as sources; got a {type(datasets).__name__} of the splits "
+            f"{', '.join(datasets)}, so pass one of them"
         )
     if not datasets:
         raise ValueError("train_dataset is an empty dictionary; it needs a data set")

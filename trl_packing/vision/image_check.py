@@ -91,11 +91,11 @@ def _measure(
     at = np.arange(size - 1)[-_MOST_POSITIONS:]
     others = [before, _with_other_images(before)]
 
-    def alone() -> Tensor:
+    def alone(rounded: bool = False) -> Tensor:
         with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
             batch = _ordinary(inner, ids, document, collate)
             logits = logits_at(model, inner, batch, at - size)
-        return score_logits(logits, ids[at + 1]) if fused_head else logits
+        return score_logits(logits, ids[at + 1], rounded) if fused_head else logits
 
     def packed(*row: Document) -> Tensor:
         where = sum(len(d["input_ids"]) for d in row[: [*map(id, row)].index(id(document))])
@@ -110,7 +110,7 @@ def _measure(
 
     layouts = [alone()]
     with round_differently(inner):
-        layouts.append(alone())
+        layouts.append(alone(rounded=True))
     return Measurement(
         alone=layouts,
         packed=[
