@@ -194,7 +194,7 @@ def test_all_messages_are_found_with_their_module(tmp_path):
     ]
     modules = {m.module for m in messages.messages()}
     assert {
-        "trl_packing.config",
+        "trl_packing.config.checks",
         "trl_packing.packing.bins",
         "trl_packing.attention.backends",
     } <= modules
@@ -230,8 +230,8 @@ def settings_named(page: str) -> set[str]:
 def known_settings() -> set[str]:
     from trl import ModelConfig
 
-    from trl_packing import config
-    from trl_packing.config import PackedSFTConfig
+    from trl_packing.config import PackedSFTConfig, options
+    from trl_packing.packing.bins import STRATEGIES
     from trl_packing.recipes import vision
     from trl_packing.recipes.recipe_data import DataArguments
 
@@ -240,7 +240,7 @@ def known_settings() -> set[str]:
     columns = {"loss_weight", "loss_weights", "assistant_masks", "function_call", "seq_lengths"}
     functions = (trl_packing.PackedSFTTrainer.__init__, trl_packing.make_supervised_dset)
     parameters = {p for f in functions for p in inspect.signature(f).parameters}
-    values = {*config.STRATEGIES, *config.OVERFLOWS, *config.TRAIN_ON, "flash_attention_2"}
+    values = {*STRATEGIES, *options.OVERFLOWS, *options.TRAIN_ON, "flash_attention_2"}
     of_others = {"flash_attention_3", "buffer_size", "config_file", "neat_packing", "eval_loss"}
     return names | columns | parameters | values | of_others
 

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-CONFIG = Path(__file__).resolve().parents[2] / "trl_packing" / "config.py"
+CONFIG = Path(__file__).resolve().parents[2] / "trl_packing" / "config"
 
 # A quoted value, a name with an underscore, or both: packing_strategy='wrapped', eval_loss_<x>
 _NAME = re.compile(r"(?<!\w)(?:\w+=)?'[^'\n]+'(?!\w)|\b[a-z]+(?:_(?:[a-z0-9]+|<\w+>))+(?:=\w+)?")
@@ -13,7 +13,8 @@ _MARK = "<!-- settings -->"
 
 def fields() -> list[tuple[str, str, str, str]]:
     """Return (name, type, default, help) of every field that `PackedSFTConfig` adds or changes."""
-    body = ast.parse(CONFIG.read_text()).body
+    files = [CONFIG / name for name in ("sft_config.py", "options.py")]
+    body = [node for file in files for node in ast.parse(file.read_text()).body]
     classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
     nodes = [*classes["PackedSFTConfig"], *classes["PackingOptions"]]
     return [_field(node) for node in nodes if isinstance(node, ast.AnnAssign)]
@@ -21,7 +22,7 @@ def fields() -> list[tuple[str, str, str, str]]:
 
 def _field(node: ast.AnnAssign) -> tuple[str, str, str, str]:
     call = node.value
-    assert isinstance(call, ast.Call), f"{ast.unparse(node)}: expected field(...) or _choice(...)"
+    assert isinstance(call, ast.Call), f"{ast.unparse(node)}: expected field(...) or choice(...)"
     given = {k.arg: k.value for k in call.keywords}
     if "metadata" in given:
         default, metadata = given["default"], given["metadata"]
