@@ -36,8 +36,8 @@ from trl_packing.isolation.measure import (
     logits_at,
     measure_probe,
     ordinary_batch,
-    round_differently,
     score_logits,
+    two_roundings,
 )
 from trl_packing.isolation.probes import MIN_TOKENS, probes, random_tokens
 from trl_packing.models.introspection import unwrap_model
@@ -171,13 +171,12 @@ def check_fused_head(model: nn.Module) -> bool:
     with preserve_state(model, training=True):
         batch = ordinary_batch(inner, torch.from_numpy(document)[None])
 
-        def native(rounded: bool = False) -> Tensor:
+        def native(rounded: bool) -> Tensor:
             logits = logits_at(model, inner, batch, np.arange(-len(document), -1))
             return score_logits(logits, document[1:], rounded)
 
-        expected = native()
-        with round_differently(inner):
-            noise = largest_difference(native(rounded=True), expected)
+        expected, moved = two_roundings(inner, native)
+        noise = largest_difference(moved, expected)
         labels = batch["input_ids"].clone()
         labels[:, 0] = IGNORE_INDEX  # prompt tuning would predict it from a virtual token
         try:

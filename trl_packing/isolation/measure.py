@@ -3,7 +3,7 @@
 Results are logits of document B, or log-probabilities and entropies if the run uses the fused head.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ def measure_probe(
     # B is at the end of the row, so positions count from there: prompt tuning prepends tokens.
     rows = _compared_positions(len(document)) - len(document)
 
-    def alone(ids: Tensor, *, rounded: bool = False, **batch: Any) -> Tensor:
+    def alone(ids: Tensor, rounded: bool = False, **batch: Any) -> Tensor:
         # Some ropes remember the longest document they have seen.
         with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
             logits = logits_at(model, inner, ordinary_batch(inner, ids, **batch), rows)
@@ -83,9 +83,7 @@ def measure_probe(
     if fused_head:
         rows = rows[rows < -1]  # the last position of B predicts nothing
     ids = torch.from_numpy(document)[None]
-    layouts = [alone(ids)]
-    with round_differently(inner):
-        layouts.append(alone(ids, rounded=True))
+    layouts = two_roundings(inner, lambda rounded: alone(ids, rounded=rounded))
     if probe.name == SHORT:
         layouts.append(alone(ids.repeat(2, 1)))
         layouts.append(alone(ids, attention_mask=torch.ones_like(ids)))
@@ -150,6 +148,18 @@ def round_differently(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def two_roundings(model: nn.Module, run: Callable[[bool], Tensor]) -> list[Tensor]:
+    """Return `run(False)`, and `run(True)` while the outputs of modules are rounded differently.
+
+    Args:
+        model: as in `round_differently`.
+        run: takes whether it rounds its own scores differently, too (`score_logits`).
+    """
+    plain = run(False)
+    with round_differently(model):
+        return [plain, run(True)]
+
+
 def ordinary_batch(model: nn.Module, ids: Tensor, **others: Any) -> dict[str, Any]:
     """Return a batch without packing: rows of `ids`, one document each."""
     batch = {"input_ids": ids, "use_cache": False, **others}
@@ -174,7 +184,7 @@ def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
-def score_logits(logits: Tensor, targets: np.ndarray, rounded: bool = False) -> Tensor:
+def score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
     """Return log-probability and entropy at each position, ``(N, 2)``.
 
     Args:

@@ -28,8 +28,8 @@ from trl_packing.isolation.measure import (
     note_stage,
     ordinary_batch,
     outputs_in_row,
-    round_differently,
     score_logits,
+    two_roundings,
 )
 from trl_packing.isolation.probes import Probe, random_tokens
 from trl_packing.models.introspection import unwrap_model
@@ -145,7 +145,7 @@ def _measure(
     at = np.arange(len(family.prefix), len(document) - 1)
     at = np.unique(np.concatenate([at[:_POSITIONS], at[-_POSITIONS:]]))
 
-    def alone(rounded: bool = False) -> Tensor:
+    def alone(rounded: bool) -> Tensor:
         ids = torch.from_numpy(document)[None]
         with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
             logits = logits_at(model, inner, ordinary_batch(inner, ids), at - len(document))
@@ -162,11 +162,8 @@ def _measure(
         apart = collate.with_sharing(False)
         return outputs_in_row(model, inner, [one], rows, fused_head, apart)
 
-    layouts = [alone()]
-    with round_differently(inner):
-        layouts.append(alone(rounded=True))
     return Measurement(
-        alone=layouts,
+        alone=two_roundings(inner, alone),
         packed=[shared(siblings) for siblings in family.siblings],
         contaminated=[contaminated(siblings) for siblings in family.siblings[:2]],
     )

@@ -27,8 +27,8 @@ from trl_packing.isolation.measure import (
     logits_at,
     note_stage,
     ordinary_batch,
-    round_differently,
     score_logits,
+    two_roundings,
 )
 from trl_packing.models.introspection import unwrap_model
 from trl_packing.models.state import preserve_state, restore_state
@@ -91,7 +91,7 @@ def _measure(
     at = np.arange(size - 1)[-_MOST_POSITIONS:]
     others = [before, _with_other_images(before)]
 
-    def alone(rounded: bool = False) -> Tensor:
+    def alone(rounded: bool) -> Tensor:
         with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
             batch = _ordinary(inner, ids, document, collate)
             logits = logits_at(model, inner, batch, at - size)
@@ -108,11 +108,8 @@ def _measure(
         }
         return _outputs(model, inner, [one], len(other["input_ids"]) + at, fused_head, collate)
 
-    layouts = [alone()]
-    with round_differently(inner):
-        layouts.append(alone(rounded=True))
     return Measurement(
-        alone=layouts,
+        alone=two_roundings(inner, alone),
         packed=[
             *(packed(other, document) for other in others),
             packed(document, before),
