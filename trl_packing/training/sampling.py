@@ -8,9 +8,9 @@ if the model can share prefixes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from trl import SFTConfig, SFTTrainer
@@ -30,7 +30,10 @@ from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.training.mixture import Mixture, mixture_of
 
-_MOST_INDEXES = 8  # data sets whose index is kept
+_MOST_KEPT = 8  # data sets whose index, or whose loads of images, are kept
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 def training_sampler(
@@ -378,24 +381,19 @@ class Sampling:
 
     def _limited_loads(self, documents: ArrowDocuments, packing: bool) -> ImageLoads | None:
         """Return the loads of the images of a data set, made once."""
-        key = id(documents.dataset), packing
-        if key not in self._loads:
-            if len(self._loads) == _MOST_INDEXES:
-                del self._loads[next(iter(self._loads))]
+
+        def make() -> ImageLoads | None:
             loads, args = self.image_loads(documents), self.trainer.args
-            if loads is not None:
-                loads = limited_loads(loads, documents.lengths(), args, packing=packing)
-            self._loads[key] = documents, loads
-        return self._loads[key][1]
+            if loads is None:
+                return None
+            return limited_loads(loads, documents.lengths(), args, packing=packing)
+
+        return _made_once(self._loads, (id(documents.dataset), packing), documents, make)
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the index of a data set, made once."""
-        key = id(documents.dataset)
-        if key not in self._indexes:
-            if len(self._indexes) == _MOST_INDEXES:
-                del self._indexes[next(iter(self._indexes))]
-            self._indexes[key] = documents, prefix_index(documents)
-        return self._indexes[key][1]
+        make = partial(prefix_index, documents)
+        return _made_once(self._indexes, id(documents.dataset), documents, make)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings on which the micro-batches of an epoch depend."""
@@ -407,3 +405,20 @@ class Sampling:
             groups=self.draws_groups(True),
             mixture=self.mixture,
         )
+
+
+def _made_once(
+    made: dict[Key, tuple[ArrowDocuments, Value]],
+    key: Key,
+    documents: ArrowDocuments,
+    make: Callable[[], Value],
+) -> Value:
+    """Return what `make` returns, from `made` if it is there, which holds a few data sets.
+
+    The documents are held beside it, because the key has their `id`.
+    """
+    if key not in made:
+        if len(made) == _MOST_KEPT:
+            del made[next(iter(made))]
+        made[key] = documents, make()
+    return made[key][1]
