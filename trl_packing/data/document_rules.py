@@ -30,7 +30,7 @@ _PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processo
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What the defaults of settings depend on.
+    """Facts of the rows on which defaults of settings depend.
 
     Attributes:
         form: "tokens", "text", "prompt", "messages", "prompt messages" or "fields".

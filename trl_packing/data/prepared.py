@@ -31,7 +31,7 @@ _MARK = "trl_packing prepared "  # starts the record in the description of a dat
 
 @dataclass(frozen=True)
 class PreparedRecord:
-    """How a set of documents was prepared.
+    """The preparation of a set of documents, on record.
 
     Attributes:
         folder: of the prepared data.

@@ -28,6 +28,9 @@ DOCUMENT_WEIGHT = "loss_weight"
 
 WEIGHT_COLUMNS = (TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
 
+# The names that a user's column of images may have.
+IMAGE_COLUMNS = ("image", "images")
+
 # For every token of a row with shared prefixes: the documents that train it.
 TARGET_COUNTS = "target_counts"
 

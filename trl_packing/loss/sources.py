@@ -171,7 +171,7 @@ class SourceSums:
 
     @property
     def width(self) -> int:
-        """How many numbers `take` returns."""
+        """Number of values that `take` returns."""
         return 3 * (1 + self.number) if self.number else 0
 
     def expect(self, number: int) -> None:

@@ -21,7 +21,7 @@ from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.prepared import records_of
-from trl_packing.documents.labels import WEIGHT_COLUMNS
+from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss.sources import check_source_column
@@ -56,7 +56,7 @@ def reason_for_trl_path(
     if isinstance(train_dataset, (Dataset, IterableDataset)):
         check_not_empty(train_dataset, "train")
         columns = get_dataset_column_names(train_dataset) or []
-        if {"image", "images"} & set(columns) and not packs_images:
+        if {*IMAGE_COLUMNS} & set(columns) and not packs_images:
             return "the data set has images"
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
         return "the data set has a transform (with_transform), so lengths are unknown"

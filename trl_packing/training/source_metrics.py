@@ -81,7 +81,7 @@ class SourceMeter:
 
     @property
     def num_on_cpu(self) -> int:
-        """How many numbers `take_counts` returns."""
+        """Number of values that `take_counts` returns."""
         return _ON_CPU * len(self.names)
 
     def count(self, row: HostRow) -> None:

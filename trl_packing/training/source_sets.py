@@ -25,6 +25,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
+    IMAGE_COLUMNS,
     SEQ_LENGTHS,
     SOURCE,
     TOKEN_COLUMNS,
@@ -87,7 +88,7 @@ def check_source_sets(datasets: Mapping[Any, Any], collator: Any = None) -> None
                 f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
                 "IterableDataset"
             )
-        if {"image", "images"} & set(dataset.column_names or ()):
+        if {*IMAGE_COLUMNS} & set(dataset.column_names or ()):
             raise ValueError(
                 f"train_dataset[{name!r}] has images, which a dictionary of data sets cannot have; "
                 "pass one data set, and name its sources with source_column"

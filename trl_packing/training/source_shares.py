@@ -15,7 +15,7 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What the first epoch draws of a source.
+    """A source, and the documents that the first epoch draws of it.
 
     Attributes:
         name: of the source.
@@ -33,7 +33,7 @@ class SourceShare:
 
     @property
     def epochs(self) -> float:
-        """How often an epoch draws each document of the source."""
+        """Times that an epoch draws each document of the source."""
         return self.drawn / self.documents if self.documents else 0.0
 
 

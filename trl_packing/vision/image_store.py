@@ -17,13 +17,10 @@ import pyarrow as pa
 from datasets import Dataset
 
 from trl_packing.documents.arrow import stored_rows
-from trl_packing.documents.labels import IMAGE_ROW
+from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
 
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
-
-#: The names that a user's column of images may have.
-IMAGE_COLUMNS = ("image", "images")
 
 _FIRST_ROWS = 20
 _ORIENTATION = 0x0112  # EXIF tag; values from 5 exchange width and height

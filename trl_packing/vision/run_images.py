@@ -29,7 +29,7 @@ from trl_packing.data.overflow import Overflow
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import IMAGE_ROW, SEQ_LENGTHS, document_columns
+from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, SEQ_LENGTHS, document_columns
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
 from trl_packing.isolation.guard import IsolationGuard
@@ -44,7 +44,7 @@ from trl_packing.vision.blank_images import (
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
 from trl_packing.vision.families import why_no_family
 from trl_packing.vision.guard import ImageGuard
-from trl_packing.vision.image_store import IMAGE_COLUMNS, ImageStore, holds_addresses
+from trl_packing.vision.image_store import ImageStore, holds_addresses
 from trl_packing.vision.loads import RunLoads
 from trl_packing.vision.other_media import check_no_other_media
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size

@@ -43,7 +43,7 @@ from trl_packing.formatting.tokenized_parts import (
     hash_of_rows,
 )
 from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.prepare.run_sets import run_of, sets_of
+from trl_packing.tools.prepare.run_sets import run_and_sets_of
 from trl_packing.tools.prepare.workplace import Workplace
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
@@ -90,7 +90,7 @@ def prepare_run(
     """
     started = perf_counter()
     check_place(out)
-    run, sets = run_of(call), sets_of(call)
+    run, sets = run_and_sets_of(call)
     facts = RowFacts.of(sets["train"], run.preparation, run.formatting_func)
     rules = {name: _rules_of(run, rows, facts) for name, rows in sets.items()}
     hashes = {name: _hash_of_source(rows, call.formatting_func) for name, rows in sets.items()}

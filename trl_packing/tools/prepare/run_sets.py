@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.prepared import records_of
+from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
@@ -38,7 +39,7 @@ def sets_of(call: TrainerCall) -> dict[str, Dataset]:
         check_not_empty(rows, name)
         if records_of(rows):
             raise ValueError(f"the {name} dataset is prepared already")
-        if {"image", "images"} & {*rows.column_names}:
+        if {*IMAGE_COLUMNS} & {*rows.column_names}:
             raise ValueError(
                 f"the {name} dataset has images, which are loaded while it is trained; it cannot "
                 "be prepared"
@@ -46,8 +47,8 @@ def sets_of(call: TrainerCall) -> dict[str, Dataset]:
     return sets
 
 
-def run_of(call: TrainerCall) -> PreviewedRun:
-    """Return the run of a trainer, with the rules that prepare its data.
+def run_and_sets_of(call: TrainerCall) -> tuple[PreviewedRun, dict[str, Dataset]]:
+    """Return the run of a trainer, with the rules that prepare its data, and its data sets.
 
     Raises:
         ValueError: its data cannot be prepared.
@@ -60,5 +61,5 @@ def run_of(call: TrainerCall) -> PreviewedRun:
             "assistant_only_loss=True needs conversations when training starts, and prepared data "
             "are tokens; set train_on='assistant', which trains the same turns by any template"
         )
-    sets_of(call)  # refuses streams, of which a preview would read only the first rows
-    return PreviewedRun.from_call(call)
+    sets = sets_of(call)  # refuses streams, of which a preview would read only the first rows
+    return PreviewedRun.from_call(call), sets

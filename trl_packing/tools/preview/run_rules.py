@@ -11,8 +11,8 @@ from trl.data_utils import is_conversational
 
 from trl_packing.data.eos import EosRule
 from trl_packing.data.rules import Preparation
+from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.formatting.row_format import RowFormat
-from trl_packing.vision.image_store import IMAGE_COLUMNS
 
 
 def first_row(rows: Dataset) -> dict[str, Any]:
