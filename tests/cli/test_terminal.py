@@ -40,17 +40,18 @@ def in_terminal(words: list[str], folder: Path, **environment: str) -> tuple[int
         env={**inherited, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **environment},
     )
     os.close(follower)
+    shown = all_shown(leader)
+    return process.wait(), shown
+
+
+def all_shown(leader: int) -> str:
+    """Return everything that a terminal shows until its process ends; close it."""
     shown = b""
-    while True:
-        try:
-            part = os.read(leader, 65536)
-        except OSError:  # the process has closed its end
-            break
-        if not part:
-            break
-        shown += part
+    with contextlib.suppress(OSError):  # the process has closed its end
+        while part := os.read(leader, 65536):
+            shown += part
     os.close(leader)
-    return process.wait(), shown.decode(errors="replace").replace("\r\n", "\n")
+    return shown.decode(errors="replace").replace("\r\n", "\n")
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +84,10 @@ def test_the_check_sees_data_that_are_printed_as_they_are(folder):
     """The negative control: the same data, printed without an escape."""
     code = "import json; [print(json.loads(row)['text']) for row in open('data.jsonl')]"
     leader, follower = pty.openpty()
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=follower, cwd=folder)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, cwd=folder)
     os.close(follower)
-    shown = os.read(leader, 65536).decode().replace("\r\n", "\n")
-    os.close(leader)
+    shown = all_shown(leader)
+    assert process.wait() == 0
     assert {"\x1b", "\x07", "\x9b", "\u202e"} <= harmful(OURS.sub("", shown))
 
 
