@@ -424,14 +424,18 @@ class PackedSFTTrainer(SFTTrainer):
         dataset_name: str,
     ) -> Any:
         prepare = partial(self._prepare_rows, processing_class, args, formatting_func)
-        if dataset_name == "train" and self._has_training_set:
-            dataset_name = "evaluated train"  # a user may give an evaluation set that name, too
-        self._has_training_set = True
-        sets = self._source_sets if dataset_name == "train" else None
-        documents, counts = prepare_sources(sets, prepare, args, dataset, dataset_name)
-        if counts is not None:
-            self._preparation[dataset_name] = counts
+        name = self._name_of_set(dataset_name)
+        sets = self._source_sets if name == "train" else None
+        documents, counts = prepare_sources(sets, prepare, args, dataset, name)
+        self._preparation |= {} if counts is None else {name: counts}
         return documents
+
+    def _name_of_set(self, name: str) -> str:
+        """Return another name for an evaluation set that a user has called "train"."""
+        if name == "train" and self._has_training_set:
+            return "evaluated train"
+        self._has_training_set = True
+        return name
 
     def _prepare_rows(
         self, processing_class: Any, args: SFTConfig, formatting_func: Any, dataset: Any, name: str
