@@ -121,7 +121,8 @@ class Documents:
         """Return the share of each source in the tokens of every step, (steps, sources)."""
         number = len(self.names)
         cells = step_of * number + self.sources[documents]
-        tokens = np.bincount(cells, self.lengths[documents]).reshape(-1, number)
+        size = (int(step_of.max()) + 1) * number
+        tokens = np.bincount(cells, self.lengths[documents], size).reshape(-1, number)
         return tokens / tokens.sum(1, keepdims=True)
 
 

