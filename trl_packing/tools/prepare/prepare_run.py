@@ -94,12 +94,16 @@ def prepare_run(
     facts = RowFacts.of(sets["train"], run.preparation, run.formatting_func)
     rules = {name: _rules_of(run, rows, facts) for name, rows in sets.items()}
     hashes = {name: _hash_of_source(rows, call.formatting_func) for name, rows in sets.items()}
-    if is_prepared(out):
-        return PreparedRun(out, _same(out, run, hashes), None)
     function = Hasher.hash(call.formatting_func)
     key = _hash([[asdict(each) for each in rules.values()], function, _versions(_MAKERS)])
     work = Workplace(out, key)
+    if is_prepared(out) and not work.folder.exists():
+        return PreparedRun(out, _same(out, run, hashes), None)
     with work.in_use():
+        if is_prepared(out):  # by a command that has ended since, or was killed at its end
+            same = PreparedRun(out, _same(out, run, hashes), None)
+            work.forget_parts()
+            return same
         preparation = replace(run.preparation, parts=TokenizedParts(work.parts, rows_of_a_part))
         run = replace(run, preparation=preparation)
         written = {
