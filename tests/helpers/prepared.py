@@ -1,6 +1,7 @@
 """Runs whose data are prepared in a folder: small rows, and the arguments of their trainer."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -45,4 +46,12 @@ def text_or_wait(row):
     if row["text"] == "hold" and (folder := os.environ.get("HOLD")):
         (Path(folder) / str(os.getpid())).touch()
         time.sleep(600)
+    return row["text"]
+
+
+def text_or_end(row):
+    """Return the text of a row; end a process that ENDS_WORKERS_OF has forked at the row "end"."""
+    owner = os.environ.get("ENDS_WORKERS_OF")
+    if row["text"] == "end" and owner not in (None, str(os.getpid())):
+        os.kill(os.getpid(), signal.SIGKILL)
     return row["text"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers.prepared import call_for, chats, text_or_wait
+from helpers.prepared import call_for, chats, text_or_end, text_or_wait
 from helpers.tiny import tiny_dataset, tiny_iterable, tiny_tokenizer
 
 from trl_packing import load_prepared
@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_no_folder_and_the_command_continues(tmp_path, size):
     with files_end_at(size), pytest.raises(ValueError, match=r"out cannot be written: .*File too"):
         prepare_run(call, out, rows_of_a_part=100)
     assert not out.exists()
-    assert not [*tmp_path.rglob("result")] or size
+    assert not [*tmp_path.rglob("result")]
     prepare_run(call, out, rows_of_a_part=100)
     prepare_run(call, tmp_path / "at once")
     assert content_of(out) == content_of(tmp_path / "at once")
@@ -189,6 +189,33 @@ def test_a_place_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     prepare_run(call_for(chats()), tmp_path / "empty")
     assert len(load_prepared(tmp_path / "empty")) == 24
+
+
+def test_a_link_is_followed_and_a_disk_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    prepare_run(call_for(chats()), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert len(load_prepared(tmp_path / "link")) == 24
+    monkeypatch.chdir(tmp_path / "real")
+    assert prepare_run(call_for(chats()), Path(".")).seconds is None
+    with pytest.raises(ValueError, match=r"^/ is a mounted disk, .* name a folder in it"):
+        prepare_run(call_for(chats()), Path("/"))
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_is_one_sentence_and_the_command_continues(tmp_path, monkeypatch):
+    texts = [f"Row {i}" for i in range(60)]
+    texts[45] = "end"
+    rows, out = Dataset.from_dict({"text": texts}), tmp_path / "out"
+    call = replace(call_for(rows, dataset_num_proc=2), formatting_func=text_or_end)
+    monkeypatch.setenv("ENDS_WORKERS_OF", str(os.getpid()))
+    with pytest.raises(ValueError, match=r"was killed, .* fewer processes \(dataset_num_proc=2\)"):
+        prepare_run(call, out, rows_of_a_part=10)
+    monkeypatch.delenv("ENDS_WORKERS_OF")
+    assert len([*tmp_path.rglob("*.arrow")]) >= 4
+    prepare_run(call, out, rows_of_a_part=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_evaluation_sets_are_prepared_by_the_rules_of_the_training_set(tmp_path):

@@ -55,6 +55,7 @@ class Workplace:
                     self._clear()
                     yield
                 finally:
+                    shutil.rmtree(self.result, ignore_errors=True)  # frees a full disk
                     if not self._has_parts():
                         self._delete()
         except BlockingIOError as error:
@@ -74,7 +75,6 @@ class Workplace:
 
     def _delete(self) -> None:
         """Delete the folder, and its lock last: another command may take it from then on."""
-        shutil.rmtree(self.result, ignore_errors=True)
         shutil.rmtree(self.parts.parent, ignore_errors=True)
         with suppress(OSError):
             (self.folder / "lock").unlink()
