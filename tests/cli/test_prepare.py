@@ -215,8 +215,8 @@ def test_an_entry_of_datasets_can_be_a_folder(place):
 )
 def test_an_entry_that_is_prepared_takes_no_settings_of_rows(place, entry, changes, said):
     prepare_pairs()
+    options = {"streaming": False, "test_size": None, "seed": 0} | changes
     with pytest.raises(InputError, match=said):
-        options = {"streaming": False, "test_size": None, "seed": 0} | changes
         load_sources([SourceConfig(path="out", **entry)], **options)
 
 

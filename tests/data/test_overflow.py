@@ -224,7 +224,7 @@ def test_wrapped_runs_on_over_all_rows_and_not_over_chunks_of_a_thousand():
 def test_wrapped_is_cut_in_batches_as_in_one_table(num_proc):
     rows = [document(7 * i, 1 + i % 9, prompt=i % 3) for i in range(2300)]
     dataset = Dataset.from_list(rows).shuffle(seed=0)  # documents of the batches are not stored so
-    fitted, counts = fit_and_count(dataset, Overflow("wrapped", 13), num_proc=num_proc)
+    fitted, _ = fit_and_count(dataset, Overflow("wrapped", 13), num_proc=num_proc)
     whole = fit_table(dataset.with_format("arrow")[:], overflow=Overflow("wrapped", 13))
     assert words(fitted) == words(whole.to_pylist())
     # Control: batches that begin anew have other pieces.
