@@ -105,7 +105,7 @@ def _leave_to_parent() -> None:
         if _PRCTL is not None and owner.thread == threading.get_ident():
             _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != owner.process:  # it has ended already
-                os._exit(1)
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 if hasattr(os, "register_at_fork"):
