@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from helpers.ports import free_port
 from helpers.tiny import save_tiny_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -76,7 +76,7 @@ def started(name: str, folder: Path, launcher: list[str], arguments: list[str]) 
     )
 
 
-def outputs(*processes: subprocess.Popen, timeout_seconds: int = 240) -> str:
+def outputs(*processes: subprocess.Popen, timeout_seconds: int = 900) -> str:
     """Wait for all processes, kill those that hang, and return the output of the first."""
     said = []
     try:
@@ -112,9 +112,9 @@ def alone(tmp_path_factory) -> list[str]:
 def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp_path):
     if name != "ddp" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: `make .venv/.all`")
-    output = outputs(
-        started(name, tmp_path, ["--num_processes", "2", "--mixed_precision", "no"], [])
-    )
+    launcher = ["--num_processes", "2", "--mixed_precision", "no"]
+    launcher += ["--main_process_port", str(free_port())]
+    output = outputs(started(name, tmp_path, launcher, []))
     assert losses(output) == alone
     assert "2 ranks" in output
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -123,10 +123,7 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp
 @pytest.mark.slow
 def test_two_machines_train_as_one_process_with_twice_the_accumulation(alone, tmp_path):
     """Two launchers on this machine, with machine_rank 0 and 1."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
+    processes, port = [], str(free_port())
     for rank in range(2):
         folder = tmp_path / str(rank)
         folder.mkdir()
