@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import accelerate.logging
 import accelerate.utils.imports
 import datasets
 import hypothesis.internal.conjecture.providers as hypothesis_draws
@@ -80,6 +82,13 @@ def _log_levels() -> Iterator[None]:
     yield
     transformers_logging.set_verbosity(levels[0])
     datasets.logging.set_verbosity(levels[1])
+
+
+@pytest.fixture(autouse=True)
+def _warned_of_nothing() -> None:
+    """Forget which warnings came before: a library that warns once would leave out this test's."""
+    for logger in (accelerate.logging.MultiProcessAdapter, logging.Logger):
+        logger.warning_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)
