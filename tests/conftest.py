@@ -4,6 +4,8 @@ import functools
 import gc
 import logging
 import os
+import random
+import sys
 from collections.abc import Iterator
 
 # Before transformers and datasets are imported: both read these once.
@@ -16,6 +18,7 @@ import accelerate.logging
 import accelerate.utils.imports
 import datasets
 import hypothesis.internal.conjecture.providers as hypothesis_draws
+import numpy as np
 import pytest
 import torch
 import tqdm
@@ -92,6 +95,17 @@ def _warned_of_nothing() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _compiled_nothing() -> None:
+    """Forget graphs of other tests: Dynamo keeps eight a function, and which sizes varied."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Start every test from the same random state."""
+    """Start every test from the same random states."""
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
