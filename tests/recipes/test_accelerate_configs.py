@@ -91,13 +91,19 @@ def outputs(*processes: subprocess.Popen, timeout_seconds: int = 900) -> str:
     return said[0]
 
 
-def losses(output: str) -> list[str]:
-    return re.findall(r"'loss': '?([0-9.]+)", output)
+def losses(output: str) -> list[float]:
+    """Return the printed losses, of four digits."""
+    return [float(found) for found in re.findall(r"'loss': '?([0-9.]+)", output)]
+
+
+def same(expected: list[float]):
+    """Return what equals losses whose last digit may have been rounded the other way."""
+    return pytest.approx(expected, abs=1.1e-3)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> list[str]:
-    """The printed losses (4 digits) of one process with twice the accumulation."""
+def alone(tmp_path_factory) -> list[float]:
+    """The printed losses of one process with twice the accumulation."""
     folder = tmp_path_factory.mktemp("single")
     process = started("single", folder, [], ["--gradient_accumulation_steps", "2"])
     found = losses(outputs(process))
@@ -115,7 +121,7 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp
     launcher = ["--num_processes", "2", "--mixed_precision", "no"]
     launcher += ["--main_process_port", str(free_port())]
     output = outputs(started(name, tmp_path, launcher, []))
-    assert losses(output) == alone
+    assert losses(output) == same(alone)
     assert "2 ranks" in output
     assert (tmp_path / "out" / "model.safetensors").exists()
 
@@ -132,11 +138,11 @@ def test_two_machines_train_as_one_process_with_twice_the_accumulation(alone, tm
             started("multi_node", folder, [*launcher, "--main_process_port", port], [])
         )
     output = outputs(*processes)
-    assert losses(output) == alone
+    assert losses(output) == same(alone)
     assert "2 ranks" in output
 
 
 @pytest.mark.slow
 def test_another_accumulation_prints_other_losses(alone, tmp_path):
     """Control: four digits tell runs apart."""
-    assert losses(outputs(started("single", tmp_path, [], []))) != alone
+    assert losses(outputs(started("single", tmp_path, [], []))) != same(alone)
