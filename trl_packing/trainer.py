@@ -38,6 +38,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import prepare
+from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
@@ -441,6 +442,8 @@ class PackedSFTTrainer(SFTTrainer):
         self, processing_class: Any, args: SFTConfig, formatting_func: Any, dataset: Any, name: str
     ) -> tuple[Any, PreparationCounts | None]:
         """Return the documents of a data set, and counts of what was kept and lost."""
+        if name == "train" and records_of(dataset):  # TRL does not see the rows, which decide it
+            self.completion_only_loss = trains_completions(dataset, args.completion_only_loss)
         completion_only = self.completion_only_loss
         if self._source_sets is not None:  # TRL decides once, by the first row of the first of them
             completion_only = trains_completions(dataset, args.completion_only_loss)

@@ -23,6 +23,7 @@ from datasets import (
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IMAGE_COLUMNS,
@@ -190,9 +191,11 @@ def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
     """Return whether only completions of `dataset` are trained, as TRL decides for it alone.
 
     Args:
-        dataset: the user's rows.
+        dataset: the user's rows, or documents that were prepared from them.
         completion_only: `completion_only_loss` of the settings.
     """
     if completion_only is not None:
         return completion_only
+    if records := records_of(dataset):
+        return any(record.rules.settings["completion_only_loss"] for record in records)
     return {"prompt", "completion"} <= set(dataset.column_names or next(iter(dataset), {}))
