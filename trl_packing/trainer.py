@@ -174,6 +174,7 @@ class PackedSFTTrainer(SFTTrainer):
         **kwargs: Any,
     ):
         self._source_sets: SourceSets | None = None
+        rows = train_dataset
         if isinstance(train_dataset, dict):
             self._source_sets = SourceSets(train_dataset, args, data_collator)
             train_dataset = self._source_sets.first  # the others follow in `_prepare_dataset`
@@ -181,10 +182,8 @@ class PackedSFTTrainer(SFTTrainer):
             check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
         reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
         self._images = RunImages()
-        if reason is None and has_images(train_dataset):
-            reason = self._images.why_not_packed(
-                model, train_dataset, eval_dataset, args, processing_class
-            )
+        if reason is None and has_images(rows):
+            reason = self._images.why_not_packed(model, rows, eval_dataset, args, processing_class)
         self._run_path = RunPath(reason, is_fixed=reason is not None)
         self._options = PackingOptions.of(args)
         check_loss_options(self._options, kwargs.get("compute_loss_func"), reason)
@@ -219,7 +218,8 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
-        train_dataset, eval_dataset = self._images.take_all(train_dataset, eval_dataset)
+        rows, eval_dataset = self._images.take_all(rows, eval_dataset)
+        train_dataset = rows if self._source_sets is None else self._source_sets.replace(rows)
         # Data sets are prepared before `self.model` is set.
         self._generation_config = generation_config_of(model, args)
         with hide_packing(args) as (packing, eval_packing):

@@ -24,8 +24,9 @@ from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.image_store import ImageStore
+from trl_packing.vision.loads import num_images
 
-_SEARCHED = 1_000  # shortest documents among which those of the check are found
+_SEARCHED = 1_000  # shortest documents with images, among which those of the check are found
 
 
 class ImageGuard(IsolationGuard):
@@ -117,17 +118,15 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
         store: the image files of the run.
     """
     documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
-    order = np.argsort(documents.lengths(), kind="stable")[:_SEARCHED].tolist()
-    found: dict[int, list[int]] = {}
-    for number in order:
-        count = int(np.count_nonzero(np.unique(documents[number][IMAGE_IDS])))
-        found.setdefault(min(count, 2), []).append(number)
-    chosen = [numbers[0] for count, numbers in sorted(found.items(), reverse=True) if count]
-    if len(chosen) == 1:
-        chosen = next(numbers[:2] for count, numbers in found.items() if count)
+    order = np.argsort(documents.lengths(), kind="stable")
+    counts = num_images(documents)[order]
+    short = np.flatnonzero(counts)[:_SEARCHED]
+    one, several = order[short[counts[short] == 1]], order[short[counts[short] > 1]]
+    chosen = [*several[:1], *one[:1]] if len(one) and len(several) else [*several[:2], *one[:2]]
     if not chosen:
         return []
-    return [_probe(dataset, number, store) for number in [*chosen, *found.get(0, [])[:1]]]
+    without = order[np.flatnonzero(counts == 0)[:1]]
+    return [_probe(dataset, int(number), store) for number in [*chosen, *without]]
 
 
 def _probe(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:

@@ -16,6 +16,20 @@ from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.tower_cost import TowerCost
 
 
+def num_images(documents: ArrowDocuments) -> np.ndarray:
+    """Return the images of each document, which have `image_ids`, ``(documents,)`` int64."""
+    chunks = documents.readers[IMAGE_IDS].chunks
+    return documents.in_order(
+        [np.bincount(_spans(*c).document, minlength=len(c[1]) - 1) for c in chunks]
+    )
+
+
+def _spans(values: np.ndarray, offsets: np.ndarray) -> ImageSpans:
+    """Return the images of some stored documents; their tokens count from 0."""
+    start, stop = int(offsets[0]), int(offsets[-1])
+    return ImageSpans((values[start:stop], offsets.astype(np.int64) - start))
+
+
 class RunLoads:
     """Knows the patches of each image of a run.
 
@@ -25,7 +39,7 @@ class RunLoads:
 
     def __init__(self, cost: TowerCost):
         self.cost = cost
-        self._rows = np.zeros(0, np.int64)  # numbers of the user's rows in the run, ascending
+        self._rows = np.zeros(0, np.int64)  # numbers of the user's rows with images, ascending
         self._starts = np.zeros(1, np.int64)  # of the images of each row in `_patches`
         self._patches = np.zeros(0, np.int64)
 
@@ -34,11 +48,11 @@ class RunLoads:
 
         Args:
             rows: numbers of its rows in the run, in any order.
-            patches: of each image of each row.
+            patches: of each image of each row; rows without images are left out.
         """
         known = set(self._rows.tolist())
-        new = sorted((row, of_row) for row, of_row in zip(rows, patches, strict=True))
-        new = [(row, of_row) for row, of_row in new if row not in known]
+        given = zip(rows, patches, strict=True)
+        new = sorted((row, of_row) for row, of_row in given if of_row and row not in known)
         self._rows = np.append(self._rows, np.array([row for row, _ in new], np.int64))
         self._patches = np.append(
             self._patches, np.array([n for _, of_row in new for n in of_row], np.int64)
@@ -72,9 +86,8 @@ class RunLoads:
         self, values: np.ndarray, offsets: np.ndarray, rows: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """Return images, image tokens, patches and cost of some stored documents."""
-        start, stop, number = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
-        values, offsets = values[start:stop], offsets.astype(np.int64) - start
-        spans = ImageSpans((values, offsets))
+        number, spans = len(offsets) - 1, _spans(values, offsets)
+        values, offsets = values[int(offsets[0]) : int(offsets[-1])], spans.offsets
         of_image, images = spans.document, values[spans.first].astype(np.int64)
         at = np.searchsorted(self._rows, rows[of_image])
         patches = self._patches[self._starts[at] + images - 1]

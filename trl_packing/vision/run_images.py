@@ -22,9 +22,10 @@ from datasets import Dataset, IterableDataset
 from packaging.version import Version
 from transformers import AutoConfig, ProcessorMixin
 from trl import SFTTrainer
-from trl.data_utils import get_dataset_column_names
+from trl.data_utils import get_dataset_column_names, is_conversational
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.checks import check_is_one_set
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
@@ -63,7 +64,9 @@ _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for si
 
 
 def has_images(dataset: Any) -> bool:
-    """Return whether a data set has a column of images."""
+    """Return whether a data set, or one of a dictionary, has a column of images."""
+    if isinstance(dataset, dict):
+        return any(map(has_images, dataset.values()))
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return False
     return bool({*IMAGE_COLUMNS} & set(get_dataset_column_names(dataset) or ()))
@@ -85,6 +88,7 @@ class RunImages:
         self.store = ImageStore()
         self._loads = RunLoads(TowerCost())
         self._patch_size = 0
+        self._takes_texts = False
         self.contradiction: str | None = None
         self.is_built = False
         self._given: tuple[Any, Any] = (None, None)
@@ -97,12 +101,15 @@ class RunImages:
 
         Args:
             model: a model or its name.
-            train: the training set, with images.
+            train: the training set, with images, or a dictionary of several.
             evaluated: the evaluation sets, which may be None.
             args: settings of the run, which may be None.
             processor: the user's, which may be None.
+
+        Raises:
+            ValueError: TRL cannot train these data sets either.
         """
-        for name, dataset in (("train", train), *_named(evaluated)):
+        for name, dataset in (*_named(train, "train"), *_named(evaluated)):
             if isinstance(dataset, Dataset):
                 check_no_other_media(dataset, name)
         reason = (
@@ -112,8 +119,10 @@ class RunImages:
         )
         self.packs = reason is None
         if reason is not None:
+            check_is_one_set(train, reason)
             check_nothing_is_weighted([train, *_sets(evaluated)], reason)
         if self.packs:
+            self._takes_texts = isinstance(train, dict)
             config = _config_of(model, args)
             self._loads, self._patch_size = RunLoads(TowerCost.of(config)), patch_size_of(config)
         return reason
@@ -139,8 +148,10 @@ class RunImages:
         """Make `trainer` train the data sets of the constructor as TRL does, with their images.
 
         Raises:
-            ValueError: a setting, or the weights of a data set, would be refused or ignored there.
+            ValueError: a setting, or the weights of a data set, would be refused or ignored there,
+                or the training set is a dictionary.
         """
+        check_is_one_set(self._given[0], reason)
         check_trl_can_train(trainer.args, reason)
         check_nothing_is_weighted([self._given[0], *_sets(self._given[1])], reason)
         self.packs = False
@@ -149,12 +160,17 @@ class RunImages:
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images; without images, as it is.
 
-        TRL would refuse to pack images that it sees.
+        TRL would refuse to pack images that it sees. In a run on a dictionary of data sets,
+        conversations without images become rows that have none, so that settings apply to both.
         """
         if isinstance(dataset, dict):
             return {key: self.take(value, key) for key, value in dataset.items()}
-        takes = self.packs and isinstance(dataset, Dataset) and has_images(dataset)
-        return self.store.take(dataset, name) if takes else dataset
+        if not (self.packs and isinstance(dataset, Dataset)):
+            return dataset
+        if has_images(dataset):
+            return self.store.take(dataset, name)
+        is_taken = self._takes_texts and _holds_conversations(dataset)
+        return self.store.take_texts(dataset, name) if is_taken else dataset
 
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
@@ -222,7 +238,7 @@ class RunImages:
         if weighted and row_format.flags_decide:
             row_format = replace(row_format, train_on="assistant")
         rows = ImageRows.of(row_format, placeholders.token, placeholders.feature_id)
-        sizes = [self.store.sizes(row) for row in dataset[IMAGE_ROW]]
+        sizes = self.store.sizes_of(list(dataset[IMAGE_ROW]))
         learned = _learn(placeholders, sizes, name)
         patches = [[learned[key].patches for key in keys_of(of_row)] for of_row in sizes]
         self._loads.add(dataset[IMAGE_ROW], patches)
@@ -246,12 +262,24 @@ class RunImages:
         return documents
 
 
-def _named(evaluated: Any) -> list[tuple[str, Any]]:
-    return list(evaluated.items()) if isinstance(evaluated, dict) else [("eval", evaluated)]
+def _named(given: Any, name: str = "eval") -> list[tuple[str, Any]]:
+    return list(given.items()) if isinstance(given, dict) else [(name, given)]
 
 
-def _sets(evaluated: Any) -> list[Any]:
-    return [dataset for _, dataset in _named(evaluated)]
+def _sets(given: Any) -> list[Any]:
+    return [dataset for _, dataset in _named(given)]
+
+
+def _holds_conversations(dataset: Dataset) -> bool:
+    """Return whether rows are conversations of the form that rows with images may have."""
+    columns = {*dataset.column_names}
+    if {"input_ids", IMAGE_ROW, "conversations", "text", *_LEFT_OUT} & columns:
+        return False
+    forms = [form for form in ({"messages"}, {"prompt", "completion"}) if form <= columns]
+    if len(forms) != 1:
+        return False
+    rows = dataset.with_format(None).select_columns(sorted(forms[0]))
+    return is_conversational(next(iter(rows), {}))
 
 
 def _why_no_version() -> str | None:
@@ -264,7 +292,7 @@ def _why_no_version() -> str | None:
 
 def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
     """Return why data or settings of TRL need TRL's path, or None."""
-    sets = [dataset for dataset in [train, *_sets(evaluated)] if has_images(dataset)]
+    sets = [dataset for dataset in [*_sets(train), *_sets(evaluated)] if has_images(dataset)]
     if any(isinstance(dataset, IterableDataset) for dataset in sets):
         return "a data set is a stream with images, whose lengths are unknown"
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
@@ -280,13 +308,14 @@ def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
         forms = [{"messages"}, {text_field}, {"prompt", "completion"}]
         if sum(form <= columns for form in forms) > 1:
             return "rows with images have several forms of text"
-        if found := {"tools", "chat_template_kwargs"} & columns:
+        if found := {*_LEFT_OUT} & columns:
             return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
         if found := _keys_of_parts(dataset) & {*_PAYLOADS}:
             return f"parts of messages hold data of their own ({sorted(found)[0]!r})"
     return None
 
 
+_LEFT_OUT = ("tools", "chat_template_kwargs")  # by TRL, of rows with images
 _PAYLOADS = ("image", "url", "path", "base64", "video", "audio")
 
 
@@ -358,7 +387,7 @@ def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
 
 
 def _check_no_row_is_cut(
-    documents: Dataset, sizes: list[np.ndarray], rules: Preparation, name: str
+    documents: Dataset, sizes: Sequence[np.ndarray], rules: Preparation, name: str
 ) -> None:
     """Raise ValueError for a row that would keep some of its images, which then change their tiles.
 
@@ -386,7 +415,7 @@ def template_of(processor: Any) -> str | None:
 
 
 def _learn(
-    placeholders: Placeholders, sizes: list[np.ndarray], name: str
+    placeholders: Placeholders, sizes: Sequence[np.ndarray], name: str
 ) -> dict[Size, Placeholder]:
     """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
     found: dict[Size, int] = {}
