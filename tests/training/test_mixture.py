@@ -122,7 +122,8 @@ def test_losses_of_preparation_are_those_of_all_sources(tmp_path):
         (lambda sets: sets | {"b": sets["b"].select([])}, "the train dataset is empty"),
         (
             lambda sets: sets | {"b": Dataset.from_dict({"images": [[]], "prompt": ["a"]})},
-            r"train_dataset\['b'\] has images",
+            "which only packed runs train, but the data set has images, which are not packed for "
+            "llama models",
         ),
     ],
 )
