@@ -566,7 +566,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _before_first_step(self) -> None:
         """Check isolation, when the model is wrapped and nothing is trained yet."""
         scale_noise_by_document(self._guard.base_model)
-        self._loaders.ensure_isolated(self.model_wrapped, self.train_dataset, training=True)
+        with self._images.explaining(self):
+            self._loaders.ensure_isolated(self.model_wrapped, self.train_dataset, training=True)
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:

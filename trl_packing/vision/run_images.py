@@ -10,7 +10,8 @@ backend is exact with images.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, SEQ_LENGTHS, document_columns
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
-from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.batch import ImageBatches
@@ -60,6 +61,11 @@ from trl_packing.vision.trl_path import (
 
 logger = get_logger(__name__)
 
+_TOO_LATE = (
+    "under FSDP and DeepSpeed, the model can run only when its micro-batches are planned already, "
+    "too late for TRL's path: take DDP, or, if every row has an image, SFTTrainer (a rank without "
+    "one would stop the others)"
+)
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
 
 
@@ -184,6 +190,17 @@ class RunImages:
         if not self.packs:
             return IsolationGuard(model, **options)
         return ImageGuard(model, self.store, **options)
+
+    @contextmanager
+    def explaining(self, trainer: SFTTrainer) -> Iterator[None]:
+        """Say in the error of a check why a sharded run does not take TRL's path."""
+        try:
+            yield
+        except NotIsolated as error:
+            is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+            if not (self.packs and is_sharded):
+                raise
+            raise NotIsolated(f"{error}; {_TOO_LATE}") from error
 
     def add_to(self, collator: PackedCollator, trainer: SFTTrainer) -> PackedCollator:
         """Return `collator`, with the tensors of images in its rows if the run has images.
