@@ -96,7 +96,8 @@ from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
 from trl_packing.versions import warn_of_untested_versions
-from trl_packing.vision.run_images import RunImages, has_images
+from trl_packing.vision.choice import has_images
+from trl_packing.vision.run_images import RunImages
 
 logger = get_logger(__name__)
 

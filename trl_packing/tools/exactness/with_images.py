@@ -21,10 +21,10 @@ from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.command.training_command import TrainingCommand, names_data
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.choice import has_images
 from trl_packing.vision.families import FAMILIES
 from trl_packing.vision.guard import documents_to_check
 from trl_packing.vision.image_check import check_images
-from trl_packing.vision.run_images import has_images
 from trl_packing.vision.tower import hide_boundaries
 
 _ROWS = 64  # of the data set, among which the documents are chosen

@@ -40,7 +40,8 @@ from trl_packing.training.arguments import (
 )
 from trl_packing.training.mixed_stream import check_stream_is_not_mixed
 from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
-from trl_packing.vision.run_images import RunImages, has_images
+from trl_packing.vision.choice import has_images
+from trl_packing.vision.run_images import RunImages
 
 # The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
 _NAME = "inspected"
