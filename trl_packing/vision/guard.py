@@ -17,6 +17,7 @@ from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.install import install_attention
+from trl_packing.data.whole_images import images_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
@@ -24,7 +25,6 @@ from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.image_store import ImageStore
-from trl_packing.vision.loads import num_images
 
 _SEARCHED = 1_000  # shortest documents with images, among which those of the check are found
 
@@ -119,14 +119,16 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
     """
     documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
     order = np.argsort(documents.lengths(), kind="stable")
-    counts = num_images(documents)[order]
-    short = np.flatnonzero(counts)[:_SEARCHED]
-    one, several = order[short[counts[short] == 1]], order[short[counts[short] > 1]]
-    chosen = [*several[:1], *one[:1]] if len(one) and len(several) else [*several[:2], *one[:2]]
-    if not chosen:
+    has_images = np.zeros(len(order), bool)
+    has_images[documents.rows_where(IMAGE_IDS, lambda ids: ids > 0)] = True
+    short, without = order[has_images[order]][:_SEARCHED], order[~has_images[order]]
+    several = np.array([len(images_of(documents[n])) > 1 for n in short.tolist()], bool)
+    kinds = [short[several], short[~several]]
+    most = 1 if all(map(len, kinds)) else 2
+    chosen = np.concatenate([numbers[:most] for numbers in kinds])
+    if not len(chosen):
         return []
-    without = order[np.flatnonzero(counts == 0)[:1]]
-    return [_probe(dataset, int(number), store) for number in [*chosen, *without]]
+    return [_probe(dataset, number, store) for number in [*chosen.tolist(), *without[:1].tolist()]]
 
 
 def _probe(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:

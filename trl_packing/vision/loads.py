@@ -16,20 +16,6 @@ from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.tower_cost import TowerCost
 
 
-def num_images(documents: ArrowDocuments) -> np.ndarray:
-    """Return the images of each document, which have `image_ids`, ``(documents,)`` int64."""
-    chunks = documents.readers[IMAGE_IDS].chunks
-    return documents.in_order(
-        [np.bincount(_spans(*c).document, minlength=len(c[1]) - 1) for c in chunks]
-    )
-
-
-def _spans(values: np.ndarray, offsets: np.ndarray) -> ImageSpans:
-    """Return the images of some stored documents; their tokens count from 0."""
-    start, stop = int(offsets[0]), int(offsets[-1])
-    return ImageSpans((values[start:stop], offsets.astype(np.int64) - start))
-
-
 class RunLoads:
     """Knows the patches of each image of a run.
 
@@ -86,8 +72,9 @@ class RunLoads:
         self, values: np.ndarray, offsets: np.ndarray, rows: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """Return images, image tokens, patches and cost of some stored documents."""
-        number, spans = len(offsets) - 1, _spans(values, offsets)
-        values, offsets = values[int(offsets[0]) : int(offsets[-1])], spans.offsets
+        start, stop, number = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
+        values, offsets = values[start:stop], offsets.astype(np.int64) - start
+        spans = ImageSpans((values, offsets))
         of_image, images = spans.document, values[spans.first].astype(np.int64)
         at = np.searchsorted(self._rows, rows[of_image])
         patches = self._patches[self._starts[at] + images - 1]
