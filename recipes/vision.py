@@ -85,7 +85,7 @@ def in_folder(rows: Dataset, folder: str) -> Dataset:
 def load(arguments: Arguments, training_args: PackedSFTConfig) -> Any:
     """Return the rows of `dataset_name`, or of each of `datasets`, which also set the mixture."""
     name, folder = arguments.dataset_name, arguments.image_folder
-    if not arguments.datasets:
+    if name and not arguments.datasets:
         rows = load_rows(name, arguments.dataset_train_split, config=arguments.dataset_config)
         return in_folder(rows, folder) if folder else rows
     if name:

@@ -143,7 +143,7 @@ def sampler_of(
             documents.lengths(),
             run.args,
             packing=run.args.packing,
-            draw=mixture and mixture.draw,
+            draw=mixture.draw if mixture else None,
         )
     return training_sampler(
         documents,
