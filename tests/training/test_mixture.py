@@ -392,6 +392,15 @@ def test_streams_without_weights_are_refused(tmp_path, options, sentence):
         trainer_of(tmp_path, streams, max_steps=1, **options)
 
 
+def test_a_stream_without_documents_is_refused_by_its_name(tmp_path):
+    rows = documents_of_lengths([8] * 10 + [80] * 10)
+    sets = {"short": rows[:10], "long": rows[10:]}
+    streams = {name: Dataset.from_list(part).to_iterable_dataset() for name, part in sets.items()}
+    weights = {"short": {"weight": 1}, "long": {"weight": 1}}
+    with pytest.raises(ValueError, match=r"train_dataset\['long'\]: the stream has no documents"):
+        trainer_of(tmp_path, streams, mixture=weights, max_steps=1, overflow="drop")
+
+
 def test_a_single_stream_has_no_sources(tmp_path):
     stream = tokenized({"a": 8})["a"].to_iterable_dataset()
     with pytest.raises(ValueError, match="mixture draws sources, which a stream tells only"):
