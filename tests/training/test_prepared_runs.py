@@ -12,14 +12,14 @@ from trl_packing.tools.prepare.prepare_run import prepare_run
 STEPS = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2}
 
 
-def trainer_for(folder, train, evaluated=None, **changes):
+def trainer_for(folder, train, evaluated=None, tokenizer=None, **changes):
     args = settings(folder, per_device_train_batch_size=2, **(STEPS | changes))
     return PackedSFTTrainer(
         tiny_model("llama"),
         args,
         train_dataset=train,
         eval_dataset=evaluated,
-        processing_class=tiny_tokenizer(chat=True),
+        processing_class=tokenizer or tiny_tokenizer(chat=True),
     )
 
 
@@ -179,6 +179,13 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
             trainer_for(tmp_path / "run", documents, **changes)
     with pytest.raises(ValueError, match="max_length=64 there and 48 here"):
         trainer_for(tmp_path / "run", chats(), documents, train_on="assistant", max_length=48)
+    # Trained tokens of prepared data stay as they are, also of a source or an evaluation set.
+    rows = chats()
+    whole, _ = prepared(tmp_path / "whole", rows)
+    marked = {"assistant_only_loss": True, "tokenizer": tiny_tokenizer(chat="generation")}
+    for sets in (({"a": rows, "b": whole}, None), (rows, whole)):
+        with pytest.raises(ValueError, match="assistant_only_loss=None there and True here"):
+            trainer_for(tmp_path / "run", *sets, **marked)
     with pytest.raises(ValueError, match="holds documents for packed runs, but data_collator is"):
         PackedSFTTrainer(
             tiny_model("llama"),
