@@ -225,6 +225,13 @@ def test_the_report_says_what_an_epoch_draws_of_each_source(tmp_path):
         ({"mixture_temperature": 0}, "mixture_temperature=0 must be above 0"),
         ({"mixture_unit": "tokens"}, "mixture_unit='tokens' has no effect"),
         (
+            {
+                "mixture": {"a": {"epochs": 2}, "b": {"epochs": 1}},
+                "mixture_temperature": 2.0,
+            },
+            "mixture_temperature=2.0 has no effect, because mixture has epochs for every source",
+        ),
+        (
             {"mixture": {"a": {"weight": 1}}, "mixture_temperature": 2.0},
             "mixture_temperature=2.0 and a weight of 'a' in mixture both say",
         ),
