@@ -153,6 +153,7 @@ FEATURES = (
         data=_as_sources,
     ),
     Feature("curriculum", {"curriculum": "length"}),
+    Feature("overlap", {"overflow": "overlap", "max_length": 32}),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
@@ -268,9 +269,25 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
             "tests/training/test_resume.py",
             "def test_two_ranks_resume_within_a_later_epoch",
         ),
+        "source_column": (
+            "tests/training/test_source_metrics.py",
+            "def test_two_ranks_report_the_sources_of_both",
+        ),
         "mixture": (
             "tests/training/test_mixture.py",
             "def test_two_ranks_train_the_mixture_of_one",
+        ),
+        "curriculum": (
+            "tests/packing/test_curriculum.py",
+            "def test_two_ranks_train_the_curriculum_of_one",
+        ),
+        "overlap": (
+            "tests/training/test_overlap.py",
+            "def test_two_ranks_train_the_pieces_that_one_trains",
+        ),
+        "every_turn": (
+            "tests/training/test_every_turn.py",
+            "def test_two_ranks_train_the_turns_that_one_trains",
         ),
     },
     "FSDP2, ZeRO-2, ZeRO-3": {

@@ -13,6 +13,7 @@ from typing import Any
 from datasets import IterableDataset, interleave_datasets
 
 from trl_packing.config import PackingOptions
+from trl_packing.documents.labels import SOURCE
 from trl_packing.training.columns import training_columns
 from trl_packing.training.mixture import is_mixed
 
@@ -78,7 +79,7 @@ def mixture_in_words(options: PackingOptions) -> str | None:
 def join_streams(
     documents: Mapping[str, IterableDataset], shares: Mapping[str, float], seed: int
 ) -> IterableDataset:
-    """Return one stream of the documents of several.
+    """Return one stream of the documents of several, with the column SOURCE.
 
     Args:
         documents: prepared, by the names of their sources.
@@ -99,8 +100,15 @@ def join_streams(
                 "to both, or to none"
             )
     return interleave_datasets(
-        [stream.select_columns(columns[first]) for stream in streams.values()],
+        [
+            stream.select_columns(columns[first]).map(_name_source, fn_kwargs={"source": name})
+            for name, stream in streams.items()
+        ],
         probabilities=[*shares.values()],
         seed=seed,
         stopping_strategy="all_exhausted",
     )
+
+
+def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
+    return {SOURCE: source}
