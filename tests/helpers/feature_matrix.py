@@ -216,8 +216,9 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
 
 def _shares(trainer: PackedSFTTrainer) -> bool:
     """Return whether fewer tokens were computed than documents have; if not, one line says why."""
-    shares = trainer._meter.so_far()[0].shared > 0
-    assert shares == (trainer._loaders.sharing.reason is None), "one line must say why"
+    shares, report = trainer._meter.so_far()[0].shared > 0, str(trainer.packing_report.prefixes)
+    says_why = report.startswith(("not shared: ", "nothing to share: "))
+    assert shares != says_why, "one line must say why"
     return shares
 
 
@@ -272,6 +273,14 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
         "source_column": (
             "tests/training/test_source_metrics.py",
             "def test_two_ranks_report_the_sources_of_both",
+        ),
+        "prefixes in a bin": (
+            "tests/training/test_prefix_runs.py",
+            "def test_two_ranks_that_share_train_as_one_that_does_not",
+        ),
+        "groups of prefixes": (
+            "tests/training/test_prefix_runs.py",
+            "def test_two_ranks_train_the_groups_of_one",
         ),
         "mixture": (
             "tests/training/test_mixture.py",

@@ -289,6 +289,23 @@ def test_a_mixture_resumed_with_another_batch_size_trains_its_epoch_once(tmp_pat
     assert tokens_trained(rest) != tokens_trained(whole), "the control: a whole epoch is another"
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_a_mixture_resumed_for_more_epochs_trains_each_of_them_once(step, tmp_path):
+    """The fullest epoch decides about the bins of all, so those of the run may change."""
+    options = {"mixture": {"math": {"epochs": 0.4}, "chat": {"epochs": 0.5}}}
+    arguments = {"save_steps": 1, "sets": SETS, "options": options, "accumulation": 3}
+    short = run(Scenario(str(tmp_path / "2"), LENGTHS, epochs=2, **arguments))
+    whole = run(Scenario(str(tmp_path / "6"), LENGTHS, epochs=6, **arguments))
+    assert short["steps"] * 3 != whole["steps"], "an epoch of two and one of six differ in steps"
+    checkpoint = str(tmp_path / "2" / f"checkpoint-{step}")
+    rest = run(Scenario(str(tmp_path / "2"), LENGTHS, epochs=6, resume=checkpoint, **arguments))
+    before = [b for b, at in zip(short["batches"], short["trained_in"], strict=True) if at < step]
+    together = Counter(token for batch in before for token in batch) + tokens_trained(rest)
+    assert together == tokens_trained(whole)
+    # The control: two epochs draw other documents than the other four.
+    assert Counter({t: 3 * n for t, n in tokens_trained(short).items()}) != tokens_trained(whole)
+
+
 def test_another_mixture_does_not_continue_an_epoch(tmp_path):
     arguments = {"save_steps": 1, "sets": SETS, "accumulation": 2}
     run(Scenario(str(tmp_path), LENGTHS, options={"mixture": MIXTURE}, **arguments))
