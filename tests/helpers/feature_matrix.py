@@ -153,7 +153,10 @@ FEATURES = (
         data=_as_sources,
     ),
     Feature("curriculum", {"curriculum": "length"}),
-    Feature("overlap", {"overflow": "overlap", "max_length": 32}),
+    Feature(
+        "overlap",
+        {"overflow": "overlap", "max_length": 48, "per_device_train_batch_size": 4},
+    ),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),

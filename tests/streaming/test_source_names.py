@@ -120,9 +120,8 @@ class Ranks:
         return lambda value: max(self.gather_on(rank)(value))
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_ranks_number_the_sources_of_each_other_alike(accumulation, num_workers):
+def test_ranks_number_the_sources_of_each_other_alike(accumulation):
     """The shards have other sources, and one of them ends first."""
     shards = [["a", "a", "b", "a"], ["c", "d", "c", "c", "a", "e", "d", "c"]]
     rows = [document(source) for shard in shards for source in shard]
@@ -138,7 +137,6 @@ def test_ranks_number_the_sources_of_each_other_alike(accumulation, num_workers)
             StreamSettings(None, bins_per_batch=1),
             COLLATE,
             accumulation=accumulation,
-            num_workers=num_workers,
             agree=ranks.agree_on(rank),
             sources=names,
         )

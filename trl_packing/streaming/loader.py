@@ -151,6 +151,7 @@ class StreamBatches(IterableDataset):
 
     def reader(self, number: int, place: Place) -> DataLoader:
         """Return a dataloader of micro-batches, each with the place behind it, counts and names."""
+        column = None if self.sources is None else self.sources.column
         stream = PackedStream(
             self.documents,
             self.settings,
@@ -164,7 +165,7 @@ class StreamBatches(IterableDataset):
         return DataLoader(
             stream,
             batch_size=None,
-            collate_fn=_CollateDocuments(self.collate, self.sources and self.sources.column),
+            collate_fn=_CollateDocuments(self.collate, column),
             num_workers=min(self.num_workers, 1),
             # Without a generator, every reader would draw from the training's random numbers.
             generator=self._generator(number),
