@@ -38,6 +38,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.preparation import prepare
+from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
@@ -160,6 +161,7 @@ class PackedSFTTrainer(SFTTrainer):
     """
 
     _collators: RunCollators | None = None  # on TRL's path, and while TRL's constructor runs
+    _has_training_set = False  # TRL's constructor prepares it before evaluation sets
     model_accepts_loss_kwargs: bool
     _signature_columns: list[str]
 
@@ -423,16 +425,25 @@ class PackedSFTTrainer(SFTTrainer):
         dataset_name: str,
     ) -> Any:
         prepare = partial(self._prepare_rows, processing_class, args, formatting_func)
-        sets = self._source_sets if dataset_name == "train" else None
-        documents, counts = prepare_sources(sets, prepare, args, dataset, dataset_name)
-        if counts is not None:
-            self._preparation[dataset_name] = counts
+        name = self._name_of_set(dataset_name)
+        sets = self._source_sets if name == "train" else None
+        documents, counts = prepare_sources(sets, prepare, args, dataset, name)
+        self._preparation |= {} if counts is None else {name: counts}
         return documents
+
+    def _name_of_set(self, name: str) -> str:
+        """Return another name for an evaluation set that a user has called "train"."""
+        if name == "train" and self._has_training_set:
+            return "evaluated train"
+        self._has_training_set = True
+        return name
 
     def _prepare_rows(
         self, processing_class: Any, args: SFTConfig, formatting_func: Any, dataset: Any, name: str
     ) -> tuple[Any, PreparationCounts | None]:
         """Return the documents of a data set, and counts of what was kept and lost."""
+        if name == "train" and records_of(dataset):  # TRL does not see the rows, which decide it
+            self.completion_only_loss = trains_completions(dataset, args.completion_only_loss)
         completion_only = self.completion_only_loss
         if self._source_sets is not None:  # TRL decides once, by the first row of the first of them
             completion_only = trains_completions(dataset, args.completion_only_loss)
@@ -474,9 +485,10 @@ class PackedSFTTrainer(SFTTrainer):
     def _prepare_later(self, dataset: Any, *, packing: bool, name: str) -> Any:
         """Return the documents of rows that were not passed to the constructor."""
         formatting_func = self._formatting_func
-        return self._prepare_dataset(
-            dataset, self.processing_class, self.args, packing, formatting_func, name
-        )
+        with temporarily(self, _has_training_set=name != "train"):
+            return self._prepare_dataset(
+                dataset, self.processing_class, self.args, packing, formatting_func, name
+            )
 
     @packed_runs_only
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:

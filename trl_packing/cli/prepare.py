@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trl_packing.tools.prepare.prepare_run import check_place, prepare_run
     from trl_packing.tools.prepare.text import as_json, as_text
 
-    check_place(out)  # before the data are loaded
+    out = check_place(out)  # before the data are loaded
     command = TrainingCommand.from_words(words)
     try:
         with _interrupts_this_process_alone():
