@@ -68,7 +68,7 @@ class PreparedRecord:
         differences = "; ".join(self.rules.differences(rules))
         if differences:
             raise ValueError(
-                f"the data prepared in {self.folder} do not fit this run: {differences}; use the "
+                f"the prepared data in {self.folder} do not fit this run: {differences}; use the "
                 "same settings here, or run `trl-packing prepare` again with those of this run"
             )
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from trl import SFTConfig
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.config import PackingOptions, check_options
+from trl_packing.config import PackingOptions, check_mixture_unit, check_options
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.prepared import records_of
@@ -109,6 +109,7 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         )
     if isinstance(args, SFTConfig):
         check_options(args)
+        check_mixture_unit(PackingOptions.of(args))
         Overflow.from_args(args, args.packing)
     curriculum = PackingOptions.of(args).curriculum
     for record in records_of(train_dataset):
