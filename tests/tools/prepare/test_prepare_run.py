@@ -199,7 +199,7 @@ def test_a_link_is_followed_and_a_disk_is_not_replaced(tmp_path, monkeypatch):
     assert len(load_prepared(tmp_path / "link")) == 24
     monkeypatch.chdir(tmp_path / "real")
     assert prepare_run(call_for(chats()), Path(".")).seconds is None
-    with pytest.raises(ValueError, match=r"^/ is a mounted disk, .* name a folder in it"):
+    with pytest.raises(ValueError, match=r"^/ is a mounted disk and .* name a folder in it"):
         prepare_run(call_for(chats()), Path("/"))
 
 
