@@ -97,7 +97,8 @@ from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
 from trl_packing.versions import warn_of_untested_versions
-from trl_packing.vision.run_images import RunImages, has_images
+from trl_packing.vision.choice import has_images
+from trl_packing.vision.run_images import RunImages
 
 logger = get_logger(__name__)
 
@@ -176,6 +177,7 @@ class PackedSFTTrainer(SFTTrainer):
         **kwargs: Any,
     ):
         self._source_sets: SourceSets | None = None
+        rows = train_dataset
         if isinstance(train_dataset, dict):
             self._source_sets = SourceSets(train_dataset, args, data_collator)
             train_dataset = self._source_sets.first  # the others follow in `_prepare_dataset`
@@ -183,10 +185,8 @@ class PackedSFTTrainer(SFTTrainer):
             check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
         reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
         self._images = RunImages()
-        if reason is None and has_images(train_dataset):
-            reason = self._images.why_not_packed(
-                model, train_dataset, eval_dataset, args, processing_class
-            )
+        if reason is None and has_images(rows):
+            reason = self._images.why_not_packed(model, rows, eval_dataset, args, processing_class)
         self._run_path = RunPath(reason, is_fixed=reason is not None)
         self._options = PackingOptions.of(args)
         check_loss_options(self._options, kwargs.get("compute_loss_func"), reason)
@@ -221,7 +221,8 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._completion_only.tokenizer
-        train_dataset, eval_dataset = self._images.take_all(train_dataset, eval_dataset)
+        rows, eval_dataset = self._images.take_all(rows, eval_dataset)
+        train_dataset = rows if self._source_sets is None else self._source_sets.replace(rows)
         # Data sets are prepared before `self.model` is set.
         self._generation_config = generation_config_of(model, args)
         with hide_packing(args) as (packing, eval_packing):
@@ -578,7 +579,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _before_first_step(self) -> None:
         """Check isolation, when the model is wrapped and nothing is trained yet."""
         scale_noise_by_document(self._guard.base_model)
-        self._loaders.ensure_isolated(self.model_wrapped, self.train_dataset, training=True)
+        with self._images.explaining(self):
+            self._loaders.ensure_isolated(self.model_wrapped, self.train_dataset, training=True)
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:

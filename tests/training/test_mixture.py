@@ -122,7 +122,8 @@ def test_losses_of_preparation_are_those_of_all_sources(tmp_path):
         (lambda sets: sets | {"b": sets["b"].select([])}, "the train dataset is empty"),
         (
             lambda sets: sets | {"b": Dataset.from_dict({"images": [[]], "prompt": ["a"]})},
-            r"train_dataset\['b'\] has images",
+            "which only packed runs train, but the data set has images, which are not packed for "
+            "llama models",
         ),
     ],
 )
@@ -299,7 +300,8 @@ def test_a_mixture_resumes_to_the_bit(mode, tmp_path):
 
 
 def tokens_trained(result) -> Counter:
-    return Counter(token for batch in result["batches"] for token in batch)
+    """Return how often each token is trained; a rank without documents runs a single masked one."""
+    return Counter(token for batch in result["batches"] if len(batch) > 1 for token in batch)
 
 
 def test_a_mixture_resumed_with_another_batch_size_trains_its_epoch_once(tmp_path):
@@ -314,6 +316,39 @@ def test_a_mixture_resumed_with_another_batch_size_trains_its_epoch_once(tmp_pat
     before = Counter(token for batch in whole["batches"][:4] for token in batch)
     assert before + tokens_trained(rest) == tokens_trained(whole)
     assert tokens_trained(rest) != tokens_trained(whole), "the control: a whole epoch is another"
+
+
+LONGER = {
+    "save_steps": 1,
+    "sets": SETS,
+    "options": {"mixture": {"math": {"epochs": 0.375}, "chat": {"epochs": 0.35}}},
+    "accumulation": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def two_and_six_epochs(tmp_path_factory):
+    """Runs of both; the fullest epoch decides about the bins of all, so an epoch's steps differ."""
+    folders = [tmp_path_factory.mktemp(f"{epochs} epochs") for epochs in (2, 6)]
+    short, whole = (
+        run(Scenario(str(folder), LENGTHS, epochs=epochs, **LONGER))
+        for folder, epochs in zip(folders, (2, 6), strict=True)
+    )
+    assert (short["steps"], whole["steps"]) == (2 * 5, 6 * 6)
+    return folders[0], short, whole
+
+
+@pytest.mark.parametrize("step", [2, 5, 8])
+def test_a_mixture_resumed_for_more_epochs_trains_each_of_them_once(step, two_and_six_epochs):
+    """Within the first epoch, at its end, and within the last."""
+    folder, short, whole = two_and_six_epochs
+    checkpoint = str(folder / f"checkpoint-{step}")
+    resumed = Scenario(str(folder / "more"), LENGTHS, epochs=6, resume=checkpoint, **LONGER)
+    before = [b for b, at in zip(short["batches"], short["trained_in"], strict=True) if at < step]
+    together = Counter(t for batch in before for t in batch) + tokens_trained(run(resumed))
+    assert together == tokens_trained(whole)
+    # The control: two epochs, thrice, are other documents.
+    assert Counter({t: 3 * n for t, n in tokens_trained(short).items()}) != tokens_trained(whole)
 
 
 def test_another_mixture_does_not_continue_an_epoch(tmp_path):
@@ -397,6 +432,15 @@ def test_streams_without_weights_are_refused(tmp_path, options, sentence):
     }
     with pytest.raises(ValueError, match=sentence):
         trainer_of(tmp_path, streams, max_steps=1, **options)
+
+
+def test_a_stream_without_documents_is_refused_by_its_name(tmp_path):
+    rows = documents_of_lengths([8] * 10 + [80] * 10)
+    sets = {"short": rows[:10], "long": rows[10:]}
+    streams = {name: Dataset.from_list(part).to_iterable_dataset() for name, part in sets.items()}
+    weights = {"short": {"weight": 1}, "long": {"weight": 1}}
+    with pytest.raises(ValueError, match=r"train_dataset\['long'\]: the stream has no documents"):
+        trainer_of(tmp_path, streams, mixture=weights, max_steps=1, overflow="drop")
 
 
 def test_a_single_stream_has_no_sources(tmp_path):

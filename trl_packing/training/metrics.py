@@ -117,6 +117,7 @@ class ThroughputMeter:
             self._model_flops = self._count_flops() if self.peak_flops() else None
         # The clock starts here: before, readers start up, and a resumed run skips batches.
         self.throughput.watch.start()
+        self.sources.meet()
         for row in map(host_row, batches):
             if row is not None:
                 self.throughput.add(self._counts(row, room))
@@ -261,7 +262,7 @@ class ThroughputMeter:
         width = sum(part.width for part in self._on_device)
         if self.trainer.args.world_size == 1:
             self._wait_for_device()
-        sums = self._rank_sums or (0.0,) * width
+        sums = self._sums_of_width(width)
         if self.trainer.args.world_size == 1:
             rows = [[*sums, *counted]]
         else:
@@ -307,8 +308,12 @@ class ThroughputMeter:
             pending = pending.to("cpu", non_blocking=True)  # readable after the wait
         wait_for(self.trainer.args.device)
         if pending is not None:
-            before = self._rank_sums or (0.0,) * len(pending)
+            before = self._sums_of_width(len(pending))
             self._rank_sums = added([before, pending.tolist()])
+
+    def _sums_of_width(self, width: int) -> Sequence[float]:
+        """Return the sums of this rank; sources that a stream has shown since have zeros."""
+        return [*self._rank_sums, *(0.0,) * (width - len(self._rank_sums))][:width]
 
 
 def peak_memory_bytes(device: torch.device) -> float | None:

@@ -13,6 +13,8 @@ from typing import Any
 from datasets import IterableDataset, interleave_datasets
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.stream import NOTHING_TO_TRAIN
+from trl_packing.documents.labels import SOURCE
 from trl_packing.training.columns import training_columns
 from trl_packing.training.mixture import is_mixed
 
@@ -78,7 +80,7 @@ def mixture_in_words(options: PackingOptions) -> str | None:
 def join_streams(
     documents: Mapping[str, IterableDataset], shares: Mapping[str, float], seed: int
 ) -> IterableDataset:
-    """Return one stream of the documents of several.
+    """Return one stream of the documents of several, with the column SOURCE.
 
     Args:
         documents: prepared, by the names of their sources.
@@ -86,7 +88,8 @@ def join_streams(
         seed: decides the order in which streams are drawn.
 
     Raises:
-        ValueError: documents of some streams have columns that those of others lack.
+        ValueError: documents of some streams have columns that those of others lack, or a stream
+            has no documents.
     """
     streams = {name: documents[name] for name in shares}
     columns = {name: training_columns(stream) for name, stream in streams.items()}
@@ -98,9 +101,20 @@ def join_streams(
                 f"only one of the streams {first!r} and {name!r} has the column {other!r}; give it "
                 "to both, or to none"
             )
-    return interleave_datasets(
-        [stream.select_columns(columns[first]) for stream in streams.values()],
-        probabilities=[*shares.values()],
-        seed=seed,
-        stopping_strategy="all_exhausted",
-    )
+    try:
+        return interleave_datasets(
+            [
+                stream.select_columns(columns[first]).map(_name_source, fn_kwargs={"source": name})
+                for name, stream in streams.items()
+            ],
+            probabilities=[*shares.values()],
+            seed=seed,
+            stopping_strategy="all_exhausted",
+        )
+    except StopIteration:  # datasets 5.2 reads the first documents of each stream
+        empty = next(name for name, stream in streams.items() if next(iter(stream), None) is None)
+        raise ValueError(f"train_dataset[{empty!r}]: {NOTHING_TO_TRAIN}") from None
+
+
+def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
+    return {SOURCE: source}
