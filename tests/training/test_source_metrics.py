@@ -170,6 +170,12 @@ RANKS = {
     "accumulated": {"accumulation": 2},
 }
 
+STREAM = {"stream": True, "max_steps": 6}
+STREAMED_RANKS = {
+    "each rank its shard": {**STREAM, "shards": 2},
+    "all ranks all shards": {**STREAM, "shards": 3, "accumulation": 2},
+}
+
 
 def scenario(folder, **arguments):
     options = {"source_column": "source", "learning_rate": 0.0, **arguments.pop("options", {})}
@@ -185,7 +191,9 @@ def scenario(folder, **arguments):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     base = tmp_path_factory.mktemp("ranks")
-    scenarios = {name: scenario(base / name, **dict(made)) for name, made in RANKS.items()}
+    scenarios = {
+        name: scenario(base / name, **dict(made)) for name, made in (RANKS | STREAMED_RANKS).items()
+    }
     return run_on_ranks(scenarios, base / "results")
 
 
@@ -351,25 +359,11 @@ def test_a_stream_without_the_column_logs_no_sources(tmp_path):
     assert not [name for name in trainer.state.log_history[0] if name.startswith("num_documents_")]
 
 
-STREAM = {"stream": True, "max_steps": 6}
-STREAMED_RANKS = {
-    "each rank its shard": {**STREAM, "shards": 2},
-    "all ranks all shards": {**STREAM, "shards": 3, "accumulation": 2},
-}
-
-
-@pytest.fixture(scope="module")
-def two_ranks_of_a_stream(tmp_path_factory):
-    base = tmp_path_factory.mktemp("streams")
-    scenarios = {n: scenario(base / n, **dict(made)) for n, made in STREAMED_RANKS.items()}
-    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMED_RANKS)
-def test_two_ranks_report_the_sources_of_a_stream(name, two_ranks_of_a_stream):
+def test_two_ranks_report_the_sources_of_a_stream(name, two_ranks):
     documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
-    ranks = two_ranks_of_a_stream[name]
+    ranks = two_ranks[name]
     read = [found for rank in ranks for inputs in rank["inputs"] for found in documents_of(inputs)]
     by_tokens = {tuple(d["input_ids"]): d for d in documents}
     expected = by_source(small_model("llama"), [by_tokens[tokens] for tokens in read])
