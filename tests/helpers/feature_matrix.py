@@ -216,7 +216,7 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
 def _shares(trainer: PackedSFTTrainer) -> bool:
     """Return whether fewer tokens were computed than documents have; if not, one line says why."""
     shares = trainer._meter.so_far()[0].shared > 0
-    assert shares == (trainer._loaders.sharing.reason is None), "one line must say why"
+    assert shares == (trainer._isolation.sharing.reason is None), "one line must say why"
     return shares
 
 

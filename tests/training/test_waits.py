@@ -118,7 +118,7 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         peft_config=peft_config,
     )
     if shared:  # `Watched` computes the loss of the class above it
-        trainer._loaders.sharing.loss_is_ours = lambda: True
+        trainer._isolation.sharing.loss_is_ours = lambda: True
     if own_head:
         from trl_packing.attention.install import install_attention
 

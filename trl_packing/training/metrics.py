@@ -163,6 +163,22 @@ class ThroughputMeter:
 
     # --- logging ------------------------------------------------------------------------------
 
+    def share_before_log(self) -> None:
+        """Share the counts if a log, an evaluation or a checkpoint is due, which reads them."""
+        trainer, control = self.trainer, self.trainer.control
+        is_new = trainer.state.global_step > trainer._globalstep_last_logged  # as `Trainer` asks
+        logs = control.should_log and is_new
+        if self.is_running and (logs or control.should_evaluate or control.should_save):
+            trainer._total_train_tokens = self.share(trainer._metrics["train"], log=logs)
+
+    def finish_run(self, num_samples: float) -> float:
+        """Share the counts for the last log; arguments and result as for `log_run`."""
+        if not self.is_running:
+            return num_samples
+        trainer, means = self.trainer, self.trainer._metrics["train"]
+        trainer._total_train_tokens = self.share(means, log=False)
+        return self.log_run(means, num_samples, getattr(trainer, "_initial_global_step", None))
+
     def share(self, means: Means, *, log: bool) -> int:
         """Add up the counts of all ranks, waiting for the device once.
 
