@@ -131,8 +131,8 @@ class RowFormat:
             )
         if self.train_on not in (None, "all") and not conversational:
             raise ValueError(
-                f"train_on={self.train_on!r} is about messages, but it holds {IN_WORDS[form]}; leave "
-                "train_on out, or name a response_template for plain text"
+                f"train_on={self.train_on!r} is about messages, but it holds {IN_WORDS[form]}; "
+                "leave train_on out, or name a response_template for plain text"
             )
         if self.answers is not None and form not in ("text", "messages"):
             raise ValueError(
