@@ -125,20 +125,7 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(
-    query,
-    key,
-    value,
-    cu_seqlens,
-    cu_seqlens_k,
-    key_index,
-    sinks,
-    seed,
-    scale,
-    window,
-    softcap,
-    dropout,
-):
+def _(query, key, value, *_others):
     num_tokens, num_heads, _ = query.shape
     return (
         query.new_empty(num_tokens, num_heads, value.shape[-1]),
@@ -196,23 +183,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    grad,
-    query,
-    key,
-    value,
-    output,
-    lse,
-    cu_seqlens,
-    cu_seqlens_k,
-    key_index,
-    sinks,
-    seed,
-    scale,
-    window,
-    softcap,
-    dropout,
-):
+def _(grad, query, key, value, output, lse, cu_seqlens, cu_seqlens_k, key_index, sinks, *_others):
     d_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(x.new_empty(x.shape) for x in (query, key, value)), d_sinks)
 
