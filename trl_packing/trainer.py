@@ -67,10 +67,11 @@ from trl_packing.training.collators import RunCollators
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.loaders import PackedLoaders
 from trl_packing.training.malloc import keep_freed_pages
-from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
+from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.path import RunPath, UserChanges, leave_packing
 from trl_packing.training.prefix_sharing import PrefixSharing
+from trl_packing.training.progress_bar import ThroughputOnBar
 from trl_packing.training.renamed_weights import load_renamed
 from trl_packing.training.report_callback import ReportCallback
 from trl_packing.training.resuming import ResumedEpochs

@@ -19,7 +19,8 @@ from transformers.trainer_callback import ProgressCallback
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.models.flops import model_flops
 from trl_packing.training import metrics as measured
-from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
+from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.progress_bar import ThroughputOnBar
 from trl_packing.training.run_isolation import RunIsolation
 from trl_packing.training.run_record import RunRecord
 
