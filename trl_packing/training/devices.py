@@ -1,31 +1,28 @@
 """The devices of one process: their peak FLOP/s and their peak memory."""
 
 import sys
-from typing import Any
 
 import torch
+from trl import SFTTrainer
 
 from trl_packing.models.device_peaks import peak_flops
 
 
-def peak_flops_of(model: Any, args: Any) -> float | None:
-    """Return the peak of this process' devices in FLOP/s, None if unknown.
-
-    Args:
-        model: its dtype is that of matrix products without mixed precision.
-        args: settings of the run.
-    """
+def peak_flops_of(trainer: SFTTrainer) -> float | None:
+    """Return the peak of this process' devices in FLOP/s, None if unknown."""
+    args = trainer.args
     if args.device.type != "cuda":
         return None
-    peak = peak_flops(torch.cuda.get_device_name(args.device), _matrix_dtype(model, args))
+    peak = peak_flops(torch.cuda.get_device_name(args.device), _matrix_dtype(trainer))
     return None if peak is None else peak * max(args.n_gpu, 1)
 
 
-def _matrix_dtype(model: Any, args: Any) -> str:
+def _matrix_dtype(trainer: SFTTrainer) -> str:
     """Return the type in which matrix products are computed."""
+    args = trainer.args
     if args.bf16 or args.fp16:
         return "bfloat16" if args.bf16 else "float16"
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(trainer.model.dtype).removeprefix("torch.")
     is_tf32 = dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if is_tf32 else dtype
 

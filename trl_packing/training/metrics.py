@@ -138,7 +138,7 @@ class ThroughputMeter:
 
     def peak_flops(self) -> float | None:
         """Return the peak of this process' devices in FLOP/s, None if unknown."""
-        return peak_flops_of(self.trainer.model, self.trainer.args)
+        return peak_flops_of(self.trainer)
 
     # --- logging ------------------------------------------------------------------------------
 
