@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
 # ///
-"""Train every turn of a model that thinks, each with the prompt that it has at inference.
+"""Train every turn of a reasoning model, each with the prompt that it has at inference.
 
     python recipes/every_turn.py                                    # a demo, offline
     accelerate launch recipes/every_turn.py --config recipes/every_turn.yaml
@@ -55,7 +55,7 @@ from trl_packing.recipes.sft_packed import load_model
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 10, "num_train_epochs": 1}
-# As the templates of thinking models: earlier thoughts are dropped, the prompt opens new ones.
+# As the templates of reasoning models: earlier thoughts are dropped, the prompt opens new ones.
 DEMO_TEMPLATE = """\
 {% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}<think>\
 {{ m.reasoning_content }}</think>{% endif %}{{ m.content + eos_token + '\n' }}{% endfor %}\

@@ -25,8 +25,8 @@ RUN = (
     (("--trust_remote_code",), _FLAG, "run code that comes with the model"),
 )
 
-# The settings of `PackedSFTConfig` that TRL does not have, or that have other defaults here. The
-# file config.py has them in full; importing it would take seconds.
+# The settings of `PackedSFTConfig` that TRL does not have, or that have other defaults here.
+# config/options.py has them in full; importing it would take seconds.
 SETTINGS = (
     ("packing", _FLAG, "false: padding-free, the documents of a padded run in each step"),
     ("packing_strategy", "{bfd,bfd_split,next_fit,greedy,wrapped}", "how bins are filled"),

@@ -40,8 +40,8 @@ class PackingOptions:
     train_on: str | None = choice(
         None,
         "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant', "
-        "'every_turn' (all of its turns, each a document of its own, as at inference: for models "
-        "that think) or 'all'. 'train' (true, false) and 'weight' of a message take precedence. "
+        "'every_turn' (all of its turns, each a document of its own, as at inference: for "
+        "reasoning models) or 'all'. 'train' and 'weight' of a message take precedence. "
         "Works with any chat template. Default: TRL's behavior, by completion_only_loss and "
         "assistant_only_loss; 'assistant' if messages have 'train' or 'weight'.",
         TRAIN_ON,
@@ -109,11 +109,11 @@ class PackingOptions:
     mixture: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "How much of each source an epoch draws, by the names of a train_dataset that "
-            "is a dictionary, or by the values of source_column: {'math': {'weight': 3}, 'chat': "
-            "{'weight': 1}} or {'math': {'epochs': 2}, 'chat': {'epochs': 0.5}}. Sources with a "
-            "weight share what they hold together, in mixture_unit; the others are drawn once. "
-            "Nothing is copied."
+            "help": "The share of each source in an epoch: {'math': {'weight': 3}, 'chat': "
+            "{'weight': 1}} or {'math': {'epochs': 2}, 'chat': {'epochs': 0.5}}. Sources are the "
+            "names of a train_dataset that is a dictionary, or the values of source_column. "
+            "Those with a weight divide what they hold together, in mixture_unit; the others are "
+            "drawn once. Nothing is copied."
         },
     )
     mixture_unit: str = choice(
@@ -156,7 +156,7 @@ class PackingOptions:
         metadata={
             "help": "With images: most patches of the vision tower in a bin, beside the tokens of "
             "max_length, so that no micro-batch needs much more memory than others. Default: the "
-            "fewest to which bins can be limited with at most one percent more of them."
+            "lowest limit, of five that are tried, that needs at most one percent more bins."
         },
     )
     prefix_sharing: str = choice(
