@@ -18,6 +18,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from traitlets.config import Config
 
 FOLDER = Path(__file__).resolve().parent
 NOWHERE = "http://127.0.0.1:9"
@@ -28,11 +29,19 @@ NOISE = "real_accelerator.py"  # a warning that deepspeed prints to stdout where
 
 def run(notebook: NotebookNode, folder: Path, **environment: str) -> None:
     """Run all cells in `folder` without a network, on this checkout, whatever is installed."""
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
-    paths = {"PYTHONPATH": str(FOLDER.parent)}
-    client.execute(env={**os.environ, **OFFLINE, **paths, **environment})
+    with tempfile.TemporaryDirectory() as sockets:
+        # Not by ports: one that is free now may be taken when the kernel opens it.
+        kernel = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
+        client = NotebookClient(
+            notebook,
+            timeout=900,
+            startup_timeout=300,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(folder)}},
+            config=Config({"KernelManager": kernel}),
+        )
+        paths = {"PYTHONPATH": str(FOLDER.parent)}
+        client.execute(env={**os.environ, **OFFLINE, **paths, **environment})
 
 
 def hash_of(notebook: NotebookNode) -> str:

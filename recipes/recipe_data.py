@@ -31,7 +31,7 @@ from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.dataset import LOADERS
-from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest
+from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest, records_of
 from trl_packing.formatting.prompt_template import PromptTemplate
 
 NAMING = ("prompt_column", "completion_column", "messages_column")
@@ -338,6 +338,8 @@ def _to_trl_columns(
     chat: bool,
 ) -> AnyDataset:
     """Return `dataset` with columns for TRL, as the table at the top of this file shows."""
+    if records_of(dataset):
+        return dataset
     columns = get_dataset_column_names(dataset)
     named = args.prompt_column or template or args.completion_column
     kept = [column for column in KEPT_COLUMNS if column in columns]

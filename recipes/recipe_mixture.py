@@ -22,7 +22,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from trl.scripts.utils import DatasetConfig
 
 from trl_packing.data.dataset import LOADERS
-from trl_packing.data.prepared import is_prepared, load_prepared
+from trl_packing.data.prepared import is_prepared, load_prepared, records_of
 from trl_packing.recipes.recipe_data import NAMING, AnyDataset, InputError
 
 
@@ -143,7 +143,7 @@ def _load(entry: SourceConfig, *, streaming: bool) -> AnyDataset:
     path, options = Path(entry.path).expanduser(), {"data_files": entry.data_files}
     loader = entry.path
     if is_prepared(path):
-        return load_prepared(path, entry.split)
+        return _load_prepared(entry, path, streaming=streaming)
     if path.is_file() and path.suffix in LOADERS:
         loader, options["data_files"] = LOADERS[path.suffix], str(path)
     elif path.suffix in LOADERS:
@@ -171,6 +171,19 @@ def _load(entry: SourceConfig, *, streaming: bool) -> AnyDataset:
     return rows.select_columns(entry.columns)
 
 
+def _load_prepared(entry: SourceConfig, path: Path, *, streaming: bool) -> Dataset:
+    """Return the documents of a folder that `trl-packing prepare` wrote."""
+    if streaming:
+        raise InputError(f"{entry.path} holds prepared data: leave streaming out")
+    named = [*entry.columns_named(), *(["columns"] if entry.columns else [])]
+    if named:
+        raise InputError(
+            f"{entry.path} holds prepared data, which has no columns to name: leave {named[0]} out "
+            "of its entry"
+        )
+    return load_prepared(path, entry.split)
+
+
 def _fractions(
     rows: dict[str, AnyDataset], entries: Sequence[SourceConfig], *, streaming: bool
 ) -> dict[str, AnyDataset]:
@@ -188,10 +201,11 @@ def _fractions(
     shares = [fraction / sum(given) for fraction in given]
     sizes = [len(dataset) for dataset in rows.values()]
     total = min(size / share for size, share in zip(sizes, shares, strict=True) if share > 0)
-    return {
-        name: dataset.select(range(round(share * total)))
-        for (name, dataset), share in zip(rows.items(), shares, strict=True)
-        if round(share * total)
+    numbers = [round(share * total) for share in shares]
+    return {  # a prepared data set that stays whole keeps its counts
+        name: dataset if number == len(dataset) else dataset.select(range(number))
+        for (name, dataset), number in zip(rows.items(), numbers, strict=True)
+        if number
     }
 
 
@@ -199,6 +213,12 @@ def _hold_out(
     rows: dict[str, AnyDataset], share: float, seed: int
 ) -> tuple[dict[str, AnyDataset], dict[str, AnyDataset]]:
     """Return rows to train and rows to hold out, drawn from all data sets together."""
+    for name, dataset in rows.items():
+        if records_of(dataset):
+            raise InputError(
+                f"test_split_size={share} cannot divide {name!r}, which is prepared: a row may be "
+                "several documents; name its rows as path, or leave test_split_size out"
+            )
     if any(isinstance(dataset, IterableDataset) for dataset in rows.values()):
         raise InputError("test_split_size cannot hold out a share of a stream")
     ends = np.cumsum([len(dataset) for dataset in rows.values()])

@@ -2,7 +2,10 @@
 
 import functools
 import gc
+import logging
 import os
+import random
+import sys
 from collections.abc import Iterator
 
 # Before transformers and datasets are imported: both read these once.
@@ -11,26 +14,42 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import accelerate.logging
 import accelerate.utils.imports
 import datasets
-import hypothesis
+import hypothesis.internal.conjecture.providers as hypothesis_draws
+import numpy as np
 import pytest
 import torch
+import tqdm
+from hypothesis import HealthCheck, settings
 from transformers.utils import logging as transformers_logging
 
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
 # Some warnings of torch come once a process; the test that fails would depend on the order.
 torch.set_warn_always(True)
 datasets.disable_progress_bars()
+# No thread that watches bars: after the first bar, Python 3.12 would warn of every fork.
+tqdm.tqdm.monitor_interval = 0
 
 # accelerate reads the metadata of peft and DeepSpeed in each run several times: 8% of a tiny one.
 accelerate.utils.imports._is_package_available = functools.cache(
     accelerate.utils.imports._is_package_available
 )
 
-# Without a deadline: hypothesis fails an example beyond 200 ms, which a busy machine exceeds.
-hypothesis.settings.register_profile("trl_packing", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("trl_packing")
+# Properties are tested on the same examples in each run, and a busy machine may take its time.
+# `--hypothesis-profile=search` draws others.
+settings.register_profile(
+    "trl_packing",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.register_profile("search", settings.get_profile("trl_packing"), derandomize=False)
+settings.load_profile("trl_packing")
+# Among its examples are constants of the modules that happen to be imported: of none here.
+hypothesis_draws._get_local_constants = lambda: hypothesis_draws._local_constants
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,6 +88,24 @@ def _log_levels() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _warned_of_nothing() -> None:
+    """Forget which warnings came before: a library that warns once would leave out this test's."""
+    for logger in (accelerate.logging.MultiProcessAdapter, logging.Logger):
+        logger.warning_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _compiled_nothing() -> None:
+    """Forget graphs of other tests: Dynamo keeps eight a function, and which sizes varied."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Start every test from the same random state."""
+    """Start every test from the same random states."""
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)

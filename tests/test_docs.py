@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from helpers.repository import copy_repository
 
 import trl_packing
 
@@ -627,8 +627,7 @@ def test_the_strict_build_passes_and_stops_at_a_broken_link(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Return a plan in which every document" in (tmp_path / "site" / "api.html").read_text()
     copy = tmp_path / "copy"
-    skipped = shutil.ignore_patterns(".venv", ".git", "site", "outputs", "*_cache", "demo")
-    shutil.copytree(ROOT, copy, ignore=skipped)
+    copy_repository(copy)
     page = copy / "docs" / "how-it-works.md"
     for bad in ("[a](nothing.md)", "[a](settings.md#nothing)", "[a](../trl_packing/nothing.py)"):
         text = page.read_text()

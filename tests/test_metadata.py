@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.repository import ROOT, files_of_repository
 from packaging.requirements import Requirement
 
 import trl_packing
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 RECIPES = [p for p in sorted((ROOT / "recipes").glob("*.py")) if "__main__" in p.read_text()]
@@ -23,17 +23,8 @@ ADDRESS = re.compile(r"(?:github\.com/([\w-]+)/|([\w-]+)\.github\.io/)trl_packin
 
 
 def tracked_texts() -> dict[str, str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    texts = {}
-    for name in listed.stdout.splitlines():
-        path = ROOT / name
-        if path.suffix in (".png", ".svg") or not path.is_file():
-            continue
-        texts[name] = path.read_text(encoding="utf-8", errors="ignore")
-    return texts
+    names = [n for n in files_of_repository() if not n.endswith((".png", ".svg"))]
+    return {name: (ROOT / name).read_text(encoding="utf-8", errors="ignore") for name in names}
 
 
 def accounts_in(text: str) -> set[str]:

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,10 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.repository import ROOT, copy_repository, files_of_repository
 
 import trl_packing
 
-ROOT = Path(__file__).parents[1]
 VERSION = trl_packing.__version__
 
 # The smallest possible run, in a folder outside the repository.
@@ -68,14 +67,7 @@ def unwanted(names: list[str]) -> list[str]:
 
 def recipes() -> set[str]:
     """Return the files of recipes/ that are committed, or can be."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "recipes"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return {n.removeprefix("recipes/") for n in listed.stdout.split() if (ROOT / n).is_file()}
+    return {name.removeprefix("recipes/") for name in files_of_repository("recipes")}
 
 
 def package_files() -> set[str]:
@@ -143,11 +135,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dist")
     # Build a copy, so that stray files of a developer's folder change nothing.
     source = tmp_path_factory.mktemp("source") / "repository"
-    shutil.copytree(
-        ROOT,
-        source,
-        ignore=shutil.ignore_patterns(".venv", ".git", "outputs", "dist", "*_cache", "site"),
-    )
+    copy_repository(source)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -181,7 +169,7 @@ def outside(python: Path, folder: Path, *arguments: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

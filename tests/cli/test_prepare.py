@@ -14,6 +14,8 @@ from trl_packing.data.prepared import records_of
 from trl_packing.formatting import tokenize_rows
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 from trl_packing.recipes.recipe_mixture import SourceConfig, load_sources
+from trl_packing.tools.command.training_command import TrainingCommand
+from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 
 @pytest.fixture
@@ -200,6 +202,46 @@ def test_an_entry_of_datasets_can_be_a_folder(place):
     rows = load_sources([SourceConfig(path="out")], streaming=False, test_size=None, seed=0).train
     assert {name: len(each) for name, each in rows.items()} == {"out": 15}
     assert records_of(rows["out"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "said"),
+    [
+        ({}, {"streaming": True}, "out holds prepared data: leave streaming out"),
+        ({"columns": ["question"]}, {}, "which has no columns to name: leave columns out"),
+        ({"prompt_column": "question"}, {}, "to name: leave prompt_column out of its entry"),
+        ({}, {"test_size": 0.2}, "test_split_size=0.2 cannot divide 'out', which is prepared"),
+    ],
+)
+def test_an_entry_that_is_prepared_takes_no_settings_of_rows(place, entry, changes, said):
+    prepare_pairs()
+    options = {"streaming": False, "test_size": None, "seed": 0} | changes
+    with pytest.raises(InputError, match=said):
+        load_sources([SourceConfig(path="out", **entry)], **options)
+
+
+def test_prepared_entries_and_rows_are_one_mixture(place):
+    prepare_pairs()
+    entries = [{"path": "out", "fraction": 3, "weight": 2}]
+    entries += [{"path": "pairs.jsonl", "fraction": 1, "weight": 1, "source": "pairs"}]
+    options = {"datasets": entries, "model_name_or_path": "model", "output_dir": "run"}
+    options |= {"prompt_column": "question", "completion_column": "answer"}
+    (place / "run.yaml").write_text(json.dumps(options))
+    call = TrainingCommand.from_words(["--config", "run.yaml"]).trainer_call()
+    sets = call.train_dataset
+    assert {name: len(rows) for name, rows in sets.items()} == {"out": 15, "pairs": 5}
+    (record,) = records_of(sets["out"])
+    assert record.is_whole(sets["out"])
+    documents, _ = PreviewedRun.from_call(call).documents()
+    assert len(documents) == 20
+
+
+def test_a_token_of_the_hub_is_not_written(place):
+    words = ["prepare", "chats.jsonl", "out", *RUN, "--hub_token", "hf_secret"]
+    assert main(words) == 0
+    text = (place / "out" / "manifest.json").read_text()
+    assert "hf_secret" not in text
+    assert json.loads(text)["options"]["train_on"] == "assistant"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trl_packing.data.counting import fit_and_count
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
 from trl_packing.data.eos import EosRule
-from trl_packing.data.overflow import Overflow
+from trl_packing.data.overflow import Overflow, fit_table
 from trl_packing.data.stream import fit_stream, take_counts
 
 POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "overlap", "wrapped"]
@@ -216,6 +216,25 @@ def test_wrapped_runs_on_over_all_rows_and_not_over_chunks_of_a_thousand():
     # Of every 4 documents, laid over 3 rows: 3 | 1 2 | 2 1 | 3, of which single tokens go.
     assert len(fitted) == 2500
     assert counts.before - counts.after == TokenCounts(0, 2 * 625, 2 * 625)
+
+
+@pytest.mark.parametrize(
+    "num_proc", [None, pytest.param(2, marks=pytest.mark.slow, id="2 processes")]
+)
+def test_wrapped_is_cut_in_batches_as_in_one_table(num_proc):
+    rows = [document(7 * i, 1 + i % 9, prompt=i % 3) for i in range(2300)]
+    dataset = Dataset.from_list(rows).shuffle(seed=0)  # documents of the batches are not stored so
+    fitted, _ = fit_and_count(dataset, Overflow("wrapped", 13), num_proc=num_proc)
+    whole = fit_table(dataset.with_format("arrow")[:], overflow=Overflow("wrapped", 13))
+    assert words(fitted) == words(whole.to_pylist())
+    # Control: batches that begin anew have other pieces.
+    alone = [
+        fit_table(
+            dataset.with_format("arrow")[start : start + 1000], overflow=Overflow("wrapped", 13)
+        )
+        for start in range(0, 2300, 1000)
+    ]
+    assert words(fitted) != words(row for table in alone for row in table.to_pylist())
 
 
 # --- nothing lost, by property --------------------------------------------------------------------

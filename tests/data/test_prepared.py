@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import pyarrow as pa
 import pytest
 from datasets import Dataset, concatenate_datasets, load_dataset
 from helpers.prepared import call_for, chats
@@ -321,6 +322,43 @@ def test_a_damaged_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no prepared data: it has no manifest\.json"):
         load_prepared(tmp_path)
     assert not is_prepared(tmp_path / "none")
+
+
+def test_a_shard_that_ends_in_zeros_is_refused(tmp_path):
+    """As a copy does that was interrupted, on some file systems: the size is right."""
+    made(tmp_path / "out", call_for(chats()))
+    shard = tmp_path / "out" / "train" / "00000.arrow"
+    content, sink = shard.read_bytes(), pa.BufferOutputStream()
+    with pa.ipc.open_stream(content) as reader, pa.ipc.new_stream(sink, reader.schema):
+        pass
+    head = len(sink.getvalue()) - 8  # the schema, without the end of a stream
+    shard.write_bytes(content[:head] + bytes(len(content) - head))
+    with pytest.raises(ValueError, match=r"00000\.arrow has 0 rows instead of 24; copy the folder"):
+        load_prepared(tmp_path / "out")
+
+
+def test_the_same_command_notices_other_content(tmp_path):
+    call = call_for(chats())
+    made(tmp_path / "out", call)
+    assert prepare_run(call, tmp_path / "out").seconds is None
+    shard = tmp_path / "out" / "train" / "00000.arrow"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"00000\.arrow has another content than was written; copy"
+    ):
+        prepare_run(call, tmp_path / "out")
+
+
+def test_a_split_of_several_sets_must_be_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in chats(20)))
+    test = load_rows(str(tmp_path / "rows.jsonl"), "train[75%:]")
+    made(tmp_path / "out", call_for(chats(), {"a.b": test, "..": test}))
+    assert len(load_prepared(tmp_path / "out", "..")) == 5
+    with pytest.raises(ValueError, match=r"of which 'train\[75%:\]' may be several; name one"):
+        load_prepared(tmp_path / "out", "train[75%:]")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl"}
 
 
 def test_a_folder_of_a_newer_version_is_refused(tmp_path):

@@ -267,7 +267,7 @@ def scenario(name, folder, times=1):
 def two_ranks(tmp_path_factory):
     base = tmp_path_factory.mktemp("ranks")
     scenarios = {name: scenario(name, base) for name in (*RANKS, "empty")}
-    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
+    return run_on_ranks(scenarios, base / "results")
 
 
 def documents_of(lengths, seed=0):

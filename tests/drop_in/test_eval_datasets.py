@@ -151,3 +151,18 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, packing, metric):
     best = min(values) if metric == "eval_loss" else max(values)
     assert trainer.state.best_metric == pytest.approx(best, abs=1e-7)
     assert trainer.evaluate()[metric] == pytest.approx(best, abs=1e-6)
+
+
+@packed_only
+def test_an_evaluation_set_may_be_called_train(tmp_path):
+    """The report counts the training set, and a source is not taken for all of them."""
+    rows = Dataset.from_list(documents_of_lengths([4 + i for i in range(18)]))
+    few, others = rows.select(range(5)), rows.select(range(5, 18))
+    for training_set in (rows, {"few": few, "others": others}):
+        trainer = trainer_for(
+            tmp_path, training_set, packing=True, arguments={"eval_dataset": {"train": few}}
+        )
+        assert len(trainer.eval_dataset["train"]) == 5
+        trainer.evaluate({"train": few})
+        report = trainer.packing_report
+        assert (report.documents, report.preparation.before.documents) == (18, 18)

@@ -322,9 +322,17 @@ def test_a_subclass_that_asks_super_for_the_sampler_keeps_the_bins(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"documents_per_step": 8, "packing": True}, {"static_shapes": True, "packing": True}],
+    [
+        {"documents_per_step": 8, "packing": True},
+        {"static_shapes": True, "packing": True},
+        {"curriculum": "length"},
+        {"mixture": {"a": {"epochs": 2}}, "source_column": "source"},
+        {"mixture_temperature": 2.0, "source_column": "source", "packing": True},
+    ],
 )
-def test_settings_of_bins_are_refused_beside_a_sampler_of_a_subclass(tmp_path, options):
-    trainer = trainer_of(tmp_path, with_sampler(PackedSFTTrainer, SAMPLERS["random"]), **options)
+def test_settings_of_ours_are_refused_beside_a_sampler_of_a_subclass(tmp_path, options):
+    rows = [row | {"source": "ab"[number % 2]} for number, row in enumerate(ROWS)]
+    cls = with_sampler(PackedSFTTrainer, SAMPLERS["random"])
+    trainer = trainer_of(tmp_path, cls, rows, **options)
     with pytest.raises(ValueError, match="but _get_train_sampler of Sampling draws documents"):
         trainer.train()

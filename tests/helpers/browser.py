@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 HEIGHT = 900
-SECONDS = 60  # longest wait for an answer of a browser on a busy machine
+SECONDS = 300  # longest wait for an answer of a browser on a busy machine
 
 # Texts that become a running script, or end the element around them, where they are not escaped.
 HOSTILE = (
@@ -121,7 +121,7 @@ class Page:
         self.requests: list[str] = []
         self._browser = browser
         self._address = path.as_uri()
-        self._loaded = False
+        self._loaded, self._shown = False, "about:blank"
         target = browser.call("Target.createTarget", url="about:blank")["targetId"]
         attached = browser.call("Target.attachToTarget", targetId=target, flatten=True)
         self._target, self._session = target, attached["sessionId"]
@@ -232,8 +232,10 @@ class Page:
         return self._browser.call(method, self._session, **parameters)
 
     def _hear(self, event: str, values: dict[str, Any]) -> None:
-        if event == "Page.loadEventFired":
-            self._loaded = True
+        if event == "Page.frameNavigated" and "parentId" not in values["frame"]:
+            self._shown = values["frame"]["url"]
+        elif event == "Page.loadEventFired":
+            self._loaded = self._shown != "about:blank"  # whose event may come late
         elif event == "Runtime.exceptionThrown":
             self.errors.append(_exception(values["exceptionDetails"]))
         elif event == "Runtime.consoleAPICalled" and values["type"] in (

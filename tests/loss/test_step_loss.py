@@ -380,7 +380,7 @@ def scenario(name, folder, accumulation):
 def two_ranks(tmp_path_factory):
     base = tmp_path_factory.mktemp("ranks")
     scenarios = {name: scenario(name, base, 1) for name in (*RANKS, "empty")}
-    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
+    return run_on_ranks(scenarios, base / "results")
 
 
 def documents_of(lengths, seed):

@@ -322,7 +322,7 @@ def two_ranks(tmp_path_factory):
         )
         for name, arguments in RANKS.items()
     }
-    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
+    return run_on_ranks(scenarios, base / "results")
 
 
 @pytest.mark.slow

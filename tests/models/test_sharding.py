@@ -99,7 +99,7 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
     made["whole"] = scenario(base, engine, "whole", ADAMW, 1)
     checkpoint = f"{made['whole'].output_dir}/checkpoint-4"
     made["resumed"] = scenario(base, engine, "resumed", ADAMW | {"resume": checkpoint}, 1)
-    return run_on_ranks(made, base / "results", timeout_seconds=600)
+    return run_on_ranks(made, base / "results")
 
 
 @pytest.fixture(scope="module")

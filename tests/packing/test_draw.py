@@ -147,13 +147,14 @@ def test_no_bin_exceeds_its_capacity():
 
 @pytest.mark.parametrize("layout", ["packed", "next_fit", "greedy"])
 def test_a_mixture_of_every_document_once_has_the_same_bins(layout):
+    """Only their order differs, in which every step is a fair mixture."""
     lengths, ones = lengths_of(120), draw_of([(50, 50), (70, 70)])
     plain = PackedBatchSampler(lengths, **LAYOUTS[layout])
     mixed = PackedBatchSampler(lengths, draw=ones, **LAYOUTS[layout])
     for epoch in range(3):
         plain.set_epoch(epoch)
         mixed.set_epoch(epoch)
-        assert list(plain) == list(mixed)
+        assert sorted(plain) == sorted(mixed)
 
 
 def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
@@ -213,7 +214,7 @@ def test_every_step_is_a_fair_mixture(options):
     for epoch in range(3):
         sampler.set_epoch(epoch)
         found.append(unevenness(sampler.micro_batches(), draw.source_ids, 16))
-    assert max(found) < 1.35, found
+    assert max(found) < 0.8, found
 
 
 def test_a_step_of_documents_holds_each_source_in_proportion():

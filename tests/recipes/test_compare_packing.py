@@ -23,7 +23,7 @@ def run(script: str, *arguments: str, cwd: Path, processes: int = 1) -> subproce
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
 
 

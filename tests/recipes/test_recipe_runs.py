@@ -369,7 +369,7 @@ def torchrun(folder: Path, *arguments: str) -> str:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout

@@ -11,6 +11,9 @@ from trl_packing.recipes import sft_packed
 from trl_packing.recipes.recipe_data import InputError
 from trl_packing.recipes.recipe_mixture import SourceConfig, load_sources
 from trl_packing.tools.command.training_command import TrainingCommand
+from trl_packing.tools.preview.preview import preview_epoch
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.training.arguments import check_arguments
 
 A = [{"prompt": f"What is {i}?", "completion": f"A number: {i}."} for i in range(30)]
 B = [{"prompt": f"And {i}?", "completion": f"Another: {i}."} for i in range(12)]
@@ -93,6 +96,17 @@ def test_weights_and_epochs_become_the_mixture_of_the_run(tmp_path, files):
         "numbers": 30,
         "b": 12,
     }
+
+
+def test_weights_of_entries_may_count_tokens(tmp_path, files):
+    entries = [{"path": files["a"], "weight": 1}, {"path": files["b"], "weight": 1}]
+    call = call_of(config_of(tmp_path, entries, mixture_unit="tokens"))
+    sources = preview_epoch(PreviewedRun.from_call(call)).sources
+    tokens = [source.tokens for source in sources]
+    assert abs(tokens[0] - tokens[1]) < 0.1 * sum(tokens)
+    unmixed = call_of(config_of(tmp_path, [{"path": files["a"]}], mixture_unit="tokens"))
+    with pytest.raises(ValueError, match="mixture_unit='tokens' has no effect without mixture"):
+        check_arguments(unmixed.args, unmixed.train_dataset)
 
 
 def test_data_sets_of_other_forms_need_no_common_columns(tmp_path, files):

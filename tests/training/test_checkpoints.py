@@ -216,7 +216,7 @@ def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

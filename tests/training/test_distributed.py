@@ -107,7 +107,7 @@ def scenarios(base, accumulation: int) -> dict[str, Scenario]:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp("ranks")
-    return run_on_ranks(scenarios(base, 1), base / "results", timeout_seconds=400)
+    return run_on_ranks(scenarios(base, 1), base / "results")
 
 
 @pytest.fixture

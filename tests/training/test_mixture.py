@@ -131,6 +131,26 @@ def test_a_dictionary_that_is_no_training_set_is_refused(tmp_path, train_dataset
         trainer_of(tmp_path, train_dataset(tokenized({"a": 8, "b": 8})))
 
 
+def test_a_curriculum_orders_the_documents_of_all_sets_by_their_column(tmp_path):
+    sets = tokenized({"a": 30, "b": 20})
+    for number, name in enumerate(sets):
+        column = (np.arange(len(sets[name])) * 2 + number).tolist()
+        sets[name] = sets[name].add_column("hardness", column)
+
+    def order(**options):
+        settings = {"packing": False, "per_device_train_batch_size": 1, **options}
+        trainer = trainer_of(tmp_path, sets, **settings)
+        hardness = trainer.train_dataset["hardness"][:] if options else None
+        drawn = [d for batch in trainer.get_train_dataloader().batch_sampler for d in batch]
+        return drawn if hardness is None else [hardness[d] for d in drawn]
+
+    found = order(curriculum="hardness")
+    assert sorted(found) == sorted([*range(0, 60, 2), *range(1, 40, 2)])
+    stages = np.array(found) // 4
+    assert (np.diff(stages) >= -1).all(), "the order of stages, a few documents each"
+    assert (np.diff(np.array(order())) < -10).any(), "control: without, documents come at random"
+
+
 # --- shares ---------------------------------------------------------------------------------------
 
 
@@ -204,6 +224,13 @@ def test_the_report_says_what_an_epoch_draws_of_each_source(tmp_path):
         ({"mixture": "math"}, "mixture='math' must name sources"),
         ({"mixture_temperature": 0}, "mixture_temperature=0 must be above 0"),
         ({"mixture_unit": "tokens"}, "mixture_unit='tokens' has no effect"),
+        (
+            {
+                "mixture": {"a": {"epochs": 2}, "b": {"epochs": 1}},
+                "mixture_temperature": 2.0,
+            },
+            "mixture_temperature=2.0 has no effect, because mixture has epochs for every source",
+        ),
         (
             {"mixture": {"a": {"weight": 1}}, "mixture_temperature": 2.0},
             "mixture_temperature=2.0 and a weight of 'a' in mixture both say",

@@ -64,7 +64,7 @@ def scenario(folder: Path, name: str, accumulation: int, sharing: str) -> Scenar
 def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp("ranks")
     made = {name: scenario(base, name, 1, "bin") for name in SAME_GROUPS | SAME_STEPS}
-    return run_on_ranks(made, base / "results", timeout_seconds=400)
+    return run_on_ranks(made, base / "results")
 
 
 def assert_same_training(found: dict, expected: dict) -> None:

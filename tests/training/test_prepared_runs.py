@@ -12,14 +12,14 @@ from trl_packing.tools.prepare.prepare_run import prepare_run
 STEPS = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2}
 
 
-def trainer_for(folder, train, evaluated=None, **changes):
+def trainer_for(folder, train, evaluated=None, tokenizer=None, **changes):
     args = settings(folder, per_device_train_batch_size=2, **(STEPS | changes))
     return PackedSFTTrainer(
         tiny_model("llama"),
         args,
         train_dataset=train,
         eval_dataset=evaluated,
-        processing_class=tiny_tokenizer(chat=True),
+        processing_class=tokenizer or tiny_tokenizer(chat=True),
     )
 
 
@@ -81,6 +81,13 @@ RUNS = {
         {"overflow": "split", "max_length": 24},
     ),
     "tokens": (tiny_dataset("tokenized_completion_mask"), None, {"append_eos": True}),
+    "curriculum": (
+        chats().add_column("hard", [i % 7 for i in range(24)]),
+        None,
+        {"curriculum": "hard"},
+    ),
+    "prefixes in a bin": (chats(), None, {"prefix_sharing": "bin"}),
+    "wrapped": (chats(), None, {"packing_strategy": "wrapped", "max_length": 24}),
 }
 
 
@@ -94,6 +101,31 @@ RUNS = {
 def test_a_prepared_run_trains_what_the_rows_train(tmp_path, run):
     train, evaluated, changes = RUNS[run]
     assert_same_run(tmp_path, train, evaluated, **changes)
+
+
+def test_rows_to_evaluate_beside_prepared_data_train_what_they_do_beside_rows(tmp_path):
+    """TRL decides by the training set whether prompts count in the loss."""
+    rows, evaluated = tiny_dataset("prompt_completion"), tiny_dataset("prompt_completion", 5)
+    documents, _ = prepared(tmp_path, rows)
+    run = [
+        trainer_for(tmp_path / "run", train, evaluated, **changes)
+        for train, changes in (
+            (rows, {}),
+            (documents, {}),
+            (rows, {"completion_only_loss": False}),  # control
+        )
+    ]
+    labels = [trainer.eval_dataset["labels"][:] for trainer in run]
+    assert labels[1] == labels[0]
+    assert labels[2] != labels[0]
+    assert run[1].evaluate()["eval_loss"] == run[0].evaluate()["eval_loss"]
+
+
+def test_a_curriculum_needs_the_column_that_was_prepared(tmp_path):
+    documents, _ = prepared(tmp_path, chats())
+    with pytest.raises(ValueError, match=r"out was prepared without this column; run `trl-packing"):
+        trainer_for(tmp_path / "run", documents, curriculum="hard")
+    trainer_for(tmp_path / "run", documents, curriculum="length")
 
 
 @pytest.mark.slow
@@ -147,6 +179,13 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
             trainer_for(tmp_path / "run", documents, **changes)
     with pytest.raises(ValueError, match="max_length=64 there and 48 here"):
         trainer_for(tmp_path / "run", chats(), documents, train_on="assistant", max_length=48)
+    # Trained tokens of prepared data stay as they are, also of a source or an evaluation set.
+    rows = chats()
+    whole, _ = prepared(tmp_path / "whole", rows)
+    marked = {"assistant_only_loss": True, "tokenizer": tiny_tokenizer(chat="generation")}
+    for sets in (({"a": rows, "b": whole}, None), (rows, whole)):
+        with pytest.raises(ValueError, match="assistant_only_loss=None there and True here"):
+            trainer_for(tmp_path / "run", *sets, **marked)
     with pytest.raises(ValueError, match="holds documents for packed runs, but data_collator is"):
         PackedSFTTrainer(
             tiny_model("llama"),

@@ -183,7 +183,7 @@ def scenario(folder, **arguments):
 def two_ranks(tmp_path_factory):
     base = tmp_path_factory.mktemp("ranks")
     scenarios = {name: scenario(base / name, **dict(made)) for name, made in RANKS.items()}
-    return run_on_ranks(scenarios, base / "results", timeout_seconds=400)
+    return run_on_ranks(scenarios, base / "results")
 
 
 @pytest.mark.slow

@@ -11,17 +11,19 @@ from typing import Any
 from trl_packing.cli.output import note, print_json, quiet_libraries
 from trl_packing.cli.run_options import add_run_arguments
 
-HELP = "tokenize, cut and label the data of a run once, for any number of runs"
+HELP = "tokenize, label and cut the data of a run once, for many runs"
 
 EPILOG = """\
 examples:
   trl-packing prepare chat.jsonl prepared --model M --num_proc 16
   trl-packing prepare prepared --config recipes/lora_8b.yaml
   trl-packing prepare recipes/chat_data.py prepared --config chat.yaml
-Then train, plan or inspect with --data prepared and the same settings.
+Then train, plan or inspect with --dataset_name prepared and the same
+settings.
 
-An interrupted command continues where it stopped. OUT appears when it is
-whole.
+DATA is a hub id, a file or a folder, and OUT the folder to write. An
+interrupted command continues where it stopped. OUT appears only when it is
+complete.
 
 exit status:
   0  OUT holds the prepared data
@@ -53,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trl_packing.tools.prepare.prepare_run import check_place, prepare_run
     from trl_packing.tools.prepare.text import as_json, as_text
 
-    check_place(out)  # before the data are loaded
+    out = check_place(out)  # before the data are loaded
     command = TrainingCommand.from_words(words)
     try:
         with _interrupts_this_process_alone():

@@ -29,7 +29,8 @@ examples:
   trl-packing plan recipes/lora.py --config recipes/lora_8b.yaml --ranks 8
   trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
   trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
-Any training command becomes a preview: replace `accelerate launch` by `trl-packing plan`.
+Any training command becomes a preview: replace `accelerate launch` by
+`trl-packing plan`.
 
 exit status:
   0  done
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="trl-packing",
-        description="Look at a packed run before it starts.",
+        description="Look at a packed run before it starts, prepare its data, compare runs.",
         epilog=EPILOG,
         formatter_class=layout,
         allow_abbrev=False,

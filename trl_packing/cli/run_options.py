@@ -85,7 +85,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     settings = parser.add_argument_group(
         "settings of trl_packing",
-        "The hundreds of options of TRL and transformers work as in training.",
+        "All options of TRL and transformers work as in training, too.",
     )
     for names, metavar, text in RUN:
         _forward(run, names, metavar, text)

@@ -6,7 +6,7 @@ checks that need the data or the model.
 Read `options.py` first.
 """
 
-from trl_packing.config.checks import check_options
+from trl_packing.config.checks import check_mixture_unit, check_options
 from trl_packing.config.options import (
     ISOLATION_CHECKS,
     MIXTURE_UNITS,
@@ -23,5 +23,6 @@ __all__ = [
     "TRAIN_ON",
     "PackedSFTConfig",
     "PackingOptions",
+    "check_mixture_unit",
     "check_options",
 ]

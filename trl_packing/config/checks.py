@@ -157,11 +157,6 @@ def _check_mixture(args: Any, options: PackingOptions) -> None:
     temperature: Any = options.mixture_temperature
     mixture: Any = options.mixture
     if mixture is None and temperature is None:
-        if options.mixture_unit != PackingOptions.mixture_unit:
-            raise ValueError(
-                f"mixture_unit={options.mixture_unit!r} has no effect without mixture and "
-                "mixture_temperature; set one of them, or leave mixture_unit out"
-            )
         return
     if mixture is not None:
         _check_shares(mixture)
@@ -194,6 +189,16 @@ def _check_mixture(args: Any, options: PackingOptions) -> None:
             f"{name} with packing_strategy={args.packing_strategy!r}: pieces are cut where rows "
             "end, in the order of the data set, which a mixture changes; set another "
             "packing_strategy"
+        )
+
+
+def check_mixture_unit(options: PackingOptions) -> None:
+    """Raise ValueError for a unit without a mixture, which may be set after the configuration."""
+    is_mixed = options.mixture is not None or options.mixture_temperature is not None
+    if options.mixture_unit != PackingOptions.mixture_unit and not is_mixed:
+        raise ValueError(
+            f"mixture_unit={options.mixture_unit!r} has no effect without mixture and "
+            "mixture_temperature; set one of them, or leave mixture_unit out"
         )
 
 

@@ -172,6 +172,8 @@ def _settings(rules: Preparation, facts: RowFacts) -> dict[str, Any]:
         settings["dataset_text_field"] = args.dataset_text_field
     if facts.are_flagged and options.train_on is None:
         settings["args"] = "PackedSFTConfig" if isinstance(args, PackedSFTConfig) else "SFTConfig"
+    if args.assistant_only_loss:  # no prepared data have it
+        settings["assistant_only_loss"] = True
     if options.append_eos:
         settings["stop tokens"] = sorted(rules.eos.stop_ids)
     if rules.row_format.prompt_template is not None:

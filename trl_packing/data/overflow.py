@@ -20,8 +20,9 @@ and losses are counted from the pieces (counting.py). A piece is a document from
     contexts   0  0  2  0     whose first 2 tokens are context, trained in [0, 4) alone
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -137,13 +138,20 @@ def prompt_lengths(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.minimum(first, offsets[1:]) - offsets[:-1]
 
 
-def pieces_of(lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray) -> Pieces:
+def pieces_of(
+    lengths: np.ndarray,
+    overflow: Overflow,
+    prompts: np.ndarray,
+    begins: np.ndarray | None = None,
+) -> Pieces:
     """Return the pieces that the policy keeps, in the order of the documents.
 
     Args:
         lengths: tokens of each document, ``(documents,)`` int64.
         overflow: the policy.
         prompts: tokens before the first trained one, ``(documents,)`` int64.
+        begins: with ``"wrapped"``, tokens of the row before each document, ``(documents,)`` int64;
+            None if these are all documents.
 
     Raises:
         ValueError: if a document is too long under ``"error"``.
@@ -175,9 +183,9 @@ def pieces_of(lengths: np.ndarray, overflow: Overflow, prompts: np.ndarray) -> P
     if overflow.overlap is not None:
         return _overlapping(lengths, capacity, overflow.overlap)
     # split cuts each document at multiples of capacity, wrapped the documents laid end to end.
-    first = (
-        np.concatenate([[0], np.cumsum(lengths)[:-1]]) if overflow.policy == "wrapped" else zeros
-    )
+    first = zeros
+    if overflow.policy == "wrapped":
+        first = np.cumsum(lengths) - lengths if begins is None else begins
     first_cut, last_cut = first // capacity, (first + np.maximum(lengths, 1) - 1) // capacity
     per_row = last_cut - first_cut + 1
     piece_rows = np.repeat(rows, per_row)
@@ -297,10 +305,9 @@ def fit_documents(
         # `map` caches by the function and its arguments, so a second run reads the result.
         cut = dataset.with_format("arrow").map(
             fit_table,
-            fn_kwargs={"overflow": overflow},
+            **_arguments_of_fit(lengths, overflow),
             batched=True,
-            batch_size=len(dataset) if overflow.policy == "wrapped" else 1000,
-            num_proc=None if overflow.policy == "wrapped" else num_proc,
+            num_proc=num_proc,
             desc=f"Fitting {name} dataset to max_length",
         )
         fitted = documents.with_dataset(cut.with_format(None))
@@ -320,11 +327,33 @@ def fit_documents(
     return fitted
 
 
-def fit_table(table: pa.Table, overflow: Overflow) -> pa.Table:
-    """Apply `overflow` to a table of documents and drop pieces without a trained token."""
+def _arguments_of_fit(lengths: np.ndarray, overflow: Overflow) -> dict[str, Any]:
+    """Return arguments of `map` that make it call `fit_table`."""
+    if overflow.policy != "wrapped" or overflow.capacity is None:
+        return {"fn_kwargs": {"overflow": overflow}}
+    begins = (np.cumsum(lengths) - lengths) % overflow.capacity
+    return {"with_indices": True, "fn_kwargs": {"overflow": overflow, "begins": begins}}
+
+
+def fit_table(
+    table: pa.Table,
+    indices: Sequence[int] | None = None,
+    *,
+    overflow: Overflow,
+    begins: np.ndarray | None = None,
+) -> pa.Table:
+    """Apply `overflow` to a table of documents and drop pieces without a trained token.
+
+    Args:
+        table: documents.
+        indices: of these documents among all.
+        overflow: the policy.
+        begins: with ``"wrapped"``, tokens of the row before each document of all, ``(all,)`` int64.
+    """
     tokens = token_lists(table)
     lengths = np.diff(tokens["input_ids"][1])
-    pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]))
+    before = None if begins is None else begins[indices]
+    pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]), before)
     if IMAGE_IDS in tokens:
         pieces = keep_images_whole(pieces, tokens[IMAGE_IDS], overflow)
     cut = {name: gather(lists, pieces) for name, lists in tokens.items()}

@@ -22,6 +22,7 @@ from datasets import Dataset, DatasetInfo, IterableDataset, concatenate_datasets
 from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
 from trl_packing.data.document_rules import DocumentRules
 from trl_packing.data.rules import Preparation
+from trl_packing.data.shards import hash_of_file
 
 MANIFEST = "manifest.json"
 FORMAT_KEY, FORMAT = "trl_packing_prepared", 1
@@ -67,7 +68,7 @@ class PreparedRecord:
         differences = "; ".join(self.rules.differences(rules))
         if differences:
             raise ValueError(
-                f"the data prepared in {self.folder} do not fit this run: {differences}; use the "
+                f"the prepared data in {self.folder} do not fit this run: {differences}; use the "
                 "same settings here, or run `trl-packing prepare` again with those of this run"
             )
 
@@ -150,7 +151,7 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
     name = _set_named(name, sets, folder)
     stored = sets[name]
     for shard in stored["shards"]:
-        _check_shard(path / shard["file"], shard["bytes"])
+        _check_size(path / shard["file"], shard["bytes"])
     text = json.dumps([manifest, name], sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     record = PreparedRecord(
@@ -160,8 +161,7 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
         DocumentRules.from_json(stored["rules"]),
         counts_from_json(stored["counts"]),
     )
-    shards = [Dataset.from_file(str(path / shard["file"])) for shard in stored["shards"]]
-    documents = concatenate_datasets(shards)
+    documents = concatenate_datasets([_load_shard(path, shard) for shard in stored["shards"]])
     info = DatasetInfo(description=record.to_text(), features=documents.features)
     return Dataset(documents.data, info=info, fingerprint=fingerprint)
 
@@ -169,21 +169,54 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
 def _set_named(name: str, sets: Mapping[str, Any], folder: str | Path) -> str:
     if name in sets:
         return name
-    for other, stored in sets.items():
-        if stored["split"] == name:
-            return other
+    of_split = [other for other, stored in sets.items() if stored["split"] == name]
+    if len(of_split) == 1:
+        return of_split[0]
     held = ", ".join(
         f"{other!r}" + (f" (split {stored['split']!r})" if stored["split"] else "")
         for other, stored in sets.items()
     )
+    if of_split:
+        raise ValueError(
+            f"{folder} holds the prepared sets {held}, of which {name!r} may be several; name one"
+        )
     raise ValueError(
         f"{folder} holds the prepared sets {held}, and none that is called {name!r}; a prepared "
         "set is used whole, so to use another split or part, prepare that"
     )
 
 
-def _check_shard(file: Path, size: int) -> None:
+def check_content(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError if the content of a file is not that which was written.
+
+    Loading checks sizes and rows alone, because it takes milliseconds.
+    """
+    for stored in manifest["sets"].values():
+        for shard in stored["shards"]:
+            file = folder / shard["file"]
+            _check_size(file, shard["bytes"])
+            if hash_of_file(file) != shard["sha256"]:
+                raise _damaged(file, "has another content than was written")
+
+
+def _load_shard(folder: Path, shard: Mapping[str, Any]) -> Dataset:
+    file = folder / shard["file"]
+    try:
+        rows = Dataset.from_file(str(file))
+    except (OSError, ValueError) as error:
+        raise _damaged(file, f"cannot be read ({error})") from error
+    if len(rows) != shard["rows"]:  # an Arrow stream ends where zeros begin
+        raise _damaged(file, f"has {len(rows):,} rows instead of {shard['rows']:,}")
+    return rows
+
+
+def _check_size(file: Path, size: int) -> None:
     found = file.stat().st_size if file.is_file() else None
+    if found is None:
+        raise _damaged(file, "does not exist")
     if found != size:
-        is_wrong = "does not exist" if found is None else f"has {found:,} bytes instead of {size:,}"
-        raise ValueError(f"{file} {is_wrong}; copy the folder again, or prepare the data again")
+        raise _damaged(file, f"has {found:,} bytes instead of {size:,}")
+
+
+def _damaged(file: Path, why: str) -> ValueError:
+    return ValueError(f"{file} {why}; copy the folder again, or prepare the data again")

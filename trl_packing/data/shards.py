@@ -6,6 +6,7 @@ documents     input_ids, labels, weights, source      columns that training read
 00000.arrow   00001.arrow   …                         each flushed to the disk
 """
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,9 @@ def write_shards(
     named: Sequence[str] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> list[dict[str, Any]]:
-    """Write `documents` into `folder`, which is made, and return the name and size of each file.
+    """Write `documents` into `folder`, which is made.
+
+    Returns the entries of the manifest: name, size, rows and hash of each file.
 
     Args:
         documents: prepared.
@@ -47,10 +50,23 @@ def write_shards(
     shards: list[dict[str, Any]] = []
     done = 0
     while done < len(rows):
-        file = folder / f"{len(shards):05d}.arrow"
-        done = _write_shard(rows, done, file, features.arrow_schema, at_once, shard_bytes)
-        shards.append({"file": f"{folder.name}/{file.name}", "bytes": file.stat().st_size})
+        file, first = folder / f"{len(shards):05d}.arrow", done
+        done = _write_shard(rows, first, file, features.arrow_schema, at_once, shard_bytes)
+        shards.append(
+            {
+                "file": f"{folder.name}/{file.name}",
+                "bytes": file.stat().st_size,
+                "rows": done - first,
+                "sha256": hash_of_file(file),
+            }
+        )
     return shards
+
+
+def hash_of_file(file: Path) -> str:
+    """Return the SHA-256 of the content of `file`, as `sha256sum` prints it."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _write_shard(

@@ -71,7 +71,7 @@ class StreamFit:
         if self.eos is not None and self.eos.appends:
             table = append_eos_to_batch(table, self.eos)
             documents = _documents_of(table)
-        fitted = fit_table(table, self.overflow)
+        fitted = fit_table(table, overflow=self.overflow)
         stop_ids = () if self.eos is None else self.eos.stop_ids
         counts = count_losses(documents, _documents_of(fitted), self.overflow, stop_ids)
         if TURN in batch:

@@ -34,6 +34,9 @@ from trl_packing.formatting.tokenized_parts import TokenizedParts
 
 logger = get_logger(__name__)
 
+# Beginning of the error of `datasets` when a process of its pool is killed.
+_WORKER_ENDED = "One of the subprocesses has abruptly died"
+
 _AT_ONCE = 128  # documents per tokenizer call; the next are rendered meanwhile
 _CONVERSATIONS_AT_ONCE = 32  # rows of a batch with `every_turn`: each may be many long documents
 
@@ -134,6 +137,11 @@ def documents_from_rows(
             return parts.map(rows, _prepare_batch, **options)
         return rows.map(_prepare_batch, **options)
     except (ValueError, RuntimeError) as error:
+        if str(error).startswith(_WORKER_ENDED):
+            raise ValueError(
+                f"a process that tokenized the {name} dataset was killed, probably because memory "
+                f"ran out; use fewer processes (dataset_num_proc={num_proc})"
+            ) from error
         bad = _all_bad_rows(rows, row_format, row_format.form(first), name)
         if not bad:
             raise

@@ -68,7 +68,7 @@ def balanced_order(
     """
     size = slots * bins_per_batch
     random_steps = np.arange(len(costs) // size * size).reshape(-1, size)
-    best = _arranged(random_steps, costs, slots)
+    best = arranged(random_steps, costs, slots)
     if min(window, slots, len(random_steps)) < 2:
         return best
     # Steps with equal sums of it have equal mean document lengths; integers add up exactly.
@@ -82,7 +82,7 @@ def balanced_order(
         if lowest <= EVEN:
             break
         steps = np.concatenate([_dealt(*bins, num_costly, excess) for bins in windows])
-        order = _arranged(steps, costs, slots)
+        order = arranged(steps, costs, slots)
         unevenness = _unevenness(order, costs)
         if unevenness < lowest and _variation(order, tokens, documents) <= limit:
             best, lowest = order, unevenness
@@ -159,7 +159,7 @@ def _dealt(
     return np.take_along_axis(dealt, positions[..., None], 1).reshape(-1, size)
 
 
-def _arranged(steps: np.ndarray, costs: np.ndarray, slots: int) -> np.ndarray:
+def arranged(steps: np.ndarray, costs: np.ndarray, slots: int) -> np.ndarray:
     """Return micro-batches of about equal cost, the costliest first, (steps, slots, bins in each).
 
     The bins of a step are dealt in layers, the costliest layer first. In each layer, the costliest

@@ -15,6 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
+from trl_packing.packing.fair_steps import excess_of_documents, exchange_between_steps
+
 _SEED = 0x6D6978  # keeps the order of remainders apart from other uses of the seed
 
 
@@ -61,15 +63,26 @@ class MixtureDraw:
             times[order[np.arange(start, start + number) % max(len(order), 1)]] += 1
         return np.repeat(np.arange(len(self.source_ids)), times)
 
-    def fair_order(self, documents: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the places of an epoch in an order of which every part is a fair mixture.
+    def rest(self, documents: np.ndarray) -> "MixtureDraw":
+        """Return the draw of some documents, counted from 0, each of them once an epoch."""
+        source_ids = self.source_ids[documents]
+        counts = np.bincount(source_ids, minlength=len(self.counts))
+        return MixtureDraw(source_ids, counts, self.seed)
 
-        Any stretch holds each source in proportion to its documents, within one or two of them. A
-        document that is drawn twice comes again when all others of its source have come.
+    def fair_order(
+        self, documents: np.ndarray, lengths: np.ndarray, *, epoch: int, documents_per_step: int
+    ) -> np.ndarray:
+        """Return the places of an epoch in an order of which every step is a fair mixture.
+
+        A step holds each source in proportion to its documents, within one or two of them, and
+        nearly in proportion to its tokens. A document that is drawn twice comes again when all
+        others of its source have come.
 
         Args:
             documents: of the epoch, as `documents` returns them.
+            lengths: tokens of each of them.
             epoch: its number.
+            documents_per_step: documents in a step.
         """
         rng = np.random.default_rng((_SEED, self.seed, epoch))
         sources = self.source_ids[documents]
@@ -78,7 +91,14 @@ class MixtureDraw:
         starts = np.cumsum(self.counts) - self.counts
         rank = np.arange(len(documents)) - starts[sources[by_source]]
         offsets = rng.random(len(self.counts))[sources[by_source]]
-        return by_source[np.argsort((rank + offsets) / self.counts[sources[by_source]])]
+        order = by_source[np.argsort((rank + offsets) / self.counts[sources[by_source]])]
+        return exchange_between_steps(
+            order,
+            documents_per_step,
+            excess=excess_of_documents(sources, lengths),
+            keys=copies * len(self.counts) + sources,  # a document may replace one of its source
+            rng=rng,
+        )
 
     @cached_property
     def _orders(self) -> list[np.ndarray]:

@@ -1,6 +1,7 @@
 """Arrange the bins of an epoch in optimizer steps, and these in micro-batches.
 
 bins            in random order, the full steps balanced (balance.py)
+of a mixture    exchanged between steps until all hold their share of each source (fair_steps.py)
 full steps      slots × bins_per_batch bins each; a slot is one micro-batch of one rank
 last step       the remaining bins, split until every rank has equally many micro-batches
 """
@@ -12,9 +13,10 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from trl_packing.packing.balance import balanced_order
+from trl_packing.packing.balance import COSTLY_FROM, arranged, balanced_order
 from trl_packing.packing.bins import PackingPlan
 from trl_packing.packing.curriculum import balanced_in_stages, in_stages
+from trl_packing.packing.fair_steps import excess_of_bins, exchange_between_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,7 @@ def steps_from_plan(
     squares: np.ndarray | None = None,
     stages: np.ndarray | None = None,
     image_costs: np.ndarray | None = None,
+    sources: np.ndarray | None = None,
 ) -> PackedSteps:
     """Return the micro-batches of an epoch.
 
@@ -87,6 +90,8 @@ def steps_from_plan(
         squares: len² of each document, where it computes less than all of its pairs of tokens.
         stages: of each document, whose bins come stage after stage; None draws all bins at once.
         image_costs: of the vision tower for each document, in tokens; None without images.
+        sources: of each document of a mixture, (documents,) integers, which `rng` then shuffles;
+            None without a mixture.
     """
     slots = num_ranks * accumulation
     bins = np.arange(len(plan)) if rng is None else rng.permutation(len(plan))
@@ -99,8 +104,9 @@ def steps_from_plan(
         balance = balanced_order
         if stages is not None:
             balance = partial(balanced_in_stages, stages=stages[bins])
+        costs = _costs(plan, lengths, attention_cost, squares, image_costs)
         order = balance(
-            _costs(plan, lengths, attention_cost, squares, image_costs)[bins],
+            costs[bins],
             tokens=plan.tokens[bins],
             documents=np.diff(plan.offsets)[bins],
             slots=slots,
@@ -109,8 +115,38 @@ def steps_from_plan(
             rng=rng,
         )
         full = bins[order].reshape(full.shape)
+        if sources is not None:
+            bins = np.concatenate([full.ravel(), left])
+            bins = _fair(bins, slots * bins_per_batch, plan, lengths, sources, costs, rng)
+            steps = bins[:num_full].reshape(-1, slots * bins_per_batch)
+            full, left = arranged(steps, costs, slots).reshape(full.shape), bins[num_full:]
     num_last = -(-len(left) // (bins_per_batch * num_ranks)) * num_ranks
     return PackedSteps(plan, full, _dealt_evenly([plan[i] for i in left], num_last))
+
+
+def _fair(
+    bins: np.ndarray,
+    size: int,
+    plan: PackingPlan,
+    lengths: np.ndarray,
+    sources: np.ndarray,
+    costs: np.ndarray,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Return `bins` in steps of `size` that hold about equal shares of each source."""
+    bin_of = np.repeat(np.arange(len(plan)), np.diff(plan.offsets))
+    documents = plan.indices
+    # Bins of ordinary cost change places whatever they cost, as in balance.py; costly bins if their
+    # costs differ by less than 1 % of the median.
+    median = int(np.median(costs))
+    ordinary = int(COSTLY_FROM * median)
+    return exchange_between_steps(
+        bins,
+        size,
+        excess=excess_of_bins(sources[documents], lengths[documents], bin_of, len(plan)),
+        keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
+        rng=rng,
+    )
 
 
 def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> PackingPlan:

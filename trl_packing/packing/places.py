@@ -44,10 +44,13 @@ class EpochPlaces:
         places = np.asarray(places, np.int64)
         return places if self.draw is None else self.documents(epoch)[places]
 
-    def fair_order(self, epoch: int) -> np.ndarray:
-        """Return the places in an order of which every part is a fair mixture."""
+    def fair_order(self, epoch: int, documents_per_step: int) -> np.ndarray:
+        """Return the places in an order of which every step is a fair mixture."""
         assert self.draw is not None
-        return self.draw.fair_order(self.documents(epoch), epoch)
+        documents, lengths = self.documents(epoch), self.lengths(epoch)
+        return self.draw.fair_order(
+            documents, lengths, epoch=epoch, documents_per_step=documents_per_step
+        )
 
     def documents(self, epoch: int) -> np.ndarray:
         """Return the document at each place of a mixture, kept for one epoch."""

@@ -386,6 +386,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 squares=None if self.groups is None else self.groups.squares,
                 stages=self.stages,
                 image_costs=self._image_costs(),
+                sources=self._sources(),
             )
             self._steps_epoch = self.epoch
         return self._steps
@@ -403,7 +404,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
                     documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
                 )
             else:
-                order = self.places.fair_order(self.epoch)
+                order = self.places.fair_order(self.epoch, self.documents_per_step)
             order = order[: self.num_used]
             if self.stages is not None:
                 order = in_stages(order, self.stages)
@@ -421,6 +422,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
             )
             self._steps_epoch = self.epoch
         return self._steps
+
+    def _sources(self) -> np.ndarray | None:
+        """Return the source at each place of this epoch; None without a mixture."""
+        draw = self.draw
+        return None if draw is None else self.places.values(draw.source_ids, self.epoch)
 
     def _image_costs(self) -> np.ndarray | None:
         """Return the cost of the images at each place of this epoch; None without images."""

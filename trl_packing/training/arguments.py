@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from trl import SFTConfig
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.config import PackingOptions, check_options
+from trl_packing.config import PackingOptions, check_mixture_unit, check_options
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.prepared import records_of
@@ -29,6 +29,7 @@ from trl_packing.loss.sources import check_source_column
 from trl_packing.loss.weighted_forward import check_weights_can_be_used
 from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.curriculum import LENGTH
 from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 logger = get_logger(__name__)
@@ -121,8 +122,15 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         )
     if isinstance(args, SFTConfig):
         check_options(args)
+        check_mixture_unit(PackingOptions.of(args))
         Overflow.from_args(args, args.packing)
     curriculum = PackingOptions.of(args).curriculum
+    for record in records_of(train_dataset):
+        if curriculum not in (None, LENGTH, *(train_dataset.column_names or ())):
+            raise ValueError(
+                f"curriculum={curriculum!r}, but {record.folder} was prepared without this column; "
+                f"run `trl-packing prepare` again with curriculum={curriculum!r}"
+            )
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
         raise ValueError(
             f"curriculum={curriculum!r} needs to know all documents before the first step, and a "

@@ -34,6 +34,15 @@ from trl_packing.training.source_metrics import SourceMeter, training_sources
 
 logger = get_logger(__name__)
 
+# Settings that our sampler follows, and a user's does not.
+_DRAWN_BY_OURS = (
+    "static_shapes",
+    "documents_per_step",
+    "curriculum",
+    "mixture",
+    "mixture_temperature",
+)
+
 
 class PackedLoaders:
     """Makes the data loaders of a run.
@@ -138,12 +147,14 @@ class PackedLoaders:
 
     def _check_user_sampler(self, is_packed: bool) -> None:
         """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
-        if is_packed or not self.sampling.packing:
+        if is_packed:
             return
         drawn = f"_get_train_sampler of {type(self.trainer).__name__} draws documents, not bins"
-        for name in ("static_shapes", "documents_per_step", "curriculum"):
+        for name in _DRAWN_BY_OURS:
             if value := getattr(self.options, name):
                 raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
+        if not self.sampling.packing:
+            return
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -121,6 +121,11 @@ def documents_an_epoch(
     if options.mixture_temperature is not None:
         weighted = [i for i, name in enumerate(sources.names) if name not in shares]
         temperature = options.mixture_temperature
+        if not weighted:
+            raise ValueError(
+                f"mixture_temperature={temperature} has no effect, because mixture has epochs for "
+                "every source; leave one of them out"
+            )
     if weighted:
         units = _units(sources, documents, options.mixture_unit)[weighted]
         given: list[float] = units.tolist()

@@ -17,6 +17,7 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.data.preparation import prepare
+from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.formatting.row_format import RowFormat
@@ -64,6 +65,7 @@ class RunData:
         self.counts: dict[str, PreparationCounts] = {}
         self.completion_only: DataCollatorForCompletionOnlyLM | None = None
         self.generation_config: Any = None
+        self._has_training_set = False  # TRL's constructor prepares it before evaluation sets
 
     # --- the data sets of the trainer ---------------------------------------------------------
 
@@ -137,6 +139,7 @@ class RunData:
             formatting_func: the user's function from a row to its text.
             name: of the data set.
         """
+        name = self._name_of_set(name)
         prepare_rows = partial(self._prepare_rows, by_trl, processing_class, args, formatting_func)
         sets = self.sets if name == "train" else None
         documents, counts = prepare_sources(sets, prepare_rows, args, dataset, name)
@@ -148,9 +151,18 @@ class RunData:
         """Return the documents of rows that were not passed to the constructor."""
         trainer = self.trainer
         packing = self.sampling.packing if name == "train" else self.sampling.eval_packing
-        return trainer._prepare_dataset(
-            dataset, trainer.processing_class, trainer.args, packing, trainer._formatting_func, name
-        )
+        tokenizer, formatting_func = trainer.processing_class, trainer._formatting_func
+        with temporarily(self, _has_training_set=name != "train"):
+            return trainer._prepare_dataset(
+                dataset, tokenizer, trainer.args, packing, formatting_func, name
+            )
+
+    def _name_of_set(self, name: str) -> str:
+        """Return another name for an evaluation set that a user has called "train"."""
+        if name == "train" and self._has_training_set:
+            return "evaluated train"
+        self._has_training_set = True
+        return name
 
     def _prepare_rows(
         self,
@@ -163,6 +175,8 @@ class RunData:
     ) -> tuple[Any, PreparationCounts | None]:
         """Return the documents of a data set, and counts of what was kept and lost."""
         trainer = self.trainer
+        if name == "train" and records_of(dataset):  # TRL does not see the rows, which decide it
+            trainer.completion_only_loss = trains_completions(dataset, args.completion_only_loss)
         completion_only = trainer.completion_only_loss
         if self.sets is not None:  # TRL decides once, by the first row of the first of them
             completion_only = trains_completions(dataset, args.completion_only_loss)

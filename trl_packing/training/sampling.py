@@ -67,16 +67,16 @@ def training_sampler(
         subset: numbers of the documents to sample from; the sampler counts them from 0. None for
             all documents.
         index: of `documents`, if groups of documents with common prefixes are drawn.
-        mixture: of `documents`; a subset is sampled as it is.
+        mixture: of `documents`; a subset is drawn once an epoch, in steps that are fair mixtures.
         loads: of the images of `documents`; None without images.
 
     Raises:
         ValueError: documents_per_step is set for rows that were packed before.
     """
-    lengths = documents.lengths()
+    lengths, draw = documents.lengths(), None if mixture is None else mixture.draw
     if subset is not None:
         lengths, index = lengths[subset], index and index.subset(subset)
-        loads = loads and loads.subset(subset)
+        loads, draw = loads and loads.subset(subset), None if draw is None else draw.rest(subset)
     return sampler_of_lengths(
         lengths,
         args,
@@ -89,7 +89,7 @@ def training_sampler(
         torch_seed=torch_seed,
         allow_idle_ranks=subset is not None,
         groups=None if index is None else _groups(index, lengths, args),
-        draw=None if mixture is None or subset is not None else mixture.draw,
+        draw=draw,
         numbers=_numbers(documents, args, subset),
         loads=loads,
     )

@@ -7,7 +7,7 @@ Rows of different forms have no common columns, but their documents have. A docu
 copied: `datasets` joins the files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from datasets import (
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IMAGE_COLUMNS,
@@ -121,19 +122,20 @@ def check_source_sets(datasets: Mapping[Any, Any], collator: Any = None) -> None
         )
 
 
-def join_documents(documents: Mapping[str, Dataset], named: str | None = None) -> Dataset:
+def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) -> Dataset:
     """Return the documents of all sources, with the column SOURCE.
 
     Args:
         documents: prepared, by the names of their sources.
-        named: a column that is kept if all of them have it.
+        named: columns that are kept if all of them have them.
 
     Raises:
         ValueError: some rows were packed before, and others were not.
     """
     columns = [name for name in _COLUMNS if any(name in d.column_names for d in documents.values())]
-    if all(named in dataset.column_names for dataset in documents.values()):
-        columns.append(str(named))
+    columns += [
+        name for name in named if all(name in each.column_names for each in documents.values())
+    ]
     packed = [name for name, d in documents.items() if SEQ_LENGTHS in d.column_names]
     if packed and len(packed) < len(documents):
         raise ValueError(
@@ -196,7 +198,7 @@ def prepare_sources(
     options = PackingOptions.of(args)
     if not sets.are_streams:
         counts = join_counts({name: counts for name, (_, counts) in prepared.items()})
-        return join_documents(documents, options.source_column), counts
+        return join_documents(documents, options.named_columns()), counts
     shares = stream_shares([*documents], options)
     return join_streams(documents, shares, packing_seed(args)), None
 
@@ -205,9 +207,11 @@ def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
     """Return whether only completions of `dataset` are trained, as TRL decides for it alone.
 
     Args:
-        dataset: the user's rows.
+        dataset: the user's rows, or documents that were prepared from them.
         completion_only: `completion_only_loss` of the settings.
     """
     if completion_only is not None:
         return completion_only
+    if records := records_of(dataset):
+        return any(record.rules.settings["completion_only_loss"] for record in records)
     return {"prompt", "completion"} <= set(dataset.column_names or next(iter(dataset), {}))

@@ -119,7 +119,7 @@ def run_on_two_ranks(runs: dict[str, ImageRun], folder: Path) -> dict[str, list[
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "runs.json"
     plan.write_text(json.dumps({name: asdict(made) for name, made in runs.items()}))
-    launch("helpers.distributed.images", str(plan), str(folder), timeout_seconds=400)
+    launch("helpers.distributed.images", str(plan), str(folder))
     return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(2)] for name in runs}
 
 

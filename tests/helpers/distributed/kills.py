@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from helpers.distributed.train import Scenario
+from helpers.ports import free_port
 
 EPOCHS = 5
 LENGTHS = [3 + (i * 7) % 29 for i in range(90)]
@@ -28,15 +28,22 @@ STEP_SECONDS = 0.03  # so that there is a moment to be killed in
 
 
 class Paced(TrainerCallback):
-    """Leaves a byte at the start of every step for the parent to count, and gives it its time."""
+    """Leaves a byte at the start of every step for the parent to count, and gives it its time.
 
-    def __init__(self, started: Path):
-        self.started = started
+    After `steps` it waits to be killed: on a busy machine the parent is late.
+    """
+
+    def __init__(self, started: Path, steps: int | None):
+        self.started, self.left = started, steps
 
     def on_step_begin(self, args, state, control, **kwargs):
         with self.started.open("a") as steps:
             steps.write(".")
         time.sleep(STEP_SECONDS)
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                time.sleep(300)
 
 
 def dies_in_save(number: int) -> None:
@@ -53,8 +60,13 @@ def dies_in_save(number: int) -> None:
     torch.save = half
 
 
-def train(folder: Path, ranks: int, started: Path, file_to_die_in: int | None) -> None:
-    """Train to the end in this process, from the last whole checkpoint if there is one."""
+def train(
+    folder: Path, ranks: int, started: Path, *, file_to_die_in: int | None, steps: int | None
+) -> None:
+    """Train to the end in this process, from the last whole checkpoint if there is one.
+
+    file_to_die_in: as in `dies_in_save`; steps: as in `Paced`.
+    """
     from datasets import Dataset
 
     from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
@@ -82,7 +94,7 @@ def train(folder: Path, ranks: int, started: Path, file_to_die_in: int | None) -
         ),
         train_dataset=Dataset.from_list(documents_of_lengths(LENGTHS, prompt=2)),
         processing_class=tiny_tokenizer(),
-        callbacks=[Paced(started)],
+        callbacks=[Paced(started, steps)],
     )
     if file_to_die_in is not None:
         dies_in_save(file_to_die_in)
@@ -92,14 +104,13 @@ def train(folder: Path, ranks: int, started: Path, file_to_die_in: int | None) -
         torch.save(trainer.model.state_dict(), folder / "weights.pt")
 
 
-def forked(folder: Path, ranks: int, file_to_die_in: int | None = None) -> tuple[list[int], Path]:
+def forked(
+    folder: Path, ranks: int, file_to_die_in: int | None = None, steps: int | None = None
+) -> tuple[list[int], Path]:
     """Start an attempt on every rank; return the processes and the file with a byte a step."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     started = folder / "started"
     started.unlink(missing_ok=True)
-    processes = []
+    processes, port = [], free_port()
     for rank in range(ranks):
         process = os.fork()
         if process == 0:
@@ -111,7 +122,8 @@ def forked(folder: Path, ranks: int, file_to_die_in: int | None = None) -> tuple
                 log = os.open(folder / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                train(folder, ranks, started, file_to_die_in if rank == 0 else None)
+                file = file_to_die_in if rank == 0 else None
+                train(folder, ranks, started, file_to_die_in=file, steps=steps)
                 os._exit(0)
             except BaseException:
                 import traceback
@@ -172,10 +184,11 @@ def main() -> None:
     while done < kills:
         # Kills in a save come last: then there are checkpoints to fall back to.
         file = random.randint(1, 4) if kills - done <= in_saves else None
-        processes, started = forked(killed, ranks, file)
+        # By steps, not by seconds: a busy machine would be killed in its first epoch for ever.
+        steps = random.randint(6, 8)
+        processes, started = forked(killed, ranks, file, steps + 2 if file is None else None)
         if file is None:
-            # By steps, not by seconds: a busy machine would be killed in its first epoch for ever.
-            bytes_to_wait_for = random.randint(6, 8) * ranks
+            bytes_to_wait_for = steps * ranks
             while not started.exists() or started.stat().st_size < bytes_to_wait_for:
                 ended = os.waitid(os.P_PID, processes[0], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 assert ended is None, (killed / "log.0").read_text()[-3000:]

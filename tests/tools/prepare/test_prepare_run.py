@@ -2,18 +2,19 @@
 
 import errno
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers.prepared import call_for, chats
+from helpers.prepared import call_for, chats, text_or_end, text_or_wait
 from helpers.tiny import tiny_dataset, tiny_iterable, tiny_tokenizer
 
 from trl_packing import load_prepared
@@ -123,7 +124,7 @@ def test_a_full_disk_leaves_no_folder_and_the_command_continues(tmp_path, size):
     with files_end_at(size), pytest.raises(ValueError, match=r"out cannot be written: .*File too"):
         prepare_run(call, out, rows_of_a_part=100)
     assert not out.exists()
-    assert not [*tmp_path.rglob("result")] or size
+    assert not [*tmp_path.rglob("result")]
     prepare_run(call, out, rows_of_a_part=100)
     prepare_run(call, tmp_path / "at once")
     assert content_of(out) == content_of(tmp_path / "at once")
@@ -188,6 +189,33 @@ def test_a_place_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     prepare_run(call_for(chats()), tmp_path / "empty")
     assert len(load_prepared(tmp_path / "empty")) == 24
+
+
+def test_a_link_is_followed_and_a_disk_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    prepare_run(call_for(chats()), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert len(load_prepared(tmp_path / "link")) == 24
+    monkeypatch.chdir(tmp_path / "real")
+    assert prepare_run(call_for(chats()), Path(".")).seconds is None
+    with pytest.raises(ValueError, match=r"^/ is a mounted disk, .* name a folder in it"):
+        prepare_run(call_for(chats()), Path("/"))
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_is_one_sentence_and_the_command_continues(tmp_path, monkeypatch):
+    texts = [f"Row {i}" for i in range(60)]
+    texts[45] = "end"
+    rows, out = Dataset.from_dict({"text": texts}), tmp_path / "out"
+    call = replace(call_for(rows, dataset_num_proc=2), formatting_func=text_or_end)
+    monkeypatch.setenv("ENDS_WORKERS_OF", str(os.getpid()))
+    with pytest.raises(ValueError, match=r"was killed, .* fewer processes \(dataset_num_proc=2\)"):
+        prepare_run(call, out, rows_of_a_part=10)
+    monkeypatch.delenv("ENDS_WORKERS_OF")
+    assert len([*tmp_path.rglob("*.arrow")]) >= 4
+    prepare_run(call, out, rows_of_a_part=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_evaluation_sets_are_prepared_by_the_rules_of_the_training_set(tmp_path):
@@ -289,3 +317,76 @@ def test_a_killed_process_leaves_parts_that_the_next_one_continues(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     prepare_run(call, tmp_path / "at once")
     assert content_of(tmp_path / "out") == content_of(tmp_path / "at once")
+
+
+@pytest.mark.slow
+def test_after_a_command_was_killed_its_workers_do_not_stop_the_next_one(tmp_path):
+    texts = [f"Row {i}" for i in range(60)]
+    texts[45] = "hold"  # in the last of three parts
+    rows, out, hold = Dataset.from_dict({"text": texts}), tmp_path / "out", tmp_path / "hold"
+    rows.save_to_disk(tmp_path / "rows")
+    hold.mkdir()
+    code = (
+        "from dataclasses import replace\n"
+        "from pathlib import Path\n"
+        "from datasets import load_from_disk\n"
+        "from helpers.prepared import call_for, text_or_wait\n"
+        "from trl_packing.tools.prepare.prepare_run import prepare_run\n"
+        f"call = call_for(load_from_disk({str(tmp_path / 'rows')!r}), dataset_num_proc=2)\n"
+        "call = replace(call, formatting_func=text_or_wait)\n"
+        f"prepare_run(call, Path({str(out)!r}), rows_of_a_part=10)\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "HOLD": str(hold)},
+    )
+    while running.poll() is None and not [*hold.iterdir()]:
+        time.sleep(0.01)
+    running.kill()
+    assert running.wait() == -signal.SIGKILL
+    worker = int(next(hold.iterdir()).name)  # waits, unless it has ended with the command
+    assert not out.exists()
+    parts = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("out.partial/**/*.arrow")}
+    assert len(parts) >= 4
+    call = replace(call_for(rows, dataset_num_proc=2), formatting_func=text_or_wait)
+    try:
+        prepare_run(call, out, rows_of_a_part=10)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hold", "out", "rows"]
+    prepare_run(call, tmp_path / "at once")
+    assert content_of(out) == content_of(tmp_path / "at once")
+
+
+def test_what_a_command_left_that_was_killed_at_its_very_end_is_deleted(tmp_path, tokenized):
+    call, out = call_for(chats()), tmp_path / "out"
+    prepare_run(call, out)
+    before = content_of(out)
+    rules = tmp_path / "out.partial" / "parts" / "key"
+    rules.mkdir(parents=True)
+    (rules / "part.arrow").write_bytes(b"half")
+    tokenized.clear()
+    assert prepare_run(call, out).seconds is None
+    assert tokenized == []
+    assert content_of(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_commands_at_once_make_one_folder(tmp_path, monkeypatch):
+    """The second starts before the first has ended, and takes the lock after it."""
+    call, out, original = call_for(chats()), tmp_path / "out", workplace.Workplace.in_use
+    made = []
+
+    def in_use(self):
+        monkeypatch.undo()
+        made.append(prepare_run(call, out))
+        return original(self)
+
+    monkeypatch.setattr(workplace.Workplace, "in_use", in_use)
+    second = prepare_run(call, out)
+    assert made[0].seconds is not None
+    assert second.seconds is None
+    assert second.manifest == json.loads(json.dumps(made[0].manifest))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

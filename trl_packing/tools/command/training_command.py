@@ -47,6 +47,9 @@ _DATA = ("dataset_name", "datasets")
 # Packages that train an adapter. The data of these recipes are those of full.py.
 _ADAPTERS = {"lora": ("peft",), "dora": ("peft",), "qlora": ("peft", "bitsandbytes")}
 
+# Options that a file must not keep.
+_SECRETS = ("hub_token", "push_to_hub_token")
+
 # Short names of options, and their names in the recipes.
 _SHORT = {
     "model": "model_name_or_path",
@@ -271,7 +274,8 @@ def options_of_recipe(words: Sequence[str]) -> dict[str, str]:
         return {}
     options = options_of_words(words)
     in_file = {name: str(value) for name, value in options.in_file.items() if name != "env"}
-    return in_file | {name: " ".join(values) for name, values in options.on_line.items()}
+    given = in_file | {name: " ".join(values) for name, values in options.on_line.items()}
+    return {name: value for name, value in given.items() if name not in _SECRETS}
 
 
 def model_of_words(words: Sequence[str]) -> tuple[Any, Any]:

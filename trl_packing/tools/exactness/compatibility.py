@@ -142,7 +142,7 @@ def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
 
 
 def judge_all(
-    names: Sequence[str], *, processes: int = 2, seconds_each: int = 120
+    names: Sequence[str], *, processes: int = 2, seconds_each: int = 600
 ) -> Iterator[Verdict]:
     """Yield the verdict on each architecture, in order, from `processes` worker processes."""
     spawn = multiprocessing.get_context("spawn")

@@ -31,6 +31,7 @@ from trl_packing.data.prepared import (
     FORMAT,
     FORMAT_KEY,
     MANIFEST,
+    check_content,
     is_prepared,
     read_manifest,
 )
@@ -88,18 +89,21 @@ def prepare_run(
     Raises:
         ValueError: the data cannot be prepared, or `out` cannot be written.
     """
-    started = perf_counter()
-    check_place(out)
+    started, out = perf_counter(), check_place(out)
     run, sets = run_and_sets_of(call)
     facts = RowFacts.of(sets["train"], run.preparation, run.formatting_func)
     rules = {name: _rules_of(run, rows, facts) for name, rows in sets.items()}
     hashes = {name: _hash_of_source(rows, call.formatting_func) for name, rows in sets.items()}
-    if is_prepared(out):
-        return PreparedRun(out, _same(out, run, hashes), None)
     function = Hasher.hash(call.formatting_func)
     key = _hash([[asdict(each) for each in rules.values()], function, _versions(_MAKERS)])
     work = Workplace(out, key)
+    if is_prepared(out) and not work.folder.exists():
+        return PreparedRun(out, _same(out, run, hashes), None)
     with work.in_use():
+        if is_prepared(out):  # by a command that has ended since, or was killed at its end
+            same = PreparedRun(out, _same(out, run, hashes), None)
+            work.forget_parts()
+            return same
         preparation = replace(run.preparation, parts=TokenizedParts(work.parts, rows_of_a_part))
         run = replace(run, preparation=preparation)
         written = {
@@ -111,6 +115,7 @@ def prepare_run(
             FORMAT_KEY: FORMAT,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": _versions(_PACKAGES),
+            "tokenizer": run.preparation.row_format.chat.tokenizer.name_or_path,
             "options": dict(options or {}),
             "sets": written,
         }
@@ -120,19 +125,30 @@ def prepare_run(
     return PreparedRun(out, manifest, perf_counter() - started)
 
 
-def check_place(out: Path) -> None:
-    """Raise ValueError if `out` cannot become a folder of prepared data."""
+def check_place(out: Path) -> Path:
+    """Return `out`, without links, if it can become a folder of prepared data.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if out.is_symlink() or out.name in ("", ".."):
+        out = out.resolve()
+    if out.is_mount():
+        raise ValueError(
+            f"{out} is a mounted disk, which cannot be replaced; name a folder in it: {out}/data"
+        )
     if out.is_file():
         raise ValueError(f"{out} is a file; name a folder for the prepared data: DATA OUT")
     if out.is_dir() and any(out.iterdir()) and not is_prepared(out):
         raise ValueError(f"{out} holds other files; name a new folder for the prepared data")
+    return out
 
 
 def _same(out: Path, run: PreviewedRun, hashes: Mapping[str, str]) -> dict[str, Any]:
     """Return the manifest of prepared data if this preparation would make the same.
 
     Raises:
-        ValueError: it would make others.
+        ValueError: it would make others, or a file is damaged.
     """
     manifest = read_manifest(out)
     stored = manifest["sets"]
@@ -144,6 +160,7 @@ def _same(out: Path, run: PreviewedRun, hashes: Mapping[str, str]) -> dict[str, 
     if {name: each["data"]["hash"] for name, each in stored.items()} != hashes:
         differences.append("of other rows")
     if not differences:
+        check_content(out, manifest)
         return manifest
     raise ValueError(
         f"{out} holds other prepared data ({'; '.join(differences)}); name a new folder, or "
@@ -172,7 +189,7 @@ def _write_set(
     )
     assert isinstance(documents, Dataset)
     named = PackingOptions.of(run.args).named_columns()
-    folder = result / quote(name, safe="")
+    folder = result / quote(name, safe="").replace(".", "%2E")
     shards = write_shards(documents, folder, named=named, shard_bytes=shard_bytes)
     columns = [*TOKEN_COLUMNS, *([SEQ_LENGTHS] if SEQ_LENGTHS in documents.column_names else [])]
     tokens = ArrowDocuments(documents, columns)

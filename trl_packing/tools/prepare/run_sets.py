@@ -22,7 +22,8 @@ def sets_of(call: TrainerCall) -> dict[str, Dataset]:
     if isinstance(call.train_dataset, dict):
         raise ValueError(
             f"train_dataset has the sources {', '.join(map(repr, call.train_dataset))}; prepare "
-            "each by itself, and train a dictionary of load_prepared(FOLDER)"
+            "each by itself, and name its folder as path of its entry in datasets (in Python: "
+            "train_dataset={SOURCE: load_prepared(FOLDER), ...})"
         )
     evaluated = call.eval_dataset
     if not isinstance(evaluated, dict):

@@ -2,7 +2,7 @@
 
 train        7,473 rows → 7,473 documents · 1,600,284 tokens · 1,020,118 trained (64%)
 written      prepared · 6.4 MB in 1 file · 3 s
-train with   --data prepared and the same settings; others are refused
+train with   --dataset_name prepared and the same settings; others are refused
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,8 @@ def _lines(made: PreparedRun) -> Iterator[str]:
         yield _line("unchanged", f"{size}, of the same rows and settings")
     else:
         yield _line("written", f"{size} · {made.seconds:,.0f} s")
-    yield _line("train with", f"--data {made.folder} and the same settings; others are refused")
+    name = f"--dataset_name {made.folder}"
+    yield _line("train with", f"{name} and the same settings; others are refused")
 
 
 def _line(name: str, text: str) -> str:

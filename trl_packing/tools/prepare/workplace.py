@@ -1,5 +1,6 @@
 """The folder in which data are prepared, beside the folder that will hold them.
 
+    OUT.partial/lock        held by the command that prepares
     OUT.partial/parts/…     tokenized parts, which an interrupted command finds again
     OUT.partial/result/…    renamed to OUT when everything is on the disk
 
@@ -9,12 +10,12 @@ So OUT is whole or does not exist, whatever stops the command.
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from trl_packing.data.shards import sync
+from trl_packing.tools.prepare.folder_lock import lock
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,35 @@ class Workplace:
             ValueError: another command uses them, or a file cannot be written.
         """
         try:
-            self.parts.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "lock", "w", encoding="utf-8") as lock:
-                self._take(lock)
+            with lock(self.folder / "lock"):
                 try:
                     self._clear()
                     yield
                 finally:
-                    if self.folder.exists() and not self._has_parts():
-                        shutil.rmtree(self.folder, ignore_errors=True)
+                    shutil.rmtree(self.result, ignore_errors=True)  # frees a full disk
+                    if not self._has_parts():
+                        self._delete()
+        except BlockingIOError as error:
+            raise ValueError(f"another command is preparing {self.out} now") from error
         except OSError as error:
             raise ValueError(f"{self.out} cannot be written: {error}; {self.kept()}") from error
 
     def _clear(self) -> None:
         shutil.rmtree(self.result, ignore_errors=True)
+        self.parts.mkdir(parents=True, exist_ok=True)
         for other in self.parts.parent.iterdir():
             if other != self.parts:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
+        for file in self.parts.iterdir():
+            if file.suffix != ".arrow":  # half of a part, of a process that was killed
+                file.unlink(missing_ok=True)
+
+    def _delete(self) -> None:
+        """Delete the folder, and its lock last: another command may take it from then on."""
+        shutil.rmtree(self.parts.parent, ignore_errors=True)
+        with suppress(OSError):
+            (self.folder / "lock").unlink()
+            self.folder.rmdir()
 
     def publish(self) -> None:
         """Turn the result into `out`."""
@@ -74,7 +87,11 @@ class Workplace:
         sync(self.result)
         os.rename(self.result, self.out)
         sync(self.out.parent)
-        shutil.rmtree(self.folder)
+        self.forget_parts()
+
+    def forget_parts(self) -> None:
+        """Delete the parts: `out` is whole."""
+        shutil.rmtree(self.parts, ignore_errors=True)
 
     def kept(self) -> str:
         """Return a sentence on what is left after an error or an interrupt."""
@@ -84,13 +101,3 @@ class Workplace:
 
     def _has_parts(self) -> bool:
         return any(self.parts.glob("*.arrow"))
-
-    def _take(self, lock: IO[str]) -> None:
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another command is preparing {self.out} now") from error

@@ -1,0 +1,204 @@
+"""Steps exchange bins until each holds its share of every source, and nothing else changes."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing import PackedBatchSampler
+from trl_packing.packing.balance import COSTLY_FROM
+from trl_packing.packing.bins import pack
+from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.epoch import steps_from_plan
+from trl_packing.packing.fair_steps import (
+    excess_of_bins,
+    excess_of_documents,
+    exchange_between_steps,
+)
+
+CAPACITY = 2048
+
+
+def three_sources(number: int = 8000):
+    """Return lengths and sources: 92 % of the tokens, 6 %, and 2 % in short documents."""
+    rng = np.random.default_rng(1)
+    sources = rng.choice(3, number, p=[0.87, 0.03, 0.1])
+    means = np.array([350, 700, 70])[sources]
+    lengths = rng.lognormal(np.log(means) - 0.2, 0.6).astype(int).clip(8, CAPACITY)
+    return lengths, sources
+
+
+def drawn_once(sources) -> MixtureDraw:
+    return MixtureDraw(sources, np.bincount(sources), seed=3)
+
+
+def shares_of_steps(steps, lengths, sources) -> np.ndarray:
+    """Return the share of each source in the tokens of every step, (steps, sources)."""
+    tokens = [np.bincount(sources[step], lengths[step], sources.max() + 1) for step in steps]
+    return np.array([of_step / of_step.sum() for of_step in tokens])
+
+
+def packed(lengths, sources, *, fair: bool, ranks=2, accumulation=4, attention_cost=1e-4):
+    """Return the micro-batches of an epoch of bins, (micro-batches), without the last step."""
+    steps = steps_from_plan(
+        pack(lengths, CAPACITY, seed=(0, 0)),
+        lengths,
+        num_ranks=ranks,
+        accumulation=accumulation,
+        bins_per_batch=1,
+        attention_cost=attention_cost,
+        balance_window=64,
+        rng=np.random.default_rng(0),
+        sources=sources if fair else None,
+    )
+    return list(steps)[: len(steps.bins)]
+
+
+def in_steps(batches, slots: int = 8) -> list[np.ndarray]:
+    return [np.concatenate(batches[at : at + slots]) for at in range(0, len(batches), slots)]
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    number=st.integers(1, 90),
+    size=st.integers(1, 9),
+    num_keys=st.integers(1, 3),
+    num_sources=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_steps_keep_their_keys_and_are_no_less_fair(number, size, num_keys, num_sources, seed):
+    rng = np.random.default_rng(seed)
+    parts = rng.permutation(np.arange(3 * number) % number)  # three documents each
+    sources, lengths = rng.integers(0, num_sources, len(parts)), rng.integers(1, 50, len(parts))
+    excess = excess_of_bins(sources, lengths, parts, number)
+    keys, order = rng.integers(0, num_keys, number), rng.permutation(number)
+
+    found = exchange_between_steps(order, size, excess=excess, keys=keys, rng=rng)
+
+    assert sorted(found) == list(range(number))
+    unfair = {"before": 0.0, "after": 0.0}
+    for at in range(0, number, size):
+        before, after = order[at : at + size], found[at : at + size]
+        assert Counter(keys[before]) == Counter(keys[after])
+        unfair["before"] += (excess[:, before].sum(1) ** 2).sum()
+        unfair["after"] += (excess[:, after].sum(1) ** 2).sum()
+    assert unfair["after"] <= unfair["before"]
+
+
+def test_two_steps_exchange_what_makes_both_fair():
+    """Documents of 10 tokens: source 1 has all of step 1 and none of step 0."""
+    sources = np.array([0, 0, 0, 0, 0, 0, 1, 1])
+    excess = excess_of_documents(sources, np.full(8, 10))
+    order = np.array([0, 1, 2, 3, 4, 5, 6, 7])
+    rng, keys = np.random.default_rng(0), np.zeros(8, int)
+    found = exchange_between_steps(order, 4, excess=excess, keys=keys, rng=rng)
+    assert sources[found].reshape(2, 4).sum(1).tolist() == [1, 1]
+    keys = sources  # control: documents of one source alone change places
+    found = exchange_between_steps(order, 4, excess=excess, keys=keys, rng=rng)
+    assert sources[found].reshape(2, 4).sum(1).tolist() == [0, 2]
+
+
+def test_one_source_has_nothing_to_exchange():
+    sources, lengths = np.zeros(9, int), np.arange(1, 10)
+    excess = excess_of_bins(sources, lengths, np.arange(9), 9)
+    assert excess.shape == excess_of_documents(sources, lengths).shape == (0, 9)
+    order = np.random.default_rng(0).permutation(9)
+    found = exchange_between_steps(
+        order, 3, excess=excess, keys=np.zeros(9, int), rng=np.random.default_rng(0)
+    )
+    assert found.tolist() == order.tolist()
+
+
+def test_the_smallest_of_many_sources_count_as_one():
+    sources = np.repeat(np.arange(40), np.arange(1, 41))
+    excess = excess_of_documents(sources, np.ones(len(sources), int))
+    assert excess.shape == (9, 820)
+    assert len(np.unique(excess[8, sources < 32])) == 1, "the 32 smallest are alike"
+
+
+# --- steps of bins --------------------------------------------------------------------------------
+
+
+def test_steps_of_bins_hold_a_fair_share_of_every_source():
+    lengths, sources = three_sources()
+    random, fair = (
+        shares_of_steps(in_steps(packed(lengths, sources, fair=fair)), lengths, sources).std(0)
+        for fair in (False, True)
+    )
+    assert len(random) == 3
+    assert (fair < 0.35 * random).all(), (fair, random)
+    # Control: random steps vary by more than half of what the small sources have.
+    assert random[2] > 0.01
+
+
+def test_exchanged_bins_leave_ranks_as_even_and_documents_as_they_are():
+    lengths, sources = three_sources()
+    batches = {fair: packed(lengths, sources, fair=fair) for fair in (False, True)}
+    assert {tuple(batch) for batch in batches[True]} != {tuple(batch) for batch in batches[False]}
+    unevenness, variation = {}, {}
+    for fair, found in batches.items():
+        costs = np.array([lengths[b].sum() + 1e-4 * (lengths[b] ** 2).sum() for b in found])
+        slots = costs.reshape(-1, 2)  # two ranks
+        unevenness[fair] = (slots.max(1) / slots.mean(1)).mean()
+        variation[fair] = np.std([lengths[step].mean() for step in in_steps(found)])
+    assert unevenness[True] <= unevenness[False] * COSTLY_FROM
+    assert variation[True] < 0.5 * variation[False], "mean length of the documents of a step"
+
+
+def test_every_document_is_equally_likely_in_every_step():
+    """A document of a small source, over 150 epochs: as often in each step as by chance."""
+    lengths, sources = three_sources(300)
+    sampler = PackedBatchSampler(lengths, CAPACITY, accumulation=8, draw=drawn_once(sources))
+    rare = np.flatnonzero(sources == 1)[0]
+    found = []
+    for epoch in range(150):
+        sampler.set_epoch(epoch)
+        steps = in_steps(sampler.micro_batches())
+        found.append(next(at for at, step in enumerate(steps) if rare in step))
+    full = np.bincount(found, minlength=len(steps))[: len(steps) - 1]
+    expected = full.mean()
+    chi_square = ((full - expected) ** 2 / expected).sum()
+    assert chi_square < 3 * len(full), (full, chi_square)
+
+
+# --- steps of documents ---------------------------------------------------------------------------
+
+
+def test_steps_of_documents_hold_a_fair_share_of_tokens():
+    lengths, sources = three_sources()
+    draw = drawn_once(sources)
+    places = draw.documents(0)
+    # Control: the order that holds documents in proportion, without exchanges.
+    in_proportion = draw.fair_order(places, lengths, epoch=0, documents_per_step=1)
+    exchanged = draw.fair_order(places, lengths, epoch=0, documents_per_step=64)
+    variations, numbers = [], []
+    for order in (in_proportion, exchanged):
+        steps = order[: len(order) // 64 * 64].reshape(-1, 64)
+        variations.append(shares_of_steps(steps, lengths, sources).std(0))
+        numbers.append([np.bincount(sources[step], minlength=3).tolist() for step in steps])
+    assert numbers[0] == numbers[1], "the number of documents of each source stays"
+    assert (variations[1] < 0.5 * variations[0]).all(), variations
+
+
+@pytest.mark.parametrize("options", [{"capacity": CAPACITY}, {"documents_per_step": 64}])
+def test_the_rest_of_an_epoch_is_fair_too(options):
+    lengths, sources = three_sources()
+    drawn = MixtureDraw(sources, np.array([3000, 500, 900]), seed=3)
+    left = drawn.documents(2)[1000:]  # as after some steps
+    rest = drawn.rest(left)
+    assert rest.documents(2).tolist() == list(range(len(left)))
+    lengths, sources = lengths[left], sources[left]
+    sampler = PackedBatchSampler(lengths, accumulation=8, draw=rest, **options)
+    plain = PackedBatchSampler(lengths, accumulation=8, **options)
+    variations = []
+    for each in (sampler, plain):
+        each.set_epoch(2)
+        assert sorted(np.concatenate(each.micro_batches())) == list(range(len(left)))
+        steps = in_steps(each.micro_batches())[:-1]
+        variations.append(shares_of_steps(steps, lengths, sources).std(0))
+    assert (variations[0] < 0.6 * variations[1]).all(), variations
