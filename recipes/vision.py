@@ -12,6 +12,7 @@ A row has its images beside its messages, one image part for each (docs/images.m
       {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
       {"role": "assistant", "content": [{"type": "text", "text": "A street."}]}]}
 
+Rows of several data sets, some of them without images, are named by `datasets:` (docs/mixtures.md).
 Answers alone are trained. With `--lora_r`, an adapter of the language model is trained, and with
 `--train_tower true` one of the tower and the projector, too. The demo teaches a small model the
 colors of pictures; `trl-packing inspect recipes/vision.py --html rows.html` shows its rows.
@@ -31,7 +32,7 @@ Expected output (the demo, two minutes on a busy CPU core):
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from trl_packing.recipes.recipe_mixture import MixtureArguments, SourceConfig, load_sources
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
@@ -50,11 +52,14 @@ LANGUAGE_MODEL = r".*\.(language_model|text_model)\..*_proj"  # its matrices
 
 
 @dataclass
-class Arguments:
+class Arguments(MixtureArguments):
     """The model and the data; without them, the demo's."""
 
     model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
     dataset_name: str | None = HfArg(default=None, help="Hub id, file, or folder of files.")
+    datasets: list[SourceConfig] = field(
+        default_factory=list, metadata={"help": "Several data sets, best in a YAML file."}
+    )
     dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
     dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
     image_folder: str | None = HfArg(default=None, help="Folder of the paths of images.")
@@ -64,15 +69,39 @@ class Arguments:
 
 
 def in_folder(rows: Dataset, folder: str) -> Dataset:
-    """Return rows whose paths of images are read from `folder`."""
+    """Return rows whose paths of images are read from `folder`; rows without images as they are."""
+    column = next((name for name in ("images", "image") if name in rows.column_names), None)
+    if column is None:
+        return rows
 
     def moved(path: Any) -> Any:
         if isinstance(path, list):
             return [moved(each) for each in path]
         return str(Path(folder, path)) if isinstance(path, str) else path
 
-    column = "images" if "images" in rows.column_names else "image"
     return rows.map(lambda row: {column: moved(row[column])})
+
+
+def load(arguments: Arguments, training_args: PackedSFTConfig) -> Any:
+    """Return the rows of `dataset_name`, or of each of `datasets`, which also set the mixture."""
+    name, folder = arguments.dataset_name, arguments.image_folder
+    if name and not arguments.datasets:
+        rows = load_rows(name, arguments.dataset_train_split, config=arguments.dataset_config)
+        return in_folder(rows, folder) if folder else rows
+    if name:
+        raise ValueError("dataset_name and datasets both name the data; give one")
+    streaming, seed = arguments.streaming, training_args.seed
+    loaded = load_sources(arguments.datasets, streaming=streaming, test_size=None, seed=seed)
+    if loaded.mixture and training_args.mixture:
+        raise ValueError("mixture and a weight or epochs in datasets say the same; give one")
+    if named := [source for source, columns in loaded.columns.items() if columns]:
+        raise ValueError(
+            f"the entry {named[0]!r} of datasets names columns, which rows beside images cannot "
+            "have; name them messages, or prompt and completion, in the data"
+        )
+    training_args.mixture = training_args.mixture or loaded.mixture
+    sources: dict[str, Any] = loaded.train
+    return {name: in_folder(rows, folder) if folder else rows for name, rows in sources.items()}
 
 
 @exits_in_one_line
@@ -84,23 +113,23 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     words = sys.argv[1:] if argv is None else argv
-    is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
+    own = {"--config", "--model_name_or_path", "--dataset_name", "--datasets"}
+    is_demo = not own & {*words}
     if is_demo:
         parser.set_defaults(**DEMO)
     arguments, training_args = parser.parse_args_and_config(argv)
 
-    model, data = arguments.model_name_or_path, arguments.dataset_name
+    model, data = arguments.model_name_or_path, arguments.dataset_name or arguments.datasets
     if is_demo:
         from trl_packing.recipes.demo_pictures import demo_model, demo_rows, exchanged
 
         rows, (model, processor) = demo_rows(600), demo_model(training_args.seed)
     elif model and data:
-        rows = load_rows(data, arguments.dataset_train_split, config=arguments.dataset_config)
-        rows = in_folder(rows, arguments.image_folder) if arguments.image_folder else rows
+        rows = load(arguments, training_args)
         pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
         processor = AutoProcessor.from_pretrained(model, **pixels)
     else:
-        raise ValueError("your own run needs --model_name_or_path and --dataset_name")
+        raise ValueError("your own run needs --model_name_or_path and --dataset_name or datasets")
     adapter, rank = None, arguments.lora_r
     if rank:
         from peft import LoraConfig

@@ -83,7 +83,8 @@ from trl_packing.training.sampling import Sampling
 from trl_packing.training.source_sets import source_sets
 from trl_packing.training.user_loss import UserLoss
 from trl_packing.versions import warn_of_untested_versions
-from trl_packing.vision.run_images import RunImages, has_images
+from trl_packing.vision.choice import has_images
+from trl_packing.vision.run_images import RunImages
 
 logger = get_logger(__name__)
 
@@ -161,14 +162,12 @@ class PackedSFTTrainer(SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ):
-        sets = source_sets(train_dataset, args, data_collator)
-        train_dataset = sets.first if sets else train_dataset  # `_run_data` prepares all
+        sets, rows = source_sets(train_dataset, args, data_collator), train_dataset
+        train_dataset = sets.first if sets else rows  # `_run_data` prepares all
         reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
         self._images = RunImages()
-        if reason is None and has_images(train_dataset):
-            reason = self._images.why_not_packed(
-                model, train_dataset, eval_dataset, args, processing_class
-            )
+        if reason is None and has_images(rows):
+            reason = self._images.why_not_packed(model, rows, eval_dataset, args, processing_class)
         self._run_path = RunPath(reason, is_fixed=reason is not None)
         self._options = options = PackingOptions.of(args)
         check_loss_options(options, kwargs.get("compute_loss_func"), reason)
@@ -194,7 +193,8 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._run_data.completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._run_data.completion_only.tokenizer
-        train_dataset, eval_dataset = self._images.take_all(train_dataset, eval_dataset)
+        rows, eval_dataset = self._images.take_all(rows, eval_dataset)
+        train_dataset = sets.replace(rows) if sets else rows
         # Data sets are prepared before `self.model` is set.
         self._run_data.generation_config = generation_config_of(model, args)
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
@@ -372,7 +372,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _before_first_step(self) -> None:
         """Check isolation, when the model is wrapped and nothing is trained yet."""
         scale_noise_by_document(self._guard.base_model)
-        self._isolation.ensure(self.model_wrapped, self.train_dataset, training=True)
+        with self._images.explaining(self):
+            self._isolation.ensure(self.model_wrapped, self.train_dataset, training=True)
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:

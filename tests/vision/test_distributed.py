@@ -23,6 +23,17 @@ WEIGHTED = {
         "train_sampling_strategy": "random",
     },
 }
+# Epochs with a remainder: each draws other documents.
+MIXED = {
+    "texts": 9,
+    "options": {
+        "packing": True,
+        "train_sampling_strategy": "random",
+        "mixture": {"pictures": {"epochs": 1.5}, "texts": {"epochs": 0.5}},
+        "max_length": 200,
+        "max_steps": 4,
+    },
+}
 LORA = {"r": 2, "target_modules": ["q_proj", "qkv", "proj"]}
 
 TILES = {"family": "llava_next"}
@@ -33,6 +44,7 @@ RUNS: dict[str, dict[str, dict]] = {
         "all parameters used": {"options": {"ddp_find_unused_parameters": False}},
         "accumulated": {"options": ACCUMULATED, "rows": 24},
         "weighted documents": WEIGHTED,
+        "several data sets": MIXED,
     },
     "fsdp2": {
         "padded evaluation": {"scores": True, "options": CHECKED},
@@ -41,6 +53,7 @@ RUNS: dict[str, dict[str, dict]] = {
         "a mask": {"family": "gemma3", "options": CHECKED},
         "accumulated": {"options": ACCUMULATED, "rows": 24},
         "weighted documents": WEIGHTED,
+        "several data sets": MIXED,
         "checkpointing": {"options": {"gradient_checkpointing": True}},
         "LoRA": {"lora": LORA},
     },
@@ -81,6 +94,9 @@ def two_ranks(tmp_path_factory):
                 rest.output_dir = f"{whole.output_dir} rest"
                 rest.resume = f"{whole.output_dir}/checkpoint-2"
                 runs |= {"whole": whole, "rest": rest}
+            if kind == "fsdp2":
+                runs["leak"] = ImageRun(str(folder / "leak"), engine=kind, leaks=True)
+                runs["leak"].options = CHECKED
             known[kind] = run_on_two_ranks(runs, folder / "results")
         return known[kind]
 
@@ -128,6 +144,13 @@ def test_three_micro_batches_train_as_one(two_ranks, one_rank):
 def test_runs_with_other_documents_fail_the_same_comparison(two_ranks, one_rank):
     with pytest.raises(AssertionError):
         assert_same(two_ranks("DDP")["accumulated"][0], one_rank({}))
+
+
+@pytest.mark.slow
+def test_a_sharded_run_that_leaks_is_refused_with_the_way_out(two_ranks):
+    for rank in two_ranks("fsdp2")["leak"]:
+        assert "LEAK" in rank["error"]
+        assert "too late for TRL's path: take DDP" in rank["error"]
 
 
 @pytest.mark.slow

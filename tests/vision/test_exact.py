@@ -48,14 +48,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 def alone(model, processor, dataset, **collator):
     """Return loss and gradients of the mean over all trained tokens, one document at a time."""
-    model = copy.deepcopy(model).train()
+    return trained_alone(model, batches_of(processor, dataset, **collator))
+
+
+def batches_of(processor, dataset, **collator):
+    """Return a batch of TRL's collator for each row."""
     collate = DataCollatorForVisionLanguageModeling(processor, **collator)
-    batches = [collate([row]) for row in dataset]
+    return [collate([row]) for row in dataset]
+
+
+def trained_alone(model, batches):
+    """Return loss and gradients of the mean over all trained tokens of batches of a document."""
+    model = copy.deepcopy(model).train()
     trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     total = 0.0
     for batch in batches:
-        labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
+        labels = batch["labels"]
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model(**inputs, use_cache=False).logits
         losses = F.cross_entropy(logits[0, :-1].float(), labels[0, 1:], reduction="sum")
         (losses / trained).backward()
         total += float(losses.detach()) / trained

@@ -33,6 +33,20 @@ def check_not_empty(dataset: AnyDataset, name: str) -> None:
         raise ValueError(f"the {name} dataset is empty: it has no rows; check how it was loaded")
 
 
+def check_is_one_set(dataset: Any, reason: str) -> None:
+    """Raise ValueError if a training set is a dictionary, which only packed runs train.
+
+    Args:
+        dataset: as the user passed it.
+        reason: why the run takes TRL's path.
+    """
+    if isinstance(dataset, dict):
+        raise ValueError(
+            f"train_dataset is a dictionary, which only packed runs train, but {reason}; pass "
+            "one data set, or leave that out"
+        )
+
+
 def check(rows: UserRows, rules: Preparation) -> None:
     """Raise ValueError for anything that `rows` and the settings alone rule out."""
     dataset, name, eos = rows.dataset, rows.name, rules.eos

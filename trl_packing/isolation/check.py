@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.isolation.locate import first_leaking_layer, gradient_difference
+from trl_packing.isolation.locate import first_leaking_layer, probe_gradient_difference
 from trl_packing.isolation.measure import (
     NOISE_FACTOR,
     Measurement,
@@ -154,7 +154,7 @@ def check_isolation(
             layer = first_leaking_layer(model, inner, probe, collate)
             report = replace(report, first_layer=layer if leaks else "")
         if gradients:
-            error = gradient_difference(model, inner, probe, collate)
+            error = probe_gradient_difference(model, inner, probe, collate)
             report = replace(report, gradient_difference=error)
     return report
 

@@ -1,5 +1,6 @@
 """Details of a leak: the first layer that shows it, and its effect on the gradients."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -76,35 +77,70 @@ def _layer_outputs(model: nn.Module, inner: nn.Module, batch: dict[str, Any]) ->
     return outputs
 
 
-def gradient_difference(
+def probe_gradient_difference(
     model: nn.Module, inner: nn.Module, probe: Probe, collate: PackedCollator
 ) -> float:
-    """Return the largest difference of B's gradients, packed and alone.
-
-    It is relative to the largest gradient. The arguments are those of `measure_probe`.
-    """
-    before = [{"input_ids": d, "labels": np.full_like(d, IGNORE_INDEX)} for d in probe.before[0]]
-    packed = collate_packed(inner, collate, [*before, {"input_ids": probe.document}])
+    """Return `gradient_difference` of B. The arguments are those of `measure_probe`."""
     alone = ordinary_batch(inner, torch.from_numpy(probe.document)[None])
+    row = masked_before([{"input_ids": d} for d in (*probe.before[0], probe.document)])
+    return gradient_difference(model, inner, alone, collate_packed(inner, collate, row))
+
+
+def masked_before(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return `documents` of which only the last is trained."""
+    masked = [{**d, "labels": np.full_like(d["input_ids"], IGNORE_INDEX)} for d in documents[:-1]]
+    return [*masked, dict(documents[-1])]
+
+
+def gradient_difference(
+    model: nn.Module,
+    inner: nn.Module,
+    alone: dict[str, Any],
+    packed: dict[str, Any],
+    apart: Iterable[nn.Parameter] = (),
+) -> float:
+    """Return the largest difference of a document's gradients, packed and alone.
+
+    It is relative to the largest gradient.
+
+    Args:
+        model: the model as a training step calls it.
+        inner: the model inside its wrappers.
+        alone: a batch of the document without packing.
+        packed: a packed row, in which the document alone is trained.
+        apart: parameters that are compared relative to the largest gradient among them.
+    """
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))
-    largest = max((float(g.abs().max()) for g in expected if g is not None), default=0.0)
-    apart = [
-        largest_difference(e, torch.zeros_like(e) if f is None else f)
-        for e, f in zip(expected, found, strict=True)
-        if e is not None
+    ids = set(map(id, apart))
+    parts = [
+        [name for name, p in inner.named_parameters() if (id(p) in ids) is side]
+        for side in (False, True)
     ]
+    return max(_relative_difference(expected, found, part) for part in parts)
+
+
+def _relative_difference(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], names: Sequence[str]
+) -> float:
+    """Return the largest difference of some gradients, relative to the largest of them."""
+    known = [name for name in names if name in expected or name in found]
+    zero = torch.zeros((), device=next(iter({**expected, **found}.values())).device)
+    apart = [largest_difference(expected.get(n, zero), found.get(n, zero)) for n in known]
+    largest = max((float(expected[n].abs().max()) for n in known if n in expected), default=0.0)
     return max(apart, default=0.0) / (largest or 1.0)
 
 
 @torch.enable_grad()
 def _loss_gradients(
     model: nn.Module, inner: nn.Module, batch: dict[str, Any], labels: Tensor
-) -> list[Tensor | None]:
-    trained = [p for p in inner.parameters() if p.requires_grad]
+) -> dict[str, Tensor]:
+    """Return the gradients of the loss by parameter; those that it does not reach are left out."""
+    trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
     with restore_state(inner):
         output = model(**batch)
         logits = output if torch.is_tensor(output) else output.logits
         loss = next_token_loss(logits, labels)
-    return list(torch.autograd.grad(loss, trained, allow_unused=True))
+    found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+    return {name: g for name, g in zip(trained, found, strict=True) if g is not None}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
 from trl_packing.isolation.check import IsolationReport, severity, verdict_of
-from trl_packing.isolation.locate import gradient_difference
+from trl_packing.isolation.locate import probe_gradient_difference
 from trl_packing.isolation.measure import (
     Measurement,
     Stage,
@@ -112,7 +112,7 @@ def check_prefixes(
         report = min(reports, key=severity)
         if gradients:
             probe = families[reports.index(report)].as_probe()
-            error = gradient_difference(model, inner, probe, collate)
+            error = probe_gradient_difference(model, inner, probe, collate)
             report = replace(report, gradient_difference=error)
     return report
 

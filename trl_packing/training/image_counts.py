@@ -43,14 +43,17 @@ class ImageCounts:
         if loads is None:
             return None
         batches = sampler.some_micro_batches(_MOST_BATCHES)
+        places, epoch = sampler.places, sampler.epoch  # a mixture draws some documents repeatedly
+        images, tokens = places.values(loads.images, epoch), places.values(loads.tokens, epoch)
+        patches = places.values(loads.patches, epoch)
         return cls(
-            images=int(loads.images.sum()),
-            documents=int((loads.images > 0).sum()),
-            tokens=int(loads.tokens.sum()),
-            share=float(loads.tokens.sum() / sampler.lengths.sum()),
-            patches=int(loads.patches.sum()),
+            images=int(images.sum()),
+            documents=int((images > 0).sum()),
+            tokens=int(tokens.sum()),
+            share=float(tokens.sum() / places.lengths(epoch).sum()),
+            patches=int(patches.sum()),
             most_patches=max(int(loads.patches[np.asarray(batch)].sum()) for batch in batches),
-            limit=loads.most_patches and max(loads.most_patches, int(loads.patches.max())),
+            limit=loads.most_patches and max(loads.most_patches, int(patches.max())),
         )
 
     def __str__(self) -> str:

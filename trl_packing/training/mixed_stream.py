@@ -13,6 +13,7 @@ from typing import Any
 from datasets import IterableDataset, interleave_datasets
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.training.columns import training_columns
 from trl_packing.training.mixture import is_mixed
 
@@ -86,7 +87,8 @@ def join_streams(
         seed: decides the order in which streams are drawn.
 
     Raises:
-        ValueError: documents of some streams have columns that those of others lack.
+        ValueError: documents of some streams have columns that those of others lack, or a stream
+            has no documents.
     """
     streams = {name: documents[name] for name in shares}
     columns = {name: training_columns(stream) for name, stream in streams.items()}
@@ -98,9 +100,13 @@ def join_streams(
                 f"only one of the streams {first!r} and {name!r} has the column {other!r}; give it "
                 "to both, or to none"
             )
-    return interleave_datasets(
-        [stream.select_columns(columns[first]) for stream in streams.values()],
-        probabilities=[*shares.values()],
-        seed=seed,
-        stopping_strategy="all_exhausted",
-    )
+    try:
+        return interleave_datasets(
+            [stream.select_columns(columns[first]) for stream in streams.values()],
+            probabilities=[*shares.values()],
+            seed=seed,
+            stopping_strategy="all_exhausted",
+        )
+    except StopIteration:  # datasets 5.2 reads the first documents of each stream
+        empty = next(name for name, stream in streams.items() if next(iter(stream), None) is None)
+        raise ValueError(f"train_dataset[{empty!r}]: {NOTHING_TO_TRAIN}") from None

@@ -195,7 +195,12 @@ def _numbers(
 
 
 def limited_loads(
-    loads: ImageLoads, lengths: np.ndarray, args: SFTConfig, *, packing: bool
+    loads: ImageLoads,
+    lengths: np.ndarray,
+    args: SFTConfig,
+    *,
+    packing: bool,
+    draw: MixtureDraw | None = None,
 ) -> ImageLoads:
     """Return the loads of images with the limit of bins that the settings name or imply.
 
@@ -204,6 +209,7 @@ def limited_loads(
         lengths: tokens of these documents, ``(documents,)``.
         args: the settings of the run.
         packing: pack documents into bins.
+        draw: the documents that each epoch of a mixture draws, of which the limit follows.
 
     Raises:
         ValueError: a document has more patches than `max_patches`.
@@ -213,6 +219,9 @@ def limited_loads(
         return loads
     most, patches = options.max_patches, loads.patches
     if most is None:
+        if draw is not None:
+            drawn = draw.documents(0)
+            lengths, patches = lengths[drawn], patches[drawn]
         return loads.limited(patch_budget(lengths, patches, capacity, args.packing_strategy))
     if patches.max(initial=0) > most:
         at = int(np.argmax(patches > most))
@@ -311,7 +320,7 @@ class Sampling:
         self.draws_groups: Callable[[bool], bool] = lambda training: False
         self.image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
         self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
-        self._loads: dict[tuple[int, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
+        self._loads: dict[tuple[int, bool, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -348,7 +357,7 @@ class Sampling:
     ) -> PackedBatchSampler:
         """Return the sampler of `documents`, or of a `subset` of them by number."""
         ranks, rank = self.ranks
-        self.mixture = mixture_of(documents, self.trainer.args)
+        self.mixture = mixture = mixture_of(documents, self.trainer.args)
         return training_sampler(
             documents,
             self.trainer.args,
@@ -360,8 +369,8 @@ class Sampling:
             torch_seed=self.torch_seed,
             subset=subset,
             index=self._index(documents) if self.draws_groups(True) else None,
-            mixture=self.mixture,
-            loads=self._limited_loads(documents, self.packing),
+            mixture=mixture,
+            loads=self._limited_loads(documents, self.packing, mixture.draw if mixture else None),
         )
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
@@ -387,16 +396,19 @@ class Sampling:
             loads=self._limited_loads(documents, self.eval_packing),
         )
 
-    def _limited_loads(self, documents: ArrowDocuments, packing: bool) -> ImageLoads | None:
+    def _limited_loads(
+        self, documents: ArrowDocuments, packing: bool, draw: MixtureDraw | None = None
+    ) -> ImageLoads | None:
         """Return the loads of the images of a data set, made once."""
 
         def make() -> ImageLoads | None:
             loads, args = self.image_loads(documents), self.trainer.args
             if loads is None:
                 return None
-            return limited_loads(loads, documents.lengths(), args, packing=packing)
+            return limited_loads(loads, documents.lengths(), args, packing=packing, draw=draw)
 
-        return _made_once(self._loads, (id(documents.dataset), packing), documents, make)
+        key = id(documents.dataset), packing, draw is not None
+        return _made_once(self._loads, key, documents, make)
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the index of a data set, made once."""

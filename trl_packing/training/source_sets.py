@@ -18,15 +18,19 @@ from datasets import (
     DatasetDict,
     IterableDataset,
     IterableDatasetDict,
+    List,
+    Value,
     concatenate_datasets,
 )
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.checks import check_is_one_set
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
-    IMAGE_COLUMNS,
+    IMAGE_IDS,
+    IMAGE_ROW,
     SEQ_LENGTHS,
     SOURCE,
     TOKEN_COLUMNS,
@@ -40,7 +44,8 @@ from trl_packing.training.mixed_stream import (
     stream_shares,
 )
 
-_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS)
+_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT, IMAGE_IDS, IMAGE_ROW, SEQ_LENGTHS)
+_NO_ROW = -1  # of the images of documents that have none
 
 
 class SourceSets:
@@ -68,6 +73,12 @@ class SourceSets:
             )
         self.datasets: dict[str, Any] = dict(datasets)
         self.first = next(iter(self.datasets.values()))
+
+    def replace(self, datasets: Mapping[str, Any]) -> Any:
+        """Take other data sets of the same names; return the first of them."""
+        self.datasets = dict(datasets)
+        self.first = next(iter(self.datasets.values()))
+        return self.first
 
     @property
     def are_streams(self) -> bool:
@@ -105,16 +116,8 @@ def check_source_sets(datasets: Mapping[Any, Any], collator: Any = None) -> None
                 f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
                 "IterableDataset"
             )
-        if {*IMAGE_COLUMNS} & set(dataset.column_names or ()):
-            raise ValueError(
-                f"train_dataset[{name!r}] has images, which a dictionary of data sets cannot have; "
-                "pass one data set, and name its sources with source_column"
-            )
-        if reason := reason_for_trl_path(dataset, collator):
-            raise ValueError(
-                f"train_dataset is a dictionary, which only packed runs train, but {reason}; pass "
-                "one data set, or leave that out"
-            )
+        if reason := reason_for_trl_path(dataset, collator, packs_images=True):
+            check_is_one_set(datasets, reason)
     if len(kinds) > 1:
         raise ValueError(
             "train_dataset has streams beside data sets with a length; make all of them streams "
@@ -152,12 +155,16 @@ def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) 
 
 
 def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
-    """Return `dataset` with these columns alone; weights that are missing are 1."""
+    """Return `dataset` with these columns alone; missing weights are 1, missing images none."""
     if DOCUMENT_WEIGHT in columns and DOCUMENT_WEIGHT not in dataset.column_names:
         ones: Any = np.ones(len(dataset))
         dataset = dataset.add_column(DOCUMENT_WEIGHT, ones)
     if TOKEN_WEIGHTS in columns and TOKEN_WEIGHTS not in dataset.column_names:
         dataset = dataset.map(_with_unit_weights, batched=True, desc="Adding weights")
+    if IMAGE_IDS in columns and IMAGE_IDS not in dataset.column_names:
+        number, feature = len(dataset), List(Value("int32"))
+        dataset = dataset.add_column(IMAGE_IDS, [()] * number, feature=feature)
+        dataset = dataset.add_column(IMAGE_ROW, np.full(number, _NO_ROW))
     return dataset.select_columns(columns).with_format(None)
 
 

@@ -171,8 +171,8 @@ class ImageBatches:
                 ) from error
 
     def _name(self, document: Mapping[str, Any]) -> str:
-        row = document.get(IMAGE_ROW)
-        return "a document" if row is None else self.store.name_of(int(row))
+        row = int(document.get(IMAGE_ROW, -1))  # documents of text may have no row with images
+        return "a document" if row < 0 else self.store.name_of(row)
 
     def _check_features(self, document: Mapping[str, Any], made: Sequence[np.ndarray]) -> None:
         """Raise ImageError if images have another number of tokens than the document."""

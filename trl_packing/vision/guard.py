@@ -17,6 +17,7 @@ from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.install import install_attention
+from trl_packing.data.whole_images import images_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
@@ -25,7 +26,7 @@ from trl_packing.isolation.probes import random_tokens
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.image_store import ImageStore
 
-_SEARCHED = 1_000  # shortest documents among which those of the check are found
+_SEARCHED = 1_000  # shortest documents with images, among which those of the check are found
 
 
 class ImageGuard(IsolationGuard):
@@ -117,17 +118,17 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
         store: the image files of the run.
     """
     documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
-    order = np.argsort(documents.lengths(), kind="stable")[:_SEARCHED].tolist()
-    found: dict[int, list[int]] = {}
-    for number in order:
-        count = int(np.count_nonzero(np.unique(documents[number][IMAGE_IDS])))
-        found.setdefault(min(count, 2), []).append(number)
-    chosen = [numbers[0] for count, numbers in sorted(found.items(), reverse=True) if count]
-    if len(chosen) == 1:
-        chosen = next(numbers[:2] for count, numbers in found.items() if count)
-    if not chosen:
+    order = np.argsort(documents.lengths(), kind="stable")
+    has_images = np.zeros(len(order), bool)
+    has_images[documents.rows_where(IMAGE_IDS, lambda ids: ids > 0)] = True
+    short, without = order[has_images[order]][:_SEARCHED], order[~has_images[order]]
+    several = np.array([len(images_of(documents[n])) > 1 for n in short.tolist()], bool)
+    kinds = [short[several], short[~several]]
+    most = 1 if all(map(len, kinds)) else 2
+    chosen = np.concatenate([numbers[:most] for numbers in kinds])
+    if not len(chosen):
         return []
-    return [_probe(dataset, number, store) for number in [*chosen, *found.get(0, [])[:1]]]
+    return [_probe(dataset, number, store) for number in [*chosen.tolist(), *without[:1].tolist()]]
 
 
 def _probe(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:

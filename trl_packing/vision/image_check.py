@@ -11,6 +11,7 @@ and fails too.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from trl_packing.attention.install import use_native_attention
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.check import IsolationReport, severity, verdict_of
+from trl_packing.isolation.locate import gradient_difference, masked_before
 from trl_packing.isolation.measure import (
     Measurement,
     Stage,
@@ -33,6 +35,7 @@ from trl_packing.isolation.measure import (
 from trl_packing.models.introspection import unwrap_model
 from trl_packing.models.state import preserve_state, restore_state
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.vision.blank_images import parameters_of_images
 
 Document = Mapping[str, Any]  # `input_ids`, and `images` of each row of the user in it
 
@@ -48,6 +51,7 @@ def check_images(
     training: bool | None = None,
     attention: str | None = None,
     fused_head: bool = False,
+    gradients: bool = False,
 ) -> IsolationReport:
     """Return whether documents with images affect each other on `model`.
 
@@ -59,11 +63,14 @@ def check_images(
         training: the mode to check, by default the model's.
         attention: the name of the attention in the report.
         fused_head: score rows through TRL's fused LM head.
+        gradients: also compare the gradients of the loss of each document, packed and alone: of the
+            tower with its projector, and of the text model, apart.
 
     Raises:
         Exception: any error that the model raises against a row with images.
     """
-    inner = unwrap_model(model)
+    inner, difference = unwrap_model(model), None
+    pairs = list(zip([*documents[1:], documents[0]], documents, strict=True))
     with preserve_state(model, training):
         reports = [
             verdict_of(
@@ -73,9 +80,20 @@ def check_images(
                 attention,
                 model.training,
             )
-            for before, document in zip([*documents[1:], documents[0]], documents, strict=True)
+            for before, document in pairs
         ]
-    return min(reports, key=severity)
+        if gradients:
+            difference = max(_gradients_apart(model, inner, *pair, collator) for pair in pairs)
+    return replace(min(reports, key=severity), gradient_difference=difference)
+
+
+def _gradients_apart(
+    model: nn.Module, inner: Any, before: Document, document: Document, collate: PackedCollator
+) -> float:
+    """Return the largest relative difference of the gradients of `document`, packed and alone."""
+    alone = _ordinary(inner, np.asarray(document["input_ids"], np.int64), document, collate)
+    row = collate_packed(inner, collate, masked_before([before, document]))
+    return gradient_difference(model, inner, alone, row, parameters_of_images(inner))
 
 
 def _measure(

@@ -8,9 +8,9 @@ user's data set, or paths. A worker maps the file again; nothing is copied.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO, UnsupportedOperation
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,24 @@ class ImageError(ValueError):
     """An image that cannot be read, or a row whose images do not fit its text."""
 
 
+class NoImages(Sequence[np.ndarray]):
+    """The sizes of rows that have no images; small also for many rows.
+
+    Args:
+        rows: their number.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: Any) -> Any:
+        found = range(self.rows)[row]  # raises IndexError behind the last row
+        return NoImages(len(found)) if isinstance(row, slice) else np.zeros((0, 2), np.int64)
+
+
 class Source(NamedTuple):
     """The images of a data set.
 
@@ -43,7 +61,7 @@ class Source(NamedTuple):
 
     column: pa.ChunkedArray
     stored: np.ndarray
-    sizes: list[np.ndarray]
+    sizes: Sequence[np.ndarray]
     name: str
     first: int
 
@@ -81,17 +99,43 @@ class ImageStore:
             )
         column, stored = dataset.data.column(found[0]), stored_rows(dataset)
         _check_type(column.type, found[0], name)
+        sizes = list(_sizes_of_rows(column, stored, name))
+        return self._add(dataset.remove_columns(found), column, stored, sizes, name)
+
+    def take_texts(self, dataset: Dataset, name: str) -> Dataset:
+        """Return a `dataset` without images as one whose rows have none, with `image_row`.
+
+        Args:
+            dataset: without a column of images.
+            name: of the data set, for messages.
+        """
+        column, rows = pa.chunked_array([pa.nulls(1)]), len(dataset)
+        return self._add(dataset, column, np.zeros(rows, np.int64), NoImages(rows), name)
+
+    def _add(
+        self,
+        rows: Dataset,
+        column: pa.ChunkedArray,
+        stored: np.ndarray,
+        sizes: Sequence[np.ndarray],
+        name: str,
+    ) -> Dataset:
+        """Add the images of a data set; return its `rows` with their numbers in the run."""
         last = self.sources[-1] if self.sources else None
         first = last.first + len(last.stored) if last else 0
-        sizes = list(_sizes_of_rows(column, stored, name))
         self.sources.append(Source(column, stored, sizes, name, first))
-        numbers = np.arange(first, first + len(dataset))
-        return dataset.remove_columns(found).add_column(IMAGE_ROW, numbers)
+        return rows.add_column(IMAGE_ROW, np.arange(first, first + len(stored)))
 
     def sizes(self, row: int) -> np.ndarray:
         """Return height and width of each image of a row, ``(images, 2)`` int64."""
         source, row = self._find(row)
         return source.sizes[row]
+
+    def sizes_of(self, rows: Sequence[int]) -> Sequence[np.ndarray]:
+        """Return height and width of the images of some rows of one data set."""
+        if len(rows) and isinstance(self._find(rows[0])[0].sizes, NoImages):
+            return NoImages(len(rows))
+        return [self.sizes(row) for row in rows]
 
     def load(self, row: int, chosen: np.ndarray | None = None) -> list["PillowImage.Image"]:
         """Return the images of a row, decoded as `datasets` decodes them.

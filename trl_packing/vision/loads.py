@@ -25,7 +25,7 @@ class RunLoads:
 
     def __init__(self, cost: TowerCost):
         self.cost = cost
-        self._rows = np.zeros(0, np.int64)  # numbers of the user's rows in the run, ascending
+        self._rows = np.zeros(0, np.int64)  # numbers of the user's rows with images, ascending
         self._starts = np.zeros(1, np.int64)  # of the images of each row in `_patches`
         self._patches = np.zeros(0, np.int64)
 
@@ -34,11 +34,11 @@ class RunLoads:
 
         Args:
             rows: numbers of its rows in the run, in any order.
-            patches: of each image of each row.
+            patches: of each image of each row; rows without images are left out.
         """
         known = set(self._rows.tolist())
-        new = sorted((row, of_row) for row, of_row in zip(rows, patches, strict=True))
-        new = [(row, of_row) for row, of_row in new if row not in known]
+        given = zip(rows, patches, strict=True)
+        new = sorted((row, of_row) for row, of_row in given if of_row and row not in known)
         self._rows = np.append(self._rows, np.array([row for row, _ in new], np.int64))
         self._patches = np.append(
             self._patches, np.array([n for _, of_row in new for n in of_row], np.int64)

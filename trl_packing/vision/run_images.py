@@ -1,38 +1,28 @@
-"""The images of one run: whether its rows are packed, its image files, and its documents.
+"""The images of one run: its image files, and its documents.
 
-data set has images      model's family and settings            path
-no                                                              as without this module
-yes                      in `families.py`, data in memory       packed
-yes                      any other                              TRL's, unchanged, with the reason
-
-A packed run takes TRL's path later if the processor contradicts its arithmetic, or if no attention
-backend is exact with images.
+Whether its rows are packed is decided first (choice.py). A packed run takes TRL's path later if the
+processor contradicts its arithmetic, or if no attention backend is exact with images.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import transformers
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
-from packaging.version import Version
-from transformers import AutoConfig, ProcessorMixin
+from datasets import Dataset
+from transformers import ProcessorMixin
 from trl import SFTTrainer
-from trl.data_utils import get_dataset_column_names
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.overflow import Overflow
+from trl_packing.data.checks import check_is_one_set
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, SEQ_LENGTHS, document_columns
+from trl_packing.documents.labels import IMAGE_ROW, document_columns
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.message_flags import has_flags
-from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.vision.batch import ImageBatches
@@ -41,13 +31,26 @@ from trl_packing.vision.blank_images import (
     check_no_experts_are_balanced,
     ranks_wait_for_tower,
 )
+from trl_packing.vision.choice import (
+    config_of,
+    has_images,
+    holds_conversations,
+    named_sets,
+    sets_of,
+    why_not_packed,
+)
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
-from trl_packing.vision.families import why_no_family
 from trl_packing.vision.guard import ImageGuard
-from trl_packing.vision.image_store import ImageStore, holds_addresses
+from trl_packing.vision.image_store import ImageStore
 from trl_packing.vision.loads import RunLoads
 from trl_packing.vision.other_media import check_no_other_media
-from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
+from trl_packing.vision.placeholders import Placeholders
+from trl_packing.vision.preparation import (
+    check_no_row_is_cut,
+    check_settings,
+    learn,
+    template_of,
+)
 from trl_packing.vision.tower import hide_boundaries
 from trl_packing.vision.tower_cost import TowerCost, patch_size_of
 from trl_packing.vision.trl_check import difference_from_trl
@@ -59,14 +62,11 @@ from trl_packing.vision.trl_path import (
 
 logger = get_logger(__name__)
 
-_OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
-
-
-def has_images(dataset: Any) -> bool:
-    """Return whether a data set has a column of images."""
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        return False
-    return bool({*IMAGE_COLUMNS} & set(get_dataset_column_names(dataset) or ()))
+_TOO_LATE = (
+    "under FSDP and DeepSpeed, the model can run only when its micro-batches are planned already, "
+    "too late for TRL's path: take DDP, or, if every row has an image, SFTTrainer (a rank without "
+    "one would stop the others)"
+)
 
 
 class RunImages:
@@ -85,6 +85,7 @@ class RunImages:
         self.store = ImageStore()
         self._loads = RunLoads(TowerCost())
         self._patch_size = 0
+        self._takes_texts = False
         self.contradiction: str | None = None
         self.is_built = False
         self._given: tuple[Any, Any] = (None, None)
@@ -97,24 +98,25 @@ class RunImages:
 
         Args:
             model: a model or its name.
-            train: the training set, with images.
+            train: the training set, with images, or a dictionary of several.
             evaluated: the evaluation sets, which may be None.
             args: settings of the run, which may be None.
             processor: the user's, which may be None.
+
+        Raises:
+            ValueError: TRL cannot train these data sets either.
         """
-        for name, dataset in (("train", train), *_named(evaluated)):
+        for name, dataset in (*named_sets(train, "train"), *named_sets(evaluated)):
             if isinstance(dataset, Dataset):
                 check_no_other_media(dataset, name)
-        reason = (
-            _why_no_version()
-            or _why_no_data(train, evaluated, args)
-            or _why_no_model(model, args, processor)
-        )
+        reason = why_not_packed(model, train, evaluated, args, processor)
         self.packs = reason is None
         if reason is not None:
-            check_nothing_is_weighted([train, *_sets(evaluated)], reason)
+            check_is_one_set(train, reason)
+            check_nothing_is_weighted([train, *sets_of(evaluated)], reason)
         if self.packs:
-            config = _config_of(model, args)
+            self._takes_texts = isinstance(train, dict)
+            config = config_of(model, args)
             self._loads, self._patch_size = RunLoads(TowerCost.of(config)), patch_size_of(config)
         return reason
 
@@ -139,22 +141,29 @@ class RunImages:
         """Make `trainer` train the data sets of the constructor as TRL does, with their images.
 
         Raises:
-            ValueError: a setting, or the weights of a data set, would be refused or ignored there.
+            ValueError: a setting, or the weights of a data set, would be refused or ignored there,
+                or the training set is a dictionary.
         """
+        check_is_one_set(self._given[0], reason)
         check_trl_can_train(trainer.args, reason)
-        check_nothing_is_weighted([self._given[0], *_sets(self._given[1])], reason)
+        check_nothing_is_weighted([self._given[0], *sets_of(self._given[1])], reason)
         self.packs = False
         show_images_to_trl(trainer, *self._given)
 
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images; without images, as it is.
 
-        TRL would refuse to pack images that it sees.
+        TRL would refuse to pack images that it sees. In a run on a dictionary of data sets,
+        conversations without images become rows that have none, so that settings apply to both.
         """
         if isinstance(dataset, dict):
             return {key: self.take(value, key) for key, value in dataset.items()}
-        takes = self.packs and isinstance(dataset, Dataset) and has_images(dataset)
-        return self.store.take(dataset, name) if takes else dataset
+        if not (self.packs and isinstance(dataset, Dataset)):
+            return dataset
+        if has_images(dataset):
+            return self.store.take(dataset, name)
+        is_taken = self._takes_texts and holds_conversations(dataset)
+        return self.store.take_texts(dataset, name) if is_taken else dataset
 
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
@@ -168,6 +177,17 @@ class RunImages:
         if not self.packs:
             return IsolationGuard(model, **options)
         return ImageGuard(model, self.store, **options)
+
+    @contextmanager
+    def explaining(self, trainer: SFTTrainer) -> Iterator[None]:
+        """Say in the error of a check why a sharded run does not take TRL's path."""
+        try:
+            yield
+        except NotIsolated as error:
+            is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+            if not (self.packs and is_sharded):
+                raise
+            raise NotIsolated(f"{error}; {_TOO_LATE}") from error
 
     def add_to(self, collator: PackedCollator, trainer: SFTTrainer) -> PackedCollator:
         """Return `collator`, with the tensors of images in its rows if the run has images.
@@ -222,8 +242,8 @@ class RunImages:
         if weighted and row_format.flags_decide:
             row_format = replace(row_format, train_on="assistant")
         rows = ImageRows.of(row_format, placeholders.token, placeholders.feature_id)
-        sizes = [self.store.sizes(row) for row in dataset[IMAGE_ROW]]
-        learned = _learn(placeholders, sizes, name)
+        sizes = self.store.sizes_of(list(dataset[IMAGE_ROW]))
+        learned = learn(placeholders, sizes, name)
         patches = [[learned[key].patches for key in keys_of(of_row)] for of_row in sizes]
         self._loads.add(dataset[IMAGE_ROW], patches)
         documents = tokenize_rows(
@@ -237,171 +257,10 @@ class RunImages:
             name=name,
         )
         if placeholders.counts_images:
-            _check_no_row_is_cut(documents, sizes, rules, name)
+            check_no_row_is_cut(documents, sizes, rules, name)
         rules = replace(rules, row_format=row_format)
         found = difference_from_trl(dataset, documents, self.store, rules, chat_template, name)
         if found is not None and self.is_built:
             raise ValueError(f"{found}; its images cannot be packed, so remove them")
         self.contradiction = self.contradiction or found
         return documents
-
-
-def _named(evaluated: Any) -> list[tuple[str, Any]]:
-    return list(evaluated.items()) if isinstance(evaluated, dict) else [("eval", evaluated)]
-
-
-def _sets(evaluated: Any) -> list[Any]:
-    return [dataset for _, dataset in _named(evaluated)]
-
-
-def _why_no_version() -> str | None:
-    installed = transformers.__version__
-    if Version(installed).release[:2] >= _OLDEST_TRANSFORMERS:
-        return None
-    oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
-    return f"the data set has images, and transformers {installed} is older than {oldest}"
-
-
-def _why_no_data(train: Any, evaluated: Any, args: Any) -> str | None:
-    """Return why data or settings of TRL need TRL's path, or None."""
-    sets = [dataset for dataset in [train, *_sets(evaluated)] if has_images(dataset)]
-    if any(isinstance(dataset, IterableDataset) for dataset in sets):
-        return "a data set is a stream with images, whose lengths are unknown"
-    if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
-        return "skip_prepare_dataset=True leaves rows with images as they are"
-    strategy = getattr(args, "packing_strategy", None)
-    if getattr(args, "packing", False) and strategy == "wrapped":
-        return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
-    if any(map(holds_addresses, sets)):
-        return "images are addresses, whose sizes are unknown without a download"
-    text_field = getattr(args, "dataset_text_field", "text")
-    for dataset in sets:
-        columns = set(dataset.column_names)
-        forms = [{"messages"}, {text_field}, {"prompt", "completion"}]
-        if sum(form <= columns for form in forms) > 1:
-            return "rows with images have several forms of text"
-        if found := {"tools", "chat_template_kwargs"} & columns:
-            return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
-        if found := _keys_of_parts(dataset) & {*_PAYLOADS}:
-            return f"parts of messages hold data of their own ({sorted(found)[0]!r})"
-    return None
-
-
-_PAYLOADS = ("image", "url", "path", "base64", "video", "audio")
-
-
-def _keys_of_parts(dataset: Dataset) -> set[str]:
-    """Return the keys of the parts of all messages, as the Arrow table has them."""
-    found: set[str] = set()
-    for name in {"messages", "prompt", "completion"} & set(dataset.column_names):
-        kind = dataset.data.schema.field(name).type
-        parts = _fields(_fields(kind).get("content"))
-        found |= parts.keys()
-    return found
-
-
-def _fields(kind: pa.DataType | None) -> dict[str, pa.DataType]:
-    """Return the fields of the structures in a list, none of any other type."""
-    entry = getattr(kind, "value_type", None)
-    if entry is None or not pa.types.is_struct(entry):
-        return {}
-    return {field.name: field.type for field in entry}
-
-
-def _why_no_model(model: Any, args: Any, processor: Any) -> str | None:
-    """Return why a model or its processor needs TRL's path, or None."""
-    config = _config_of(model, args)
-    if reason := why_no_family(config.model_type):
-        return reason
-    names = ("image_token", "image_token_ids", "_process_images")
-    is_known = processor is None or all(hasattr(processor, name) for name in names)
-    if not is_known:
-        return f"the data set has images, and {type(processor).__name__} has no image_token"
-    return None
-
-
-def _config_of(model: Any, args: Any) -> Any:
-    """Return the config of a model, or of its name."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        return config
-    given = getattr(args, "model_init_kwargs", None) or {}
-    chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
-    return AutoConfig.from_pretrained(model, **chosen)
-
-
-def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
-    """Raise ValueError for settings and columns that rows with images cannot serve."""
-    options: PackingOptions = rules.options
-    if SEQ_LENGTHS in dataset.column_names:
-        raise ValueError(
-            f"rows of the {name} dataset are packed already (seq_lengths) and have images; pass "
-            "the documents"
-        )
-    refused = {
-        "prompt_template": options.prompt_template,
-        "response_template": options.response_template,
-        "static_shapes": options.static_shapes,
-        "append_eos": options.append_eos,
-        "train_on": options.train_on if options.train_on == "every_turn" else None,
-    }
-    for setting, value in refused.items():
-        if value:
-            raise ValueError(
-                f"{setting}={value!r} is not available for data sets with images; leave it out"
-            )
-    if not isinstance(rules.processing_class, ProcessorMixin):
-        raise ValueError(
-            f"the {name} dataset has images, but processing_class is a "
-            f"{type(rules.processing_class).__name__}; pass the model's processor (AutoProcessor)"
-        )
-
-
-def _check_no_row_is_cut(
-    documents: Dataset, sizes: list[np.ndarray], rules: Preparation, name: str
-) -> None:
-    """Raise ValueError for a row that would keep some of its images, which then change their tiles.
-
-    The processor cuts an image into more tiles if it is alone in its row.
-    """
-    overflow = Overflow.from_args(rules.args, rules.packing)
-    lengths = ArrowDocuments(documents, ["input_ids"]).lengths()
-    if overflow.capacity is None or overflow.policy in ("drop", "error"):
-        return
-    several = np.array([len(of_row) > 1 for of_row in sizes])
-    wrong = np.flatnonzero(several & (lengths > overflow.capacity))
-    if len(wrong):
-        raise ValueError(
-            f"row {wrong[0]} of the {name} dataset has {lengths[wrong[0]]} tokens and several "
-            f"images, and {type(rules.processing_class).__name__} processes an image differently "
-            f"if others are cut off; raise max_length={overflow.capacity}, or set overflow='drop'"
-            f"{and_others(wrong)}"
-        )
-
-
-def template_of(processor: Any) -> str | None:
-    """Return the chat template of a processor, the default one if it has several."""
-    template = processor.chat_template
-    return template.get("default") if isinstance(template, dict) else template
-
-
-def _learn(
-    placeholders: Placeholders, sizes: list[np.ndarray], name: str
-) -> dict[Size, Placeholder]:
-    """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
-    found: dict[Size, int] = {}
-    for row, of_row in enumerate(sizes):
-        for size in keys_of(of_row):
-            found.setdefault(size, row)
-    try:
-        placeholders.learn(found)
-    except ValueError:
-        for size, row in found.items():
-            try:
-                placeholders.learn([size])
-            except ValueError as error:
-                raise ValueError(
-                    f"row {row} of the {name} dataset has an image of {size[1]} × {size[0]} "
-                    f"pixels, which the processor refuses ({error}); remove the row or resize it"
-                ) from error
-    return {size: placeholders.of(size) for size in found}

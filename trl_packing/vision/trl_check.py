@@ -4,12 +4,14 @@ image sizes → arithmetic of the processor → tokens     of every row
 pixels → the whole processor → tokens and labels       of a few rows, by TRL's collator
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from datasets import Dataset
 
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.labels import IMAGE_ROW
-from trl_packing.vision.image_store import ImageStore
+from trl_packing.vision.image_store import ImageStore, NoImages
 from trl_packing.vision.trl_path import collator_of_trl
 
 _COMPARED_ROWS = 3
@@ -42,7 +44,7 @@ def difference_from_trl(
         assistant_only=row_format.assistant_only and labels_are_trls,
         chat_template=chat_template,
     )
-    for number in _spread([store.sizes(row) for row in dataset[IMAGE_ROW]]):
+    for number in _spread(store.sizes_of(list(dataset[IMAGE_ROW]))):
         row = {key: value for key, value in dataset[number].items() if value is not None}
         images = store.load(row.pop(IMAGE_ROW))
         expected = collate([{**row, "images": images}])
@@ -58,10 +60,15 @@ def difference_from_trl(
     return None
 
 
-def _spread(sizes: list[np.ndarray]) -> list[int]:
-    """Return the numbers of a few rows: with the most images, the smallest one, and the first."""
+def _spread(sizes: Sequence[np.ndarray]) -> list[int]:
+    """Return the numbers of a few rows: with the most images, the smallest one, and the first.
+
+    Of rows without images, these are the first, the last, and the one between them.
+    """
     if not sizes:
         return []
+    if isinstance(sizes, NoImages):
+        return sorted({0, len(sizes) // 2, len(sizes) - 1})
     most = int(np.argmax([len(of_row) for of_row in sizes]))
     areas = [int(of_row.prod(axis=1).max(initial=0)) for of_row in sizes]
     smallest = int(np.argmin([area or np.inf for area in areas]))

@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 
 from helpers.distributed import engines
 from helpers.distributed.train import launch, leave_group
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.models.state import temporarily
+from trl_packing.vision.batch import ImageBatches
 
 #: Weights would decay in the tower, too, where it gets gradients of zeros.
 SGD = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "weight_decay": 0.5}
@@ -35,6 +38,8 @@ class ImageRun:
     options: of the config.
     resume: the checkpoint.
     scores: evaluate on padded rows, by `compute_metrics`.
+    leaks: give the tokens of a row the images in the wrong order; the run is refused.
+    texts: rows without images in a data set of their own, trained as a mixture.
     """
 
     output_dir: str
@@ -46,6 +51,8 @@ class ImageRun:
     options: dict = field(default_factory=dict)
     resume: str | None = None
     scores: bool = False
+    leaks: bool = False
+    texts: int = 0
 
 
 def run(scenario: ImageRun) -> dict:
@@ -82,13 +89,15 @@ def run(scenario: ImageRun) -> dict:
     trainer = PackedSFTTrainer(
         model=model,
         args=config,
-        train_dataset=dataset,
+        train_dataset=_with_texts(dataset, scenario.texts) if scenario.texts else dataset,
         eval_dataset=image_dataset(5),
         processing_class=processor,
         compute_metrics=_count_correct if scenario.scores else None,
         peft_config=_lora(scenario.lora),
     )
     assert trainer._run_path.reason is None, trainer._run_path.reason
+    if scenario.leaks:
+        return {"error": _refused(trainer)}
     trainer.train(resume_from_checkpoint=scenario.resume)
     is_sharded = engines.is_sharded(scenario.engine, trainer)  # FSDP2's root is not, in evaluation
     return {
@@ -100,6 +109,34 @@ def run(scenario: ImageRun) -> dict:
             for name, value in engines.whole_parameters(scenario.engine, trainer).items()
         },
     }
+
+
+def _with_texts(dataset: Dataset, rows: int) -> dict[str, Dataset]:
+    """Return the rows beside conversations without images."""
+    made = []
+    for number in range(rows):
+        prompt = [{"role": "user", "content": f"How many are {number} and 1?"}]
+        completion = [{"role": "assistant", "content": f"They are {number + 1}."}]
+        made.append({"prompt": prompt, "completion": completion})
+    return {"pictures": dataset, "texts": Dataset.from_list(made)}
+
+
+def _refused(trainer: PackedSFTTrainer) -> str:
+    """Return the error of a run in which documents have the images of others."""
+    right = ImageBatches.tensors
+
+    def swapped(self, documents, input_ids):
+        made = right(self, documents, input_ids)
+        if "pixel_values" in made and len(documents) > 1:
+            made["pixel_values"] = made["pixel_values"].flip(0)
+        return made
+
+    with temporarily(ImageBatches, tensors=swapped):
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            return str(error)
+    return ""
 
 
 def _lora(arguments: dict):

@@ -3,10 +3,13 @@
 import json
 
 import pytest
-from helpers.tiny import tiny_model
+import torch
+from datasets import Dataset
+from helpers.tiny import documents_of_lengths, tiny_model
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 
 from trl_packing.cli import main
+from trl_packing.isolation.locate import _relative_difference
 from trl_packing.tools.command.settings import config_from_settings
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.command.training_command import TrainingCommand
@@ -33,9 +36,9 @@ def probes(processor, monkeypatch):
     return model, ImageProbes.of(model, model, args, words)
 
 
-def results_of(model, probes):
+def results_of(model, probes, **options):
     verified = VerifiedModel(model, "tiny", "auto", 64)
-    return list(verified.verify(images=probes))
+    return list(verified.verify(images=probes, **options))
 
 
 def test_a_backend_is_exact_on_text_and_on_images_of_the_data(probes):
@@ -66,6 +69,52 @@ def test_images_in_another_order_are_seen(probes, monkeypatch):
     found = results_of(model, images)
     assert not any(result.is_exact for result in found if result.images)
     assert found[-1].is_exact is False
+
+
+def test_gradients_of_tower_and_text_are_compared(probes, monkeypatch):
+    model, images = probes
+    result = results_of(model, images, gradients=True)[-1]
+    assert result.result.gradient_difference < 1e-4
+    assert "\n               gradients " in str(result)
+    before = [p.grad for p in model.parameters()]
+    assert before == [None] * len(before)
+    right = ImageBatches.tensors
+
+    def blended(self, documents, input_ids):
+        """The control: pixels of the document before reach the next one."""
+        made = right(self, documents, input_ids)
+        if "pixel_values" in made and len(documents) > 1:
+            made["pixel_values"] = made["pixel_values"] + 0.05 * made["pixel_values"].flip(0)
+        return made
+
+    monkeypatch.setattr(ImageBatches, "tensors", blended)
+    leaking = images.check(model, "documents", gradients=True)
+    assert leaking.gradient_difference > 1e-2
+
+
+def test_gradients_that_reach_the_images_of_another_document_are_found():
+    """The loss of a document without images has no gradient in the tower."""
+    part = torch.nn.Linear(2, 2)
+    expected = {"weight": torch.zeros(2, 2)}
+    found = {"weight": torch.zeros(2, 2), "bias": torch.ones(2)}
+    names = [name for name, _ in part.named_parameters()]
+    assert _relative_difference(expected, found, names) == 1.0
+    assert _relative_difference(expected, expected, names) == 0.0
+
+
+def test_probes_of_several_data_sets_are_those_with_images(processor, monkeypatch):
+    model = tiny_vision_model(NAME, processor)
+    lines = Dataset.from_dict({"prompt": ["a"] * 100, "completion": ["b"] * 100})
+    sets = {"lines": lines, "pictures": image_dataset()}
+    call = TrainerCall(model, config_from_settings(["--max_length", "320"]), sets, processor)
+    monkeypatch.setattr(TrainingCommand, "trainer_call", lambda self: call)
+    words = ["--model", "none", "--datasets", "none.jsonl"]
+    with pytest.raises(ValueError, match="TRL's own code prepares data for this tokenizer"):
+        ImageProbes.of(model, model, call.args, words)
+    sets["lines"] = Dataset.from_list(documents_of_lengths([4] * 100))
+    probes = ImageProbes.of(model, model, call.args, words)
+    assert probes.source == "of the data"
+    assert [sum(map(len, document["images"])) for document in probes.documents] == [2, 1, 0]
 
 
 def test_a_model_without_data_is_checked_with_noise(processor, monkeypatch):

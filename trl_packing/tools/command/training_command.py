@@ -264,7 +264,7 @@ def names_data(words: Sequence[str]) -> bool:
     """Return whether a training command names its data: by an option, a file, or in its script."""
     if _split_script(words)[0] is not None:
         return True
-    return "dataset_name" in options_of_words(words).names
+    return not options_of_words(words).names.isdisjoint(_DATA)
 
 
 def options_of_recipe(words: Sequence[str]) -> dict[str, str]:

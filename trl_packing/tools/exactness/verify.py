@@ -140,7 +140,7 @@ class VerifiedModel:
             )
             yield result
             if result.is_exact and images is not None:
-                checked = images.check(self.model, choice.backend)
+                checked = images.check(self.model, choice.backend, gradients=gradients)
                 result = BackendResult(choice.backend, checked, len(images.documents))
                 yield result
             if result.is_exact:

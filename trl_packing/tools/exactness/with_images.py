@@ -21,10 +21,10 @@ from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.command.training_command import TrainingCommand, names_data
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.choice import has_images
 from trl_packing.vision.families import FAMILIES
 from trl_packing.vision.guard import documents_to_check
 from trl_packing.vision.image_check import check_images
-from trl_packing.vision.run_images import has_images
 from trl_packing.vision.tower import hide_boundaries
 
 _ROWS = 64  # of the data set, among which the documents are chosen
@@ -68,30 +68,41 @@ class ImageProbes:
             processor = call and call.processing_class
             processor = processor or processing_class_of(name_or_model, args)
             call, source = _noise(model, processor), "of noise"
-        rows = call.train_dataset
-        if isinstance(rows, Dataset):  # a stream is refused by name
-            rows = rows.select(range(min(len(rows), _ROWS)))
+        rows = _first(call.train_dataset)
         run = PreviewedRun.from_call(replace(call, model=model, train_dataset=rows))
         found = documents_to_check(run.documents()[0], run.images.store)
         if not found:
-            raise ValueError(f"none of the first {len(rows)} rows of the data set has an image")
+            raise ValueError(f"none of the first {_ROWS} rows of the data set has an image")
         hide_boundaries(model)
         images = ImageBatches(run.images.store, run.preparation.processing_class, model)
         pad = run.preparation.eos.tokenizer.pad_token_id
         return cls(found, PackedCollator(pad, images=images), source)
 
-    def check(self, model: Any, attention: str) -> CheckResult:
+    def check(self, model: Any, attention: str, *, gradients: bool = False) -> CheckResult:
         """Return whether documents with images affect each other by an installed backend."""
         if attention in PADDED:
             return Refusal("padded rows hold the tokens in another order than the images")
         try:
             return check_images(
-                model, self.documents, collator=self.collator, training=True, attention=attention
+                model,
+                self.documents,
+                collator=self.collator,
+                training=True,
+                attention=attention,
+                gradients=gradients,
             )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # models raise all kinds of errors
             return Refusal.from_error(error)
+
+
+def _first(rows: Any) -> Any:
+    """Return the first rows of a data set, or of each of a dictionary; a stream as it is."""
+    if isinstance(rows, dict):
+        return {name: _first(of_source) for name, of_source in rows.items()}
+    # A stream is refused by name later.
+    return rows.select(range(min(len(rows), _ROWS))) if isinstance(rows, Dataset) else rows
 
 
 def _noise(model: Any, processor: Any) -> TrainerCall:

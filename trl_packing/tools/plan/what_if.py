@@ -69,7 +69,7 @@ class Setup:
         """Return the sampler of rank 0 for documents, or packed rows, of these lengths."""
         loads, packing = self.loads, self.args.packing
         if loads is not None and loads.most_patches is None:
-            loads = limited_loads(loads, lengths, self.args, packing=packing)
+            loads = limited_loads(loads, lengths, self.args, packing=packing, draw=self.draw)
         return sampler_of_lengths(
             lengths,
             self.args,

@@ -136,9 +136,15 @@ def sampler_of(
     run: PreviewedRun, documents: ArrowDocuments, *, ranks: int = 1
 ) -> PackedBatchSampler:
     """Return the sampler of rank 0 that trains the prepared `documents` of `run`."""
-    loads = run.images.loads(documents)
+    loads, mixture = run.images.loads(documents), mixture_of(documents, run.args)
     if loads is not None:
-        loads = limited_loads(loads, documents.lengths(), run.args, packing=run.args.packing)
+        loads = limited_loads(
+            loads,
+            documents.lengths(),
+            run.args,
+            packing=run.args.packing,
+            draw=mixture.draw if mixture else None,
+        )
     return training_sampler(
         documents,
         run.args,
@@ -147,7 +153,7 @@ def sampler_of(
         ranks=ranks,
         hidden_size=run.hidden_size,
         index=prefix_index(documents) if _groups(run) else None,
-        mixture=mixture_of(documents, run.args),
+        mixture=mixture,
         loads=loads,
     )
 

@@ -40,7 +40,8 @@ from trl_packing.training.arguments import (
 )
 from trl_packing.training.mixed_stream import check_stream_is_not_mixed
 from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
-from trl_packing.vision.run_images import RunImages, has_images
+from trl_packing.vision.choice import has_images
+from trl_packing.vision.run_images import RunImages
 
 # The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
 _NAME = "inspected"
@@ -112,6 +113,7 @@ class PreviewedRun:
             ValueError: the arguments cannot be used, or TRL's code would prepare the data.
         """
         args, dataset, collator = call.args, call.train_dataset, call.data_collator
+        given = dataset
         if not isinstance(args, SFTConfig):
             raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
         if isinstance(dataset, dict):
@@ -126,11 +128,10 @@ class PreviewedRun:
         check_is_backend(PackingOptions.of(args).attention)
         images = RunImages()
         trl_path = reason_for_trl_path(first, collator, packs_images=True)
-        if not trl_path and has_images(dataset):
+        if not trl_path and has_images(given):
             if call.model is None:
                 raise ValueError("the data set has images, which some models pack; name the model")
-            given = (call.model, dataset, None, args, call.processing_class)
-            trl_path = images.why_not_packed(*given)
+            trl_path = images.why_not_packed(call.model, given, None, args, call.processing_class)
         if trl_path:
             raise ValueError(f"{trl_path}: {_BY_TRL}")
         images.check_options(PackingOptions.of(args))
@@ -179,7 +180,10 @@ class PreviewedRun:
         Raises:
             ValueError: an image cannot be read, naming the row.
         """
-        return replace(self, dataset=self.images.take(self.dataset, "train"))
+        rows = self.dataset
+        if isinstance(rows, SourceRows):
+            return replace(self, dataset=SourceRows(self.images.take(rows.datasets, "train")))
+        return replace(self, dataset=self.images.take(rows, "train"))
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost."""

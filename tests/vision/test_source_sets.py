@@ -1,0 +1,255 @@
+"""Dictionaries of data sets of which some have images: trained packed, exactly, as mixtures."""
+
+import copy
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers.one_step import ONE_STEP
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from vision.test_exact import TOLERANCE, batches_of, difference, packed, trained_alone
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.tools.command.trainer_call import TrainerCall
+from trl_packing.tools.preview.preview import preview_epoch
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.training.columns import documents_of
+from trl_packing.vision import families
+from trl_packing.vision.batch import ImageBatches
+
+NAME = "qwen2_5_vl"
+MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
+
+#: All 8 + 2 × 6 + 4 documents in one step.
+LAYOUTS = {
+    "one micro-batch": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
+    "bins": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    "padding-free": {
+        "per_device_train_batch_size": 6,
+        "gradient_accumulation_steps": 4,
+        "packing": False,
+    },
+    "documents_per_step": {
+        "documents_per_step": 24,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+    },
+}
+
+
+def texts(rows: int = 6) -> Dataset:
+    """Return prompts and completions without images, as messages with plain texts."""
+    made = []
+    for row in range(rows):
+        prompt = [{"role": "user", "content": f"How many are {row} and {row + 1}?" + " Say." * row}]
+        completion = [{"role": "assistant", "content": f"They are {2 * row + 1}."}]
+        made.append({"prompt": prompt, "completion": completion})
+    return Dataset.from_list(made)
+
+
+def chats(rows: int = 4) -> Dataset:
+    """Return conversations without images, of a question and its answer."""
+    pairs = [(row["prompt"], row["completion"]) for row in texts(rows)]
+    return Dataset.from_list([{"messages": [*prompt, *answer]} for prompt, answer in pairs])
+
+
+def sets() -> dict[str, Dataset]:
+    return {"texts": texts(), "pictures": image_dataset(), "chats": chats()}
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor(NAME)
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return tiny_vision_model(NAME, processor)
+
+
+def trainer_of(model, processor, folder, dataset, **options):
+    settings = {"max_length": 320, "packing": True} | ONE_STEP | options
+    more = {key: settings.pop(key) for key in ("eval_dataset",) if key in settings}
+    return PackedSFTTrainer(
+        model=copy.deepcopy(model),
+        args=PackedSFTConfig(output_dir=str(folder), **settings),
+        train_dataset=dataset,
+        processing_class=processor,
+        **more,
+    )
+
+
+def alone(model, processor, copies):
+    """Return loss and gradients of rows of `sets()`, each as often as `copies` of its set says."""
+    batches = []
+    for name, dataset in sets().items():
+        rows = [{"images": [], **row} for row in dataset] * copies[name]
+        batches += batches_of(processor, rows, completion_only_loss=name != "chats")
+    return trained_alone(model, batches)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one micro-batch",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*LAYOUTS][1:]),
+    ],
+)
+def test_a_mixture_equals_its_documents_one_at_a_time(layout, model, processor, tmp_path):
+    options = LAYOUTS[layout] | {"mixture": MIXTURE}
+    found, gradients, trainer = packed(model, processor, sets(), tmp_path, **options)
+    assert trainer._run_path.reason is None
+    loss, expected = alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1})
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert difference(gradients, expected) < TOLERANCE
+    others = alone(model, processor, {"texts": 1, "pictures": 1, "chats": 1})  # the control
+    assert difference(gradients, others[1]) > 1000 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "llava_next", "smolvlm", "glm4v"])
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_mixtures_of_other_families_are_exact(name, tmp_path):
+    processor = tiny_processor(name)
+    model = tiny_vision_model(name, processor)
+    options = LAYOUTS["bins"] | {"mixture": MIXTURE}
+    found, gradients, trainer = packed(model, processor, sets(), tmp_path, **options)
+    assert trainer._run_path.reason is None
+    loss, expected = alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1})
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert difference(gradients, expected) < TOLERANCE
+
+
+def test_sets_of_every_form_become_the_documents_that_they_are_alone(model, processor, tmp_path):
+    """Also texts that TRL's code prepares, and tokens; these have no columns of images."""
+    lines = Dataset.from_dict({"prompt": ["What is this?"] * 3, "completion": ["It is a."] * 3})
+    tokens = Dataset.from_list(documents_of_lengths([9, 4, 7]))
+    given = {**sets(), "lines": lines, "tokens": tokens}
+    found = documents_of(trainer_of(model, processor, tmp_path, given).train_dataset, None)
+    expected = [
+        document
+        for rows in given.values()
+        for document in documents_of(
+            trainer_of(model, processor, tmp_path, rows).train_dataset, None
+        )
+    ]
+    assert len(found) == len(expected) == 24
+    for one, other in zip(found, expected, strict=True):
+        for column in ("input_ids", "labels"):
+            assert one[column].tolist() == other[column].tolist()
+        assert one["image_ids"].any() == other.get("image_ids", np.zeros(1)).any()
+
+
+def test_answers_alone_are_trained_with_images_and_without(model, processor, tmp_path):
+    given = {"pictures": image_dataset(form="messages"), "chats": chats()}
+    trainer = trainer_of(model, processor, tmp_path, given, train_on="assistant")
+    answers = [row["messages"][-1]["content"] for rows in given.values() for row in rows]
+    for document, answer in zip(trainer.train_dataset, answers, strict=True):
+        words = answer if isinstance(answer, str) else answer[0]["text"]
+        trained = [label for label in document["labels"] if label != -100]
+        assert processor.tokenizer.decode(trained) == words + "<|im_end|>"
+
+
+def test_the_report_counts_images_as_often_as_they_are_drawn(model, processor, tmp_path):
+    given = {"pictures": image_dataset(), "chats": chats(40)}
+    once = trainer_of(model, processor, tmp_path, given).packing_report.images
+    mixture = {"pictures": {"epochs": 3}, "chats": {"epochs": 0.1}}
+    trainer = trainer_of(model, processor, tmp_path, given, mixture=mixture)
+    report = trainer.packing_report
+    assert once.images == 8
+    assert (report.images.images, report.images.documents) == (24, 18)
+    assert report.images.tokens == 3 * once.tokens
+    assert report.images.patches == 3 * once.patches
+    assert report.images.share == pytest.approx(3 * once.tokens / report.tokens)
+    # The limit of a bin follows from the documents that are drawn.
+    assert report.images.limit > once.limit
+    call = TrainerCall(model, trainer.args, given, processor)
+    assert str(preview_epoch(PreviewedRun.from_call(call)).images) == str(report.images)
+
+
+def test_images_are_checked_although_a_thousand_texts_are_shorter(model, processor, tmp_path):
+    tokens = Dataset.from_list(documents_of_lengths([3 + n % 4 for n in range(1_100)]))
+    given = {"tokens": tokens, "pictures": image_dataset()}
+    trainer = trainer_of(model, processor, tmp_path, given)
+    trainer._guard.sample(trainer.train_dataset, 320)
+    probes = trainer._guard._with_images
+    assert [sum(map(len, probe["images"])) for probe in probes] == [2, 1, 0]
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def in_another_order(self, documents, input_ids, right=ImageBatches.tensors):
+    made = right(self, documents, input_ids)
+    if "pixel_values" in made and len(documents) > 1:
+        made["pixel_values"] = made["pixel_values"].flip(0)
+    return made
+
+
+def test_a_dictionary_that_only_trl_could_train_is_refused(model, processor, tmp_path, monkeypatch):
+    refusal = "train_dataset is a dictionary, which only packed runs train, but "
+    streams = {name: rows.to_iterable_dataset() for name, rows in sets().items()}
+    shares = {name: {"weight": 1} for name in streams}
+    with pytest.raises(ValueError, match=f"{refusal}a data set is a stream with images"):
+        trainer_of(model, processor, tmp_path, streams, mixture=shares)
+    with pytest.raises(ValueError, match=f"{refusal}packing_strategy='wrapped' cuts"):
+        trainer_of(model, processor, tmp_path, sets(), packing_strategy="wrapped")
+    with monkeypatch.context() as patch:
+        patch.setattr(families, "FAMILIES", ())
+        with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
+            trainer_of(model, processor, tmp_path, sets())
+    with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
+        trainer_of(tiny_model(), tiny_tokenizer(chat=True), tmp_path, sets())
+    monkeypatch.setattr(ImageBatches, "tensors", in_another_order)
+    trainer = trainer_of(model, processor, tmp_path, sets(), packing=False, max_length=None)
+    with pytest.raises(ValueError, match=f"{refusal}no attention backend is exact with images"):
+        trainer.train()
+
+
+# --- resuming, workers ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"documents_per_step": 6}], ids=["bins", "documents"])
+def test_a_mixture_with_images_resumes_to_the_bit(options, model, processor, tmp_path):
+    settings = {
+        "mixture": {"texts": {"epochs": 1.5}, "pictures": {"epochs": 2}},
+        "per_device_train_batch_size": 1,
+        "max_length": 200,
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "learning_rate": 1e-2,
+        **options,
+    }
+    whole = trainer_of(model, processor, tmp_path / "whole", sets(), **settings)
+    whole.train()
+    assert whole.state.epoch > 1
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "rest" / "checkpoint-3")
+    workers = {"dataloader_num_workers": 2}
+    rest = trainer_of(model, processor, tmp_path / "rest", sets(), **settings | workers)
+    rest.train(resume_from_checkpoint=str(tmp_path / "rest" / "checkpoint-3"))
+    expected = dict(whole.model.named_parameters())
+    assert all(torch.equal(p, expected[n]) for n, p in rest.model.named_parameters())
+
+
+# --- before a run ---------------------------------------------------------------------------------
+
+
+def test_a_preview_prepares_the_documents_of_the_trainer(model, processor, tmp_path):
+    trainer = trainer_of(model, processor, tmp_path, sets(), mixture=MIXTURE)
+    run = PreviewedRun.from_call(TrainerCall(model, trainer.args, sets(), processor))
+    prepared, _ = run.documents()
+    for column in ("input_ids", "labels", "image_ids"):
+        assert prepared[column][:] == trainer.train_dataset[column][:]
+    epoch, report = preview_epoch(run.with_all_images()), trainer.packing_report
+    assert (epoch.sources, str(epoch.images)) == (report.sources, str(report.images))
+    assert (epoch.bins, epoch.utilization) == (report.bins, report.utilization)
+    (document,), reason = run.documents_of_row(7)  # of the pictures, with two images
+    assert reason == ""
+    assert len(document["image_sizes"]) == 2
+    (document,), _ = run.documents_of_row(0)
+    assert document["image_sizes"] == []
