@@ -61,6 +61,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.data.prepared import records_of
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 from trl_packing.recipes.sft_packed import DEMO_ARGUMENTS, load_model
 from trl_packing.tools.command.exit_messages import exits_in_one_line
@@ -192,7 +193,8 @@ def load_data(data_args: CompareArguments, args: PackedSFTConfig, model_args: Mo
         raise InputError(
             "a comparison needs data sets with a length; leave --dataset_streaming out"
         )
-    train = train.shuffle(seed=args.seed)
+    if not records_of(train):  # prepared documents were shuffled before
+        train = train.shuffle(seed=args.seed)
     if data_args.num_documents is not None:
         train = train.select(range(min(data_args.num_documents, len(train))))
     unpacked = copy.deepcopy(args)

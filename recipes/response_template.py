@@ -76,10 +76,10 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     rows = load_rows(
         arguments.dataset_name, arguments.dataset_train_split, config=arguments.dataset_config
     )
+    if training_args.dataset_text_field in rows.column_names:  # not those that are prepared
+        rows = rows.select_columns(training_args.dataset_text_field)
     trainer = PackedSFTTrainer(
-        model=arguments.model_name_or_path,
-        args=training_args,
-        train_dataset=rows.select_columns(training_args.dataset_text_field),
+        model=arguments.model_name_or_path, args=training_args, train_dataset=rows
     )
     say = trainer.accelerator.print
     say("\nTrained tokens are between ⟦ and ⟧.")

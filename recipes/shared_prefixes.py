@@ -108,14 +108,11 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         rows = load_rows(data, split, config=subset)
     else:
         raise ValueError("your own run needs --model_name_or_path and --dataset_name")
-    names = (arguments.prompt_column, arguments.answers_column)
-    make = partial(one_each, names=names, chat=not is_demo)
-    trainer = PackedSFTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=rows.map(make, batched=True, remove_columns=rows.column_names),
-        processing_class=tokenizer,
-    )
+    if "labels" not in rows.column_names:  # documents of `trl-packing prepare` have them
+        names = (arguments.prompt_column, arguments.answers_column)
+        make = partial(one_each, names=names, chat=not is_demo)
+        rows = rows.map(make, batched=True, remove_columns=rows.column_names)
+    trainer = PackedSFTTrainer(model, training_args, train_dataset=rows, processing_class=tokenizer)
     say = trainer.accelerator.print
     metrics = trainer.train(training_args.resume_from_checkpoint).metrics
     say(f"Tokens of documents: {metrics['train_tokens']:,}.")

@@ -39,6 +39,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.data.prepared import is_prepared
 from trl_packing.streaming.shards import assign_shards
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
@@ -67,6 +68,11 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
     arguments, training_args = parser.parse_args_and_config(argv)
 
+    if is_prepared(arguments.dataset_name):
+        raise ValueError(
+            f"{arguments.dataset_name} holds prepared data, which need no streaming: train them "
+            "with another recipe, such as full.py"
+        )
     stream = load_dataset(
         arguments.dataset_name,
         arguments.dataset_config,

@@ -49,6 +49,7 @@ from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+from trl_packing.data.prepared import is_prepared
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
@@ -92,11 +93,15 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     rows = load_rows(
         arguments.dataset_name, arguments.dataset_train_split, config=arguments.dataset_config
     )
+    if is_prepared(arguments.dataset_name):  # both sets
+        train, held_out = rows, load_rows(arguments.dataset_name, "eval")
+    else:
+        train, held_out = rows.select(range(len(rows) - 1)), rows.select([len(rows) - 1])
     trainer = PackedSFTTrainer(
         model=arguments.model_name_or_path,
         args=training_args,
-        train_dataset=rows.select(range(len(rows) - 1)),
-        eval_dataset=rows.select([len(rows) - 1]),
+        train_dataset=train,
+        eval_dataset=held_out,
     )
     say = trainer.accelerator.print
     say("\nTrained tokens are between ⟦ and ⟧.")

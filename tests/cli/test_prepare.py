@@ -244,6 +244,44 @@ def test_a_token_of_the_hub_is_not_written(place):
     assert json.loads(text)["options"]["train_on"] == "assistant"
 
 
+ANSWERS = [{"prompt": f"Why {i}?", "answers": [f"So {i}.", "Because."]} for i in range(9)]
+RESPONSES = [{"text": f"Why {i}?### Response:\nSo {i}.", "id": i} for i in range(9)]
+
+RECIPES = {
+    "chat_data": (chats(20), []),
+    "every_turn": (chats(20), []),
+    "tool_calling": (chats(20), []),
+    "shared_prefixes": (ANSWERS, []),
+    "response_template": (RESPONSES, ["--response_template", "### Response:\n"]),
+    "evaluation": (
+        chats(20),
+        ["--dataset_train_split", "train[:75%]", "--dataset_test_split", "train[75%:]"],
+    ),
+    "compare_packing": (chats(20), ["--test_split_size", "0.25"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_takes_a_prepared_folder(place, capsys, recipe):
+    rows, options = RECIPES[recipe]
+    write("rows.jsonl", rows)
+    run = ["--model", "model", "--max_length", "64", *options]
+    assert main(["prepare", f"{recipe}.py", "rows.jsonl", "out", *run]) == 0
+    capsys.readouterr()
+    plans = []
+    for data in ("rows.jsonl", "out"):
+        assert main(["plan", f"{recipe}.py", "--data", data, *run]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1]
+
+
+def test_a_stream_of_a_prepared_folder_is_refused(place, capsys):
+    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
+    assert main(["plan", "streaming.py", "--data", "out", *RUN, "--max_steps", "1"]) == 2
+    assert "out holds prepared data, which need no streaming" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_recipe_trains_a_prepared_folder(place, capsys):
     from trl_packing.recipes import full

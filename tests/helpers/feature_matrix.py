@@ -153,6 +153,10 @@ FEATURES = (
         data=_as_sources,
     ),
     Feature("curriculum", {"curriculum": "length"}),
+    Feature(
+        "overlap",
+        {"overflow": "overlap", "max_length": 48, "per_device_train_batch_size": 4},
+    ),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
@@ -215,8 +219,9 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
 
 def _shares(trainer: PackedSFTTrainer) -> bool:
     """Return whether fewer tokens were computed than documents have; if not, one line says why."""
-    shares = trainer._meter.so_far()[0].shared > 0
-    assert shares == (trainer._isolation.sharing.reason is None), "one line must say why"
+    shares, report = trainer._meter.so_far()[0].shared > 0, str(trainer.packing_report.prefixes)
+    says_why = report.startswith(("not shared: ", "nothing to share: "))
+    assert shares != says_why, "one line must say why"
     return shares
 
 
@@ -268,9 +273,33 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
             "tests/training/test_resume.py",
             "def test_two_ranks_resume_within_a_later_epoch",
         ),
+        "source_column": (
+            "tests/training/test_source_metrics.py",
+            "def test_two_ranks_report_the_sources_of_both",
+        ),
+        "prefixes in a bin": (
+            "tests/training/test_prefix_runs.py",
+            "def test_two_ranks_that_share_train_as_one_that_does_not",
+        ),
+        "groups of prefixes": (
+            "tests/training/test_prefix_runs.py",
+            "def test_two_ranks_train_the_groups_of_one",
+        ),
         "mixture": (
             "tests/training/test_mixture.py",
             "def test_two_ranks_train_the_mixture_of_one",
+        ),
+        "curriculum": (
+            "tests/packing/test_curriculum.py",
+            "def test_two_ranks_train_the_curriculum_of_one",
+        ),
+        "overlap": (
+            "tests/training/test_overlap.py",
+            "def test_two_ranks_train_the_pieces_that_one_trains",
+        ),
+        "every_turn": (
+            "tests/training/test_every_turn.py",
+            "def test_two_ranks_train_the_turns_that_one_trains",
         ),
     },
     "FSDP2, ZeRO-2, ZeRO-3": {

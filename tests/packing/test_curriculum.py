@@ -1,15 +1,20 @@
 """An epoch goes from stage to stage, holds every document once, and stays random within a stage."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
-from helpers.distributed.train import Scenario, run
+from helpers.distributed.same_steps import documents_of
+from helpers.distributed.train import Scenario, run, run_on_ranks
+from helpers.tiny import tiny_model, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing import PackedBatchSampler, PackedSFTConfig
+from trl_packing import PackedBatchSampler, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.curriculum import numbers_of, stages_of
 from trl_packing.packing.epoch import steps_from_plan
@@ -212,6 +217,72 @@ def test_a_stream_has_no_curriculum(tmp_path):
     arguments = {"stream": True, "max_steps": 2, "options": {"curriculum": "length"}}
     result = run(Scenario(str(tmp_path), [3, 9, 4], **arguments))
     assert "a stream tells them only by being read" in result["error"]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_curriculum_of_one(tmp_path):
+    def scenario(name, accumulation):
+        options = {"curriculum": "length", **RUNS[name].get("options", {})}
+        folder = str(tmp_path / name / str(accumulation))
+        return Scenario(folder, DOCUMENTS, accumulation=accumulation, options=options)
+
+    def steps(results):
+        """Return the documents of each step of all ranks, by their tokens."""
+        found = {}
+        for result in results:
+            for step, inputs in zip(result["trained_in"], result["inputs"], strict=True):
+                found.setdefault(step, []).extend(documents_of(inputs))
+        return [sorted(found[step]) for step in sorted(found)]
+
+    ranks = run_on_ranks({name: scenario(name, 1) for name in RUNS}, tmp_path / "ranks")
+    for name, results in ranks.items():
+        alone = run(scenario(name, 2))
+        assert steps(results) == steps([alone])
+        assert len(steps(results)) > 5
+        for parameter, value in alone["parameters"].items():
+            found = results[0]["parameters"][parameter]
+            torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)
+
+
+# --- real data ------------------------------------------------------------------------------------
+
+
+@pytest.mark.shared
+def test_real_documents_come_in_the_order_of_a_column(tmp_path):
+    """Solutions of GSM8K mark each calculation; few of them come first."""
+    file = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
+    if not file.exists():
+        pytest.skip(f"no real data: {file} does not exist")
+    rows = [json.loads(line) for line in file.read_text().splitlines()[:400]]
+    dataset = Dataset.from_list(
+        [
+            {
+                "prompt": row["question"] + "\n",
+                "completion": row["answer"],
+                "calculations": row["answer"].count("<<"),
+            }
+            for row in rows
+        ]
+    )
+    trainer = PackedSFTTrainer(
+        tiny_model(),
+        PackedSFTConfig(
+            str(tmp_path),
+            curriculum="calculations",
+            max_length=1024,
+            report_to="none",
+            **SETTINGS,
+        ),
+        train_dataset=dataset,
+        processing_class=tiny_tokenizer(),
+    )
+    batches = list(trainer.get_train_dataloader().batch_sampler)
+    numbers = np.array(trainer.train_dataset["calculations"][:])
+    assert sorted(d for batch in batches for d in batch) == list(range(400))
+    means = [numbers[batch].mean() for batch in batches]
+    assert np.corrcoef(means, np.arange(len(means)))[0, 1] > 0.7
+    assert np.mean(means[:5]) + 2 < np.mean(means[-5:])
+    assert "by calculations, smallest first" in str(trainer.packing_report)
 
 
 RUNS = {

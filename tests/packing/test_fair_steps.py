@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing import PackedBatchSampler
+from trl_packing.packing import fair_steps
 from trl_packing.packing.balance import COSTLY_FROM
 from trl_packing.packing.bins import pack
 from trl_packing.packing.draw import MixtureDraw
@@ -114,11 +115,13 @@ def test_one_source_has_nothing_to_exchange():
     assert found.tolist() == order.tolist()
 
 
-def test_the_smallest_of_many_sources_count_as_one():
+def test_the_smallest_of_many_sources_count_as_one(monkeypatch):
     sources = np.repeat(np.arange(40), np.arange(1, 41))
     excess = excess_of_documents(sources, np.ones(len(sources), int))
     assert excess.shape == (9, 820)
     assert len(np.unique(excess[8, sources < 32])) == 1, "the 32 smallest are alike"
+    monkeypatch.setattr(fair_steps, "_MOST_NUMBERS", 2 * 820)  # as with very many documents
+    assert excess_of_documents(sources, np.ones(len(sources), int)).shape == (3, 820)
 
 
 # --- steps of bins --------------------------------------------------------------------------------

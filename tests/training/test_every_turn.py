@@ -287,7 +287,7 @@ def test_inspect_shows_each_turn_of_a_row():
     assert "3 conversations → 6 documents, one for each turn" in preview_losses(run)
 
 
-@pytest.mark.parametrize("overflow", ["truncate", "truncate_prompt", "split", "drop"])
+@pytest.mark.parametrize("overflow", ["truncate", "truncate_prompt", "split", "overlap", "drop"])
 def test_documents_of_a_row_know_their_lengths_before_they_were_cut(overflow):
     rows = conversations(6)
     documents = by_hand(rows, thinking_tokenizer())
@@ -298,7 +298,7 @@ def test_documents_of_a_row_know_their_lengths_before_they_were_cut(overflow):
     )
     traced = trace_documents(run)
     kept = traced.uncut.tolist()
-    if overflow in ("truncate_prompt", "split"):
+    if overflow in ("truncate_prompt", "split", "overlap"):
         assert longest in kept
     for row, uncut in zip(traced.rows.tolist(), kept, strict=True):
         assert uncut in lengths[row]

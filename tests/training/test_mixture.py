@@ -318,6 +318,39 @@ def test_a_mixture_resumed_with_another_batch_size_trains_its_epoch_once(tmp_pat
     assert tokens_trained(rest) != tokens_trained(whole), "the control: a whole epoch is another"
 
 
+LONGER = {
+    "save_steps": 1,
+    "sets": SETS,
+    "options": {"mixture": {"math": {"epochs": 0.375}, "chat": {"epochs": 0.35}}},
+    "accumulation": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def two_and_six_epochs(tmp_path_factory):
+    """Runs of both; the fullest epoch decides about the bins of all, so an epoch's steps differ."""
+    folders = [tmp_path_factory.mktemp(f"{epochs} epochs") for epochs in (2, 6)]
+    short, whole = (
+        run(Scenario(str(folder), LENGTHS, epochs=epochs, **LONGER))
+        for folder, epochs in zip(folders, (2, 6), strict=True)
+    )
+    assert (short["steps"], whole["steps"]) == (2 * 5, 6 * 6)
+    return folders[0], short, whole
+
+
+@pytest.mark.parametrize("step", [2, 5, 8])
+def test_a_mixture_resumed_for_more_epochs_trains_each_of_them_once(step, two_and_six_epochs):
+    """Within the first epoch, at its end, and within the last."""
+    folder, short, whole = two_and_six_epochs
+    checkpoint = str(folder / f"checkpoint-{step}")
+    resumed = Scenario(str(folder / "more"), LENGTHS, epochs=6, resume=checkpoint, **LONGER)
+    before = [b for b, at in zip(short["batches"], short["trained_in"], strict=True) if at < step]
+    together = Counter(t for batch in before for t in batch) + tokens_trained(run(resumed))
+    assert together == tokens_trained(whole)
+    # The control: two epochs, thrice, are other documents.
+    assert Counter({t: 3 * n for t, n in tokens_trained(short).items()}) != tokens_trained(whole)
+
+
 def test_another_mixture_does_not_continue_an_epoch(tmp_path):
     arguments = {"save_steps": 1, "sets": SETS, "accumulation": 2}
     run(Scenario(str(tmp_path), LENGTHS, options={"mixture": MIXTURE}, **arguments))

@@ -96,6 +96,23 @@ def test_cuts_by_length_alone_would_go_through_images():
     assert whole.stops.tolist() == [2, 5, 0, 1]
 
 
+def test_an_overlap_is_refused_where_it_might_begin_in_an_image():
+    """Long documents without images are cut, and short ones with images stay as they are."""
+    lengths, prompts = np.diff(IMAGE_IDS[1]), np.zeros(4, int)
+    for capacity in (10, 5):
+        overflow = Overflow("overlap", capacity)
+        with pytest.raises(ValueError, match="'overlap' cannot cut a document with images"):
+            keep_images_whole(pieces_of(lengths, overflow, prompts), IMAGE_IDS, overflow)
+    overflow = Overflow("overlap", 11)
+    kept = keep_images_whole(pieces_of(lengths, overflow, prompts), IMAGE_IDS, overflow)
+    assert kept.stops.tolist() == [11, 5, 10, 8]
+    text = np.concatenate([np.zeros(30, int), DOCUMENTS[3]]), np.array([0, 30, 38])
+    pieces = pieces_of(np.diff(text[1]), overflow, prompts[:2])
+    kept = keep_images_whole(pieces, text, overflow)
+    assert [n.tolist() for n in kept[:3]] == [n.tolist() for n in pieces[:3]]
+    assert kept.rows.tolist() == [0, 0, 0, 1]
+
+
 def test_split_keeps_every_token_but_those_of_images_that_do_not_fit():
     assert split_around(11, 5, [(2, 6), (8, 10)]) == [(0, 2), (2, 7), (7, 11)]
     assert split_around(10, 5, [(0, 8)]) == [(8, 10)]

@@ -27,7 +27,7 @@ from trl_packing.data.eos import MissingEos, end_in_eos
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import AnyDataset, Preparation, UserRows
-from trl_packing.data.stream import fit_stream
+from trl_packing.data.stream import class_names, fit_stream
 from trl_packing.data.unpadding import cut_padding
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import TOKEN_COLUMNS, TURN, document_columns, token_columns
@@ -131,7 +131,10 @@ def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCou
     """Return the documents that fit, and counts of what was kept and lost."""
     documents, counts, name = whole.documents, None, whole.rows.name
     if isinstance(documents, IterableDataset) and not whole.rows.are_packed:
-        documents = shuffle_fitted(fit_stream(documents, whole.overflow, rules.eos), rules)
+        named = rules.options.named_columns()
+        classes = class_names(whole.rows.dataset)
+        fitted = fit_stream(documents, whole.overflow, rules.eos, named, classes)
+        documents = shuffle_fitted(fitted, rules)
     elif isinstance(documents, Dataset) and not whole.rows.are_packed:
         documents, counts = fit_and_count(
             documents,
@@ -214,8 +217,13 @@ def _find_responses(
 ) -> tuple[AnyDataset, list[str | None]]:
     if labeler is None:
         return documents, []
-    num_proc = rules.args.dataset_num_proc
-    documents, not_found = label_documents(documents, labeler, num_proc=num_proc, name=name)
+    documents, not_found = label_documents(
+        documents,
+        labeler,
+        named=rules.options.named_columns(),
+        num_proc=rules.args.dataset_num_proc,
+        name=name,
+    )
     return documents, [not_found]
 
 

@@ -34,21 +34,41 @@ Batch = Mapping[str, Sequence[Any]]
 
 
 def fit_stream(
-    dataset: datasets.IterableDataset, overflow: Overflow, eos: EosRule | None = None
+    dataset: datasets.IterableDataset,
+    overflow: Overflow,
+    eos: EosRule | None = None,
+    named: Iterable[str] = (),
+    classes: Mapping[str, Sequence[str]] | None = None,
 ) -> datasets.IterableDataset:
     """Return `dataset` with `eos` and `overflow` applied as it is read; tokens and weights stay.
+
+    Args:
+        dataset: documents of any length.
+        overflow: the policy.
+        eos: tokens that end a document; None changes none.
+        named: other columns that stay, with a value for each document.
+        classes: names of the numbers in some of them, which become texts.
 
     Reading raises ValueError where `fit_documents` does, except that a stream may turn out to be
     empty.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    kept = [*token_columns(columns), *document_columns(columns)]
+    kept = [*token_columns(columns), *document_columns(columns, named)]
     return dataset.with_format(None).map(  # plain lists, whatever format the user has set
-        StreamFit(kept, overflow, eos),
+        StreamFit(kept, overflow, eos, classes),
         batched=True,
         with_indices=True,
         remove_columns=[column for column in columns if column not in kept],
     )
+
+
+def class_names(dataset: datasets.Dataset | datasets.IterableDataset) -> dict[str, list[str]]:
+    """Return the names of the classes of each column of `ClassLabel`; {} if types are unknown."""
+    return {
+        name: kind.names
+        for name, kind in (dataset.features or {}).items()
+        if isinstance(kind, datasets.ClassLabel)
+    }
 
 
 class StreamFit:
@@ -57,10 +77,17 @@ class StreamFit:
     Of the notes on documents without a stop token, the first is kept.
     """
 
-    def __init__(self, columns: Sequence[str], overflow: Overflow, eos: EosRule | None = None):
+    def __init__(
+        self,
+        columns: Sequence[str],
+        overflow: Overflow,
+        eos: EosRule | None = None,
+        classes: Mapping[str, Sequence[str]] | None = None,
+    ):
         self.columns = columns
         self.overflow = overflow
         self.eos = eos
+        self.classes = {c: names for c, names in (classes or {}).items() if c in columns}
         self._counts = PreparationCounts()
 
     def __call__(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[Any]]:
@@ -79,7 +106,10 @@ class StreamFit:
             counts = replace(counts, conversations=turns)
         self._counts += counts
         self._note_missing_eos(documents)
-        return fitted.to_pydict()
+        kept = fitted.to_pydict()
+        for column, names in self.classes.items():
+            kept[column] = [_class_name(n, names) for n in kept[column]]
+        return kept
 
     def _note_missing_eos(self, documents: ArrowDocuments) -> None:
         if self.eos is None or self._counts.notes:
@@ -93,6 +123,10 @@ class StreamFit:
         """Return the counts since the last call, in this process."""
         counts, self._counts = self._counts, PreparationCounts()
         return counts
+
+
+def _class_name(number: Any, names: Sequence[str]) -> str | None:
+    return None if number is None or int(number) < 0 else names[int(number)]
 
 
 def _documents_of(table: pa.Table) -> ArrowDocuments:

@@ -56,27 +56,30 @@ def label_documents(
     dataset: Dataset | IterableDataset,
     labeler: ResponseLabeler,
     *,
+    named: Sequence[str] = (),
     num_proc: int | None = None,
     name: str = "train",
 ) -> tuple[Dataset | IterableDataset, str | None]:
     """Return `dataset` with `labels` from `labeler`, and a sentence on documents without template.
 
     The sentence is None if all have it. A stream has no sentence: each time it is read, the labeler
-    counts its documents and warns. Only its token columns are kept.
+    counts its documents and warns. Only its token columns are kept, and those that are `named`.
 
     Raises:
         ValueError: if no document of a data set has the template.
     """
     if isinstance(dataset, IterableDataset):
         columns = get_dataset_column_names(dataset)
-        kept = [c for c in _STREAM_COLUMNS if c in {*columns, "labels"}]
+        known = dataset.features or {}
+        types = {c: known.get(c, Value("string")) for c in named} | _STREAM_COLUMNS
+        kept = [c for c in types if c in {*columns, "labels"}]
         labeled = dataset.map(
             _label_stream,
             batched=True,
             fn_kwargs={"labeler": labeler},
             remove_columns=[c for c in columns if c not in kept],
             # Without these, a look at its columns would read, and count, the first 1,000 documents.
-            features=Features({c: _STREAM_COLUMNS[c] for c in kept}),
+            features=Features({c: types[c] for c in kept}),
         )
         return labeled, None
     # Not the labeler: it could not count in other processes, nor for a cached result.

@@ -82,7 +82,7 @@ def documents_from_rows(
         dataset: rows of one form; the first row decides which.
         row_format: rules for what is rendered and trained.
         keeps_columns: keep the other columns (never those of a stream, nor of turns).
-        document_columns: other columns that are always kept; of a stream those of `_DTYPES`.
+        document_columns: other columns that are always kept, with a value for each row.
         num_proc: processes that render and tokenize.
         name: of the data set, for messages.
         parts: files that keep the finished parts of a data set; None: the cache of `datasets`.
@@ -105,8 +105,6 @@ def documents_from_rows(
     if flagged and row_format.train_on in ("assistant", "last_assistant", "every_turn"):
         columns.append(TOKEN_WEIGHTS)
     is_stream = isinstance(dataset, IterableDataset)
-    if is_stream:
-        document_columns = [c for c in document_columns if c in _DTYPES]
     if row_format.makes_turns:
         columns += [TURN, *document_columns]
     options: dict[str, Any] = {
@@ -124,7 +122,8 @@ def documents_from_rows(
         options["batch_size"] = _CONVERSATIONS_AT_ONCE
     present = get_dataset_column_names(dataset)
     if is_stream:
-        options["features"] = Features({c: _DTYPES[c] for c in (*columns, *document_columns)})
+        dtypes = _dtypes_of(document_columns, dataset, first)
+        options["features"] = Features({c: dtypes[c] for c in (*columns, *document_columns)})
     else:
         options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
     if not keeps_columns or is_stream or row_format.makes_turns:
@@ -147,6 +146,19 @@ def documents_from_rows(
             raise
         kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
         raise kind(str(bad)) from error
+
+
+def _dtypes_of(
+    columns: Sequence[str], dataset: IterableDataset, first: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the types of columns of a stream, `columns` of the user among them.
+
+    A type that the stream does not know is that of its first row. Texts may hold any value.
+    """
+    known = dataset.features or {}
+    of_values = {bool: "bool", int: "int64", float: "float64"}
+    types = {c: known.get(c, Value(of_values.get(type(first.get(c)), "string"))) for c in columns}
+    return types | _DTYPES
 
 
 def _train_assistant(row_format: RowFormat, first: Mapping[str, Any], name: str) -> RowFormat:

@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trl_packing.documents.arrow import num_documents_by_row, stored_rows
@@ -26,7 +27,7 @@ from trl_packing.loss.token_metrics import sums_dtype
 from trl_packing.loss.weighted_forward import target_weights
 
 # Each source becomes a metric. A column with more values holds texts or ids, not sources.
-_MOST_SOURCES = 1000
+MOST_SOURCES = 1000
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class Sources:
             )
         # The table may hold values of rows that were left out.
         present, ids = np.unique(stored.astype(np.int64), return_inverse=True)
-        if len(present) > _MOST_SOURCES:
+        if len(present) > MOST_SOURCES:
             raise ValueError(
                 f"source_column={column!r} has {len(present):,} different values in {which}, "
-                f"and each would be a metric; name a column of at most {_MOST_SOURCES:,}"
+                f"and each would be a metric; name a column of at most {MOST_SOURCES:,}"
             )
         values = [encoded.dictionary[int(index)].as_py() for index in present]
         kind = dataset.features[column]
@@ -177,6 +178,12 @@ class SourceSums:
     def expect(self, number: int) -> None:
         """Start from zero, with another number of sources."""
         self.number, self._sums = number, None
+
+    def make_room(self, number: int) -> None:
+        """Go on with more sources, those behind the known ones."""
+        if self._sums is not None:
+            self._sums = F.pad(self._sums, (0, 0, 0, number - self.number))
+        self.number = number
 
     def add_by_source(self, targets: SourceTargets, losses: Tensor) -> None:
         """Add the `losses` of a micro-batch, as `SourceTargets.add_to` takes them."""

@@ -126,6 +126,15 @@ def all_reduce_max(value: int, device: torch.device | None = None) -> int:
     return int(largest)
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Return the values that the ranks pass, by rank; this waits for no device."""
+    if _is_alone():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value, group=cpu_group())
+    return gathered
+
+
 def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 

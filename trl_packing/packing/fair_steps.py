@@ -17,7 +17,8 @@ import numpy as np
 _ROUNDS = 48  # in each, a step exchanges at most once
 _CANDIDATES = 8  # bins of a step that are compared in a round
 _PAIRS_AT_ONCE = 1024  # their comparisons stay in the processor's cache
-_MOST_SOURCES = 8  # smaller ones count as one source
+_MOST_SOURCES = 8  # beside them, all smaller ones count as one source
+_MOST_NUMBERS = 1 << 25  # of sources × documents, 256 MiB; above, fewer sources
 
 
 def excess_of_bins(
@@ -81,7 +82,8 @@ def _tokens_of_sources(
     by_size = np.argsort(-np.bincount(sources, lengths), kind="stable")
     rank = np.empty_like(by_size)
     rank[by_size] = np.arange(len(by_size))
-    groups = np.minimum(rank, _MOST_SOURCES)[sources]
+    most = min(_MOST_SOURCES, max(_MOST_NUMBERS // number, 1))
+    groups = np.minimum(rank, most)[sources]
     num_groups = int(groups.max()) + 1
     tokens = np.bincount(groups * number + parts, lengths, num_groups * number)
     shares = np.bincount(groups, lengths) / lengths.sum(dtype=np.int64)

@@ -5,7 +5,8 @@
 
 This runs in the main process. Each reader has a dataloader worker of its own, if there are any, so
 that the order of micro-batches does not depend on the dataloader. Before every optimizer step, the
-ranks agree on whether any of them has documents left. A rank without documents continues with empty
+ranks agree on whether any of them has documents left, and on the sources of the documents
+(source_names.py). A rank without documents continues with empty
 micro-batches, of which `PackedCollator` makes one masked token each, so all ranks end with the same
 step. The last step is always complete: `Trainer` does not know where a stream ends, and would add
 the gradient of an incomplete step to the next epoch's first step (transformers 5.23).
@@ -21,17 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
-from trl_packing.models.sharding import all_reduce_max, cpu_group
+from trl_packing.models.sharding import all_reduce_max, gather_objects
 from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
 from trl_packing.streaming.shards import assign_shards
+from trl_packing.streaming.source_names import Names, SourceColumn, SourceNames
 
-_ENDED, _GOES_ON, _FAILED = 0, 1, 2
+_ENDED, _GOES_ON, _NEW_SOURCES, _FAILED = 0, 1, 2, 3
 _KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the training
 
 
@@ -49,6 +50,7 @@ class StreamBatches(IterableDataset):
         agree: returns the largest of the values that the ranks pass.
         loading: further arguments of the readers' dataloaders.
         limits: limits of the model.
+        sources: names of the sources of its documents; None if they are not told apart.
 
     Raises:
         ValueError: while reading, the stream has no documents, or a document is longer than
@@ -69,10 +71,12 @@ class StreamBatches(IterableDataset):
         agree: Callable[[int], int] | None = None,
         loading: dict[str, Any] | None = None,
         limits: ModelLimits = NO_LIMITS,
+        sources: SourceNames | None = None,
     ):
         self.documents = documents
         self.settings = settings
         self.limits = limits
+        self.sources = sources
         self.collate = collate
         self.rank = rank
         self.accumulation = accumulation
@@ -117,24 +121,37 @@ class StreamBatches(IterableDataset):
         readers = _Readers(self, position)
         for steps in count(position["steps"] + 1 if position else 1):
             try:
-                batches = readers.take(self.accumulation)
+                found = readers.take(self.accumulation)
             except Exception:
                 self._agree(_FAILED)
                 raise
-            agreed = self._agree(_GOES_ON if batches else _ENDED)
+            names = dict.fromkeys(name for _, of_batch in found for name in of_batch)
+            agreed = self._agree(self._state(bool(found), names))
             if agreed == _FAILED:
                 raise RuntimeError(
                     "another rank cannot read its part of the stream; see the error of that rank"
                 )
             if agreed == _ENDED:
                 break
+            if self.sources is not None:
+                if agreed == _NEW_SOURCES:
+                    self.sources.agree(names)
+                for batch, of_batch in found:
+                    self.sources.renumber(batch, of_batch)
+            batches = [batch for batch, _ in found]
             batches += [self.collate([]) for _ in range(self.accumulation - len(batches))]
             yield batches, {"epoch": self.epoch, "steps": steps, **readers.position()}
         if steps == 1:
             raise ValueError(NOTHING_TO_TRAIN)
 
+    def _state(self, goes_on: bool, names: Iterable[str | None]) -> int:
+        if self.sources is not None and self.sources.lacks(names):
+            return _NEW_SOURCES
+        return _GOES_ON if goes_on else _ENDED
+
     def reader(self, number: int, place: Place) -> DataLoader:
-        """Return a dataloader of triples: collated micro-batch, place behind it, counts."""
+        """Return a dataloader of micro-batches, each with the place behind it, counts and names."""
+        column = None if self.sources is None else self.sources.column
         stream = PackedStream(
             self.documents,
             self.settings,
@@ -148,7 +165,7 @@ class StreamBatches(IterableDataset):
         return DataLoader(
             stream,
             batch_size=None,
-            collate_fn=_CollateDocuments(self.collate),
+            collate_fn=_CollateDocuments(self.collate, column),
             num_workers=min(self.num_workers, 1),
             # Without a generator, every reader would draw from the training's random numbers.
             generator=self._generator(number),
@@ -164,9 +181,8 @@ class StreamBatches(IterableDataset):
         """Return the counts of everything read so far, each document once. All ranks call it."""
         if self.settings.num_ranks == 1:
             return self.counts
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self.rank, self.counts), group=cpu_group())
-        ranks = dict(gathered).values()  # tensor-parallel ranks read the same documents
+        # Tensor-parallel ranks read the same documents.
+        ranks = dict(gather_objects((self.rank, self.counts))).values()
         if self._assignment.by_rank:
             return sum(ranks, PreparationCounts())
         return max(ranks, key=lambda counts: counts.before.documents)  # all read everything
@@ -247,9 +263,9 @@ class _Readers:
             for number, place in enumerate(self._places)
         ]
 
-    def take(self, number: int) -> list[Any]:
-        """Return the next `number` micro-batches, fewer at the end."""
-        batches: list[Any] = []
+    def take(self, number: int) -> list[tuple[Any, Names]]:
+        """Return the next `number` micro-batches, fewer at the end, and names of their sources."""
+        batches: list[tuple[Any, Names]] = []
         while len(batches) < number and any(place is not None for place in self._places):
             at = self._turn
             self._turn = (at + 1) % len(self._places)
@@ -259,10 +275,10 @@ class _Readers:
             if found is None:
                 self._places[at] = None
             else:
-                batch, place, counts = found
+                batch, place, counts, names = found
                 self._places[at] = Place(*place)
                 self._stream.counts += counts
-                batches.append(batch)
+                batches.append((batch, names))
         return batches
 
     def position(self) -> dict[str, Any]:
@@ -270,11 +286,17 @@ class _Readers:
 
 
 class _CollateDocuments:
-    """Collates the documents of a triple, in the worker."""
+    """Collates the documents of a triple in the worker, and numbers their sources."""
 
-    def __init__(self, collate: Callable[[list[Document]], Any]):
+    def __init__(
+        self, collate: Callable[[list[Document]], Any], source_column: SourceColumn | None
+    ):
         self.collate = collate
+        self.source_column = source_column
 
-    def __call__(self, triple: Any) -> tuple[Any, Place, PreparationCounts]:
+    def __call__(self, triple: Any) -> tuple[Any, Place, PreparationCounts, Names]:
         documents, place, counts = triple
-        return self.collate(documents), place, counts
+        names: Names = ()
+        if self.source_column is not None:
+            documents, names = self.source_column.numbered(documents)
+        return self.collate(documents), place, counts, names

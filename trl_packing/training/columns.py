@@ -64,7 +64,7 @@ def has_weights(dataset: Any) -> bool:
     return any(column in columns_of(dataset) for column in WEIGHT_COLUMNS)
 
 
-def training_columns(dataset: IterableDataset) -> list[str]:
-    """Return the columns of a stream that training reads."""
+def training_columns(dataset: IterableDataset, *named: str) -> list[str]:
+    """Return the columns of a stream that training reads, and those of `named` that it has."""
     present = columns_of(dataset)
-    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT) if name in present]
+    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT, *named) if name in present]

@@ -50,7 +50,7 @@ class DeviceSums:
         """
         if self.trainer.args.world_size == 1:
             self.wait()
-        row = [*(self._read or (0.0,) * self.width), *counted]
+        row = [*self._read_of(self.width), *counted]
         self._read = ()
         if self.trainer.args.world_size == 1:
             return [row]
@@ -73,5 +73,8 @@ class DeviceSums:
             pending = pending.to("cpu", non_blocking=True)  # readable after the wait
         wait_for(self.trainer.args.device)
         if pending is not None:
-            before = self._read or (0.0,) * len(pending)
-            self._read = added([before, pending.tolist()])
+            self._read = added([self._read_of(len(pending)), pending.tolist()])
+
+    def _read_of(self, width: int) -> Sequence[float]:
+        """Return what was read of this rank; sources that a stream has shown since have zeros."""
+        return [*self._read, *(0.0,) * (width - len(self._read))][:width]

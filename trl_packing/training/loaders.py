@@ -25,12 +25,13 @@ from trl_packing.packing.document_order import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
+from trl_packing.streaming.source_names import SourceNames
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.mixed_stream import mixture_in_words
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_isolation import RunIsolation
-from trl_packing.training.source_metrics import SourceMeter, training_sources
+from trl_packing.training.source_metrics import SourceMeter, stream_sources, training_sources
 
 logger = get_logger(__name__)
 
@@ -82,6 +83,7 @@ class PackedLoaders:
         self.evaluates_padded = False
         self.sources: Sources | None = None
         self.trained_sources: Sources | None = None
+        self._stream_sources: tuple[Any, SourceNames | None] = (None, None)
         self._has_weights = False
         self.room: int | None = None
         self._evaluated_streams: list[StreamBatches] = []
@@ -118,8 +120,7 @@ class PackedLoaders:
         dataset = self.trainer.train_dataset
         self._has_weights = self.options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.forget()
-        self.trained_sources = training_sources(dataset, self.options.source_column)
-        self.source_meter.follow(self.trained_sources)
+        self._follow_sources(dataset)
         self.isolation.decide_on_groups()
         if isinstance(dataset, IterableDataset):
             capacity = self.trainer.args.max_length if self.sampling.packing else None
@@ -144,6 +145,16 @@ class PackedLoaders:
             self._check_user_sampler(is_packed)
             self.report.plan(planned, len(dataloader))
         return dataloader
+
+    def _follow_sources(self, dataset: Any) -> None:
+        """Count the sources of the training set in every step from now on."""
+        column = self.options.source_column
+        self.trained_sources = training_sources(dataset, column)
+        is_stream = isinstance(dataset, IterableDataset)
+        if is_stream and self._stream_sources[0] is not dataset:
+            # Made once, so that all loaders of a stream number its sources alike.
+            self._stream_sources = dataset, stream_sources(dataset, column)
+        self.source_meter.follow(self._stream_sources[1] if is_stream else self.trained_sources)
 
     def _check_user_sampler(self, is_packed: bool) -> None:
         """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
@@ -190,7 +201,8 @@ class PackedLoaders:
     def predict(self, parent: Callable[[Any], Any], dataset: Any) -> DataLoader:
         """Return the data loader of a set to predict, which may lack the column of sources."""
         column = self.options.source_column
-        column = column if column in columns_of(dataset) else None
+        if isinstance(dataset, IterableDataset) or column not in columns_of(dataset):
+            column = None
         return self._evaluate(parent, dataset, dataset, "evaluation", column)
 
     def _evaluate(
@@ -233,8 +245,10 @@ class PackedLoaders:
         args, (ranks, rank) = self.trainer.args, self.sampling.ranks
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = self.sampling.draws_groups(training)
+        sources = self._stream_sources[1] if training else None
+        named = [] if sources is None else [sources.column.name]
         return StreamBatches(
-            dataset.select_columns(training_columns(dataset)),
+            dataset.select_columns(training_columns(dataset, *named)),
             StreamSettings(
                 args.max_length if packing else None,
                 bins_per_batch=batch_size,
@@ -254,6 +268,7 @@ class PackedLoaders:
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
             limits=self.guard.limits,
+            sources=sources,
         )
 
     def _loader_of(self, stream: StreamBatches) -> DataLoader:

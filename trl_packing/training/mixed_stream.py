@@ -14,6 +14,7 @@ from datasets import IterableDataset, interleave_datasets
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.stream import NOTHING_TO_TRAIN
+from trl_packing.documents.labels import SOURCE
 from trl_packing.training.columns import training_columns
 from trl_packing.training.mixture import is_mixed
 
@@ -79,7 +80,7 @@ def mixture_in_words(options: PackingOptions) -> str | None:
 def join_streams(
     documents: Mapping[str, IterableDataset], shares: Mapping[str, float], seed: int
 ) -> IterableDataset:
-    """Return one stream of the documents of several.
+    """Return one stream of the documents of several, with the column SOURCE.
 
     Args:
         documents: prepared, by the names of their sources.
@@ -102,7 +103,10 @@ def join_streams(
             )
     try:
         return interleave_datasets(
-            [stream.select_columns(columns[first]) for stream in streams.values()],
+            [
+                stream.select_columns(columns[first]).map(_name_source, fn_kwargs={"source": name})
+                for name, stream in streams.items()
+            ],
             probabilities=[*shares.values()],
             seed=seed,
             stopping_strategy="all_exhausted",
@@ -110,3 +114,7 @@ def join_streams(
     except StopIteration:  # datasets 5.2 reads the first documents of each stream
         empty = next(name for name, stream in streams.items() if next(iter(stream), None) is None)
         raise ValueError(f"train_dataset[{empty!r}]: {NOTHING_TO_TRAIN}") from None
+
+
+def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
+    return {SOURCE: source}

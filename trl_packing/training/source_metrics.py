@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
+from trl_packing.data.stream import class_names
 from trl_packing.documents.host_row import HostRow
 from trl_packing.documents.labels import SOURCE
-from trl_packing.loss.sources import Sources, SourceSums
+from trl_packing.loss.sources import MOST_SOURCES, Sources, SourceSums
+from trl_packing.streaming.source_names import SourceColumn, SourceNames
+from trl_packing.training.columns import columns_of
 
 logger = get_logger(__name__)
 
@@ -32,7 +35,7 @@ def training_sources(dataset: Any, source_column: str | None) -> Sources | None:
     A column that names no sources is warned of: evaluation sets may still need the setting.
 
     Args:
-        dataset: the prepared training set, or a stream.
+        dataset: the prepared training set.
         source_column: the setting. The column of a mixture takes precedence.
     """
     if not isinstance(dataset, Dataset):
@@ -45,6 +48,16 @@ def training_sources(dataset: Any, source_column: str | None) -> Sources | None:
     except ValueError as problem:
         logger.warning_once(f"the training log has no losses by source: {problem}")
         return None
+
+
+def stream_sources(dataset: IterableDataset, source_column: str | None) -> SourceNames | None:
+    """Return the sources of a stream, none of which is known yet; None if it names none."""
+    columns = columns_of(dataset)
+    column = SOURCE if SOURCE in columns else source_column
+    if column is None or column not in columns:
+        return None
+    classes = class_names(dataset).get(column)
+    return SourceNames(SourceColumn(column, classes), most=MOST_SOURCES)
 
 
 class SourceMeter:
@@ -60,10 +73,12 @@ class SourceMeter:
     def __init__(self, sums: SourceSums):
         self.sums = sums
         self.names: tuple[str, ...] = ()
-        self._counts = self._interval = self._run = np.zeros(0)
+        self._followed: Sources | SourceNames | None = None
+        self.start_run()
 
-    def follow(self, sources: Sources | None) -> None:
+    def follow(self, sources: Sources | SourceNames | None) -> None:
         """Count these sources from now on; no-op if they are the same."""
+        self._followed = sources
         names = () if sources is None else sources.names
         if names != self.names:
             self.names = names
@@ -77,6 +92,19 @@ class SourceMeter:
         self._interval = np.zeros((len(self.names), _ON_CPU + 3))
         self._run = self._interval.copy()
 
+    def meet(self) -> None:
+        """Make room for the sources that a stream has shown since; the step is not trained yet."""
+        names = self.names if self._followed is None else self._followed.names
+        more = len(names) - len(self.names)
+        if more < 0:  # too many to tell apart
+            self.follow(self._followed)
+        elif more:
+            self.names = names
+            self.sums.make_room(len(names))
+            self._counts = np.pad(self._counts, (0, _ON_CPU * more))
+            self._interval = np.pad(self._interval, ((0, more), (0, 0)))
+            self._run = np.pad(self._run, ((0, more), (0, 0)))
+
     # --- counting -----------------------------------------------------------------------------
 
     @property
@@ -88,9 +116,10 @@ class SourceMeter:
         """Add a micro-batch of this rank."""
         if row.sources is None or not self.names:
             return
-        counts = self._counts.reshape(len(self.names), _ON_CPU)
-        counts[:, 0] += np.bincount(row.sources, minlength=len(self.names))
-        counts[:, 1] += np.bincount(row.sources, row.lengths, minlength=len(self.names))
+        counts, number = self._counts.reshape(len(self.names), _ON_CPU), 1 + len(self.names)
+        ids = 1 + row.sources  # 0 belongs to no source
+        counts[:, 0] += np.bincount(ids, minlength=number)[1:]
+        counts[:, 1] += np.bincount(ids, row.lengths, minlength=number)[1:]
 
     def take_counts(self) -> list[float]:
         """Return the documents and tokens of each source that this rank has added since."""
@@ -127,7 +156,10 @@ class SourceMeter:
     def _metrics(self, numbers: np.ndarray) -> dict[str, float]:
         found: dict[str, float] = {}
         counts_rows, scores = (numbers[:, span].any() for span in (slice(0, 2), slice(2, 5)))
-        for name, row in zip(self.names, numbers.tolist(), strict=True):
+        is_stream = isinstance(self._followed, SourceNames)
+        for name, row in sorted(zip(self.names, numbers.tolist(), strict=True)):
+            if is_stream and not any(row):  # a resumed run may not have met it yet
+                continue
             documents, tokens, losses, weights, trained = row
             if weights:
                 found[f"loss_{name}"] = losses / weights

@@ -77,9 +77,13 @@ def name_unknown_option(message: str, known: Collection[str]) -> str:
         >>> text = "Unknown arguments from config file: ['--lr', '1']. Please remove them"
         >>> name_unknown_option(text, ["seed"])
         '--lr is unknown'
+        >>> name_unknown_option(text, ["lr", "lr_end"])
+        '--lr is an option of other scripts, not of this one'
     """
     found = _UNUSED.search(message)
     if found is None:
         return message
-    name = found["name"]
-    return f"{message[: found.start()]}--{name} is unknown{suggest(name, known, mark='--')}"
+    name, before = found["name"], message[: found.start()]
+    if name in known:
+        return f"{before}--{name} is an option of other scripts, not of this one"
+    return f"{before}--{name} is unknown{suggest(name, known, mark='--')}"
