@@ -345,7 +345,7 @@ def test_a_run_on_flash_attention_equals_the_run_that_does_not_share(tmp_path, m
     losses = [t.state.log_history[0]["loss"] for t in (shared, apart)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-6)
     for name, gradient in expected.items():
-        assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+        assert (gradients[name] - gradient).norm() <= 5e-6 * gradient.norm(), name
 
 
 def test_a_run_does_not_share_on_a_kernel_whose_backward_fails(tmp_path, monkeypatch):

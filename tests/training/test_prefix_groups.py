@@ -140,8 +140,8 @@ def test_gradients_are_those_of_documents_one_at_a_time(kind, tmp_path):
     loss, gradients = by_hand(model, rows, weighting="token")
     assert step.documents == len(rows)
     assert step.computed * 1.2 < step.tokens
-    assert step.loss == pytest.approx(loss, rel=2e-6)
-    assert relative_error(step.gradients, gradients) < 2e-6
+    assert step.loss == pytest.approx(loss, rel=5e-6)
+    assert relative_error(step.gradients, gradients) < 5e-6
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_losses_of_sources_stay_in_an_evaluation(packing, tmp_path):
 
     grouped, apart = evaluate("group"), evaluate("off")
     for name in ("eval_loss", "eval_loss_a", "eval_loss_b", "eval_entropy"):
-        assert grouped[name] == pytest.approx(apart[name], rel=2e-6), name
+        assert grouped[name] == pytest.approx(apart[name], rel=5e-6), name
     for name in ("eval_num_documents_a", "eval_num_tokens"):
         assert grouped[name] == apart[name]
 

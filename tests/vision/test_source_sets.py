@@ -217,7 +217,7 @@ def test_a_dictionary_that_only_trl_could_train_is_refused(model, processor, tmp
 def test_a_mixture_with_images_resumes_to_the_bit(options, model, processor, tmp_path):
     settings = {
         "mixture": {"texts": {"epochs": 1.5}, "pictures": {"epochs": 2}},
-        "per_device_train_batch_size": 1,
+        "per_device_train_batch_size": 2,
         "max_length": 200,
         "max_steps": 8,
         "save_strategy": "steps",

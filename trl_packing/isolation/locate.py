@@ -142,5 +142,6 @@ def _loss_gradients(
         output = model(**batch)
         logits = output if torch.is_tensor(output) else output.logits
         loss = next_token_loss(logits, labels)
-    found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        # Inside the block, whose end writes buffers that the backward may read.
+        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
     return {name: g for name, g in zip(trained, found, strict=True) if g is not None}

@@ -7,6 +7,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const HUES = 6;
 const IGNORED = -100;
 const count = (n) => n.toLocaleString("en-US");
+const inTokens = (n) => `${count(n)} token${n === 1 ? "" : "s"}`;
 const byId = (id) => document.getElementById(id);
 
 function element(tag, attributes = {}, ...children) {
@@ -198,7 +199,7 @@ function head(name, facts) {
 
 function documentHead(row, k, segment) {
   const d = row.documents[k];
-  const tokens = `${count(d.stop - d.start)} tokens`;
+  const tokens = inTokens(d.stop - d.start);
   if (d.number === null) return head("padding", [tokens, `${count(d.trained)} trained`]);
   const above = segment.position;
   const facts = [`row ${count(d.row)} of the data`];
@@ -217,7 +218,7 @@ function sharedHeads(row, segment) {
   const { start, stop, position, documents } = segment;
   const last = position + stop - start;
   const positions = `positions ${count(position)} to ${count(last - 1)}`;
-  const facts = [named(row, documents), `${count(stop - start)} tokens`, positions];
+  const facts = [named(row, documents), inTokens(stop - start), positions];
   const ending = documents.filter((k) => row.documents[k].stop - row.documents[k].start === last);
   return [
     head(`shared by ${count(documents.length)} documents`, facts),

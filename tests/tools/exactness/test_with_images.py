@@ -92,6 +92,18 @@ def test_gradients_of_tower_and_text_are_compared(probes, monkeypatch):
     assert leaking.gradient_difference > 1e-2
 
 
+def test_gradients_of_a_tower_whose_buffers_the_backward_reads(monkeypatch):
+    processor = tiny_processor("llava_next")
+    model = tiny_vision_model("llava_next", processor)
+    name = "trl_packing.tools.exactness.with_images.processing_class_of"
+    monkeypatch.setattr(name, lambda *_: processor)
+    probes = ImageProbes.of(model, "none", config_from_settings([]), ["--model", "none"])
+    result = results_of(model, probes, gradients=True)[-1]
+    assert result.images
+    assert result.is_exact, str(result)
+    assert result.result.gradient_difference < 1e-4
+
+
 def test_gradients_that_reach_the_images_of_another_document_are_found():
     """The loss of a document without images has no gradient in the tower."""
     part = torch.nn.Linear(2, 2)

@@ -199,7 +199,7 @@ def test_a_link_is_followed_and_a_disk_is_not_replaced(tmp_path, monkeypatch):
     assert len(load_prepared(tmp_path / "link")) == 24
     monkeypatch.chdir(tmp_path / "real")
     assert prepare_run(call_for(chats()), Path(".")).seconds is None
-    with pytest.raises(ValueError, match=r"^/ is a mounted disk, .* name a folder in it"):
+    with pytest.raises(ValueError, match=r"^/ is a mounted disk and .* name a folder in it"):
         prepare_run(call_for(chats()), Path("/"))
 
 
@@ -295,25 +295,28 @@ def test_processes_prepare_the_same_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_parts_that_the_next_one_continues(tmp_path):
-    tests = Path(__file__).parents[2]
+def test_a_killed_process_leaves_parts_that_the_next_one_continues(tmp_path, tokenized):
     code = (
+        "import os, signal\n"
         "from pathlib import Path\n"
         "from helpers.prepared import call_for, chats\n"
+        "from trl_packing.formatting import tokenize_rows\n"
         "from trl_packing.tools.prepare.prepare_run import prepare_run\n"
-        f"prepare_run(call_for(chats(4000)), Path({str(tmp_path / 'out')!r}), rows_of_a_part=100)\n"
+        "prepare_batch = tokenize_rows._prepare_batch\n"
+        "def dies(batch, indices, first_row=0, **options):\n"
+        "    if first_row == 200:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return prepare_batch(batch, indices, first_row=first_row, **options)\n"
+        "tokenize_rows._prepare_batch = dies\n"
+        f"prepare_run(call_for(chats(400)), Path({str(tmp_path / 'out')!r}), rows_of_a_part=100)\n"
     )
-    running = subprocess.Popen([sys.executable, "-c", code], cwd=tests)
-    parts = tmp_path / "out.partial" / "parts"
-    while running.poll() is None and not [*parts.rglob("*.arrow")]:
-        time.sleep(0.01)
-    running.kill()
-    assert running.wait() == -signal.SIGKILL
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    kept = {path.name: path.stat().st_mtime_ns for path in parts.rglob("*.arrow")}
-    assert 0 < len(kept) < 40
-    call = call_for(chats(4000))
+    assert len([*(tmp_path / "out.partial").rglob("*.arrow")]) == 2
+    call = call_for(chats(400))
     prepare_run(call, tmp_path / "out", rows_of_a_part=100)
+    assert tokenized == [200, 300]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     prepare_run(call, tmp_path / "at once")
     assert content_of(tmp_path / "out") == content_of(tmp_path / "at once")

@@ -135,7 +135,7 @@ def check_place(out: Path) -> Path:
         out = out.resolve()
     if out.is_mount():
         raise ValueError(
-            f"{out} is a mounted disk, which cannot be replaced; name a folder in it: {out}/data"
+            f"{out} is a mounted disk and cannot be replaced; name a folder in it: {out / 'data'}"
         )
     if out.is_file():
         raise ValueError(f"{out} is a file; name a folder for the prepared data: DATA OUT")

@@ -39,7 +39,9 @@ def sets_of(call: TrainerCall) -> dict[str, Dataset]:
             )
         check_not_empty(rows, name)
         if records_of(rows):
-            raise ValueError(f"the {name} dataset is prepared already")
+            raise ValueError(
+                f"the {name} dataset is prepared already; train it as it is, or name its rows"
+            )
         if {*IMAGE_COLUMNS} & {*rows.column_names}:
             raise ValueError(
                 f"the {name} dataset has images, which are loaded while it is trained; it cannot "
