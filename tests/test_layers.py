@@ -102,10 +102,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {
             "attention",
             "config",
-            "data",
             "documents",
             "formatting",
-            "isolation",
             "loss",
             "models",
             "packing",
@@ -114,7 +112,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "versions",
             "vision",
         },
-        {"accelerate", "torch", "transformers", "trl"},
+        {"accelerate", "trl"},
     ),
     "tools": (
         {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.dense import LENGTHS, boundaries, inputs, with_keywords
+from helpers.memory import largest_allocation
 from helpers.packed_models import packed_batch
 from helpers.tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,15 +15,6 @@ from trl_packing.attention.install import install_attention
 from trl_packing.attention.sdpa_by_document import sdpa_by_document
 
 document_attention = with_keywords(document_sdpa.document_attention)
-
-
-def largest_allocation(function):
-    """Return the bytes of the largest single allocation, including those inside kernels."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        function()
-    events = profiler.profiler.kineto_results.events()
-    return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss"])

@@ -351,7 +351,7 @@ def test_a_run_on_flash_attention_equals_the_run_that_does_not_share(tmp_path, m
 def test_a_run_does_not_share_on_a_kernel_whose_backward_fails(tmp_path, monkeypatch):
     trainer, _, _ = run_on_flash_attention(tmp_path, "bin", monkeypatch, "leaks")
     assert not trainer.data_collator.shares_prefixes
-    assert "reaches into the documents before it" in trainer._loaders.sharing.reason
+    assert "reaches into the documents before it" in trainer._isolation.sharing.reason
 
 
 @pytest.mark.slow

@@ -61,4 +61,4 @@ def test_a_measured_run_still_shares(prefix_runs, tmp_path):
     steps = prefix_runs.watch(trainer)
     trainer.train()
     assert (len(steps["began"]), steps["trained"], steps["computed"]) == (1, [2], [43])
-    assert trainer._loaders.sharing.reason is None
+    assert trainer._isolation.sharing.reason is None

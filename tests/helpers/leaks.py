@@ -18,6 +18,26 @@ from trl_packing import (
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.boundaries import boundaries_of_row
 from trl_packing.loss.lm_head import add_trained_positions_head
+from trl_packing.tools.exactness import tiny_models as architectures
+
+
+class AddMeanOfBatch(nn.Module):
+    """Mixes all cells of a batch, so that no backend can keep documents apart."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x + 0.1 * x.mean((0, 1))
+
+
+def hopeless():
+    """A model that leaks through every backend, padded rows among them."""
+    model = architectures.tiny_model("llama")
+    model.model.layers[0].mlp = AddMeanOfBatch(model.model.layers[0].mlp)
+    return model
 
 
 def documents(*lengths):

@@ -4,15 +4,11 @@
     model = tiny_vision_model("qwen2_5_vl", processor)  # random weights, ids of that tokenizer
     dataset = image_dataset()                         # images of several sizes; some rows have none
 
-Image processors are those of PIL, and video processors are left out: both need torchvision
-otherwise. Every tower reads patches of 4 × 4 pixels.
+Every tower reads patches of 4 × 4 pixels.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,215 +17,18 @@ from datasets import Dataset
 from PIL import Image
 
 from helpers.tiny import tiny_tokenizer
+from trl_packing.tools.exactness import tiny_processors
+from trl_packing.tools.exactness.tiny_processors import PINPOINTS
 
-_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['content'] is string %}{{- message['content'] }}
-{%- else %}{%- for part in message['content'] %}
-{{- 'IMAGE' if part['type'] == 'image' else part['text'] }}{%- endfor %}{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-
-class _NoVideos(dict):
-    """Stands in for a video processor, which needs torchvision."""
-
-    _auto_class = None
-    model_input_names: tuple[str, ...] = ()
-    num_frames, fps, size = 1, 1, {"longest_edge": 16}
-
-    def save_pretrained(self, *_args: Any, **_kwargs: Any) -> list[str]:
-        return []
-
-
-# --- processors -----------------------------------------------------------------------------------
-
-
-def _class(family: str, kind: str, name: str) -> Any:
-    return getattr(import_module(f"transformers.models.{family}.{kind}_{family}"), name)
-
-
-def _images(family: str, name: str, **options: Any) -> Any:
-    return _class(family, "image_processing_pil", name)(**options)
-
-
-def _processor(family: str, name: str, *parts: Any, tokenizer: Any, **options: Any) -> Any:
-    """Return a processor of the real class that accepts a stand-in for videos."""
-    real = _class(family, "processing", name)
-    unchecked = {"check_argument_for_proper_class": lambda *_: None}
-    made = type(name, (real,), unchecked)
-    return made(*parts, chat_template=tokenizer.chat_template, **options)
-
-
-def _tokenizer(*special: str, template: str, **attributes: str) -> Any:
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", template)
-    for name, token in attributes.items():  # tokenizers of these models know their tokens by name
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
-    return tokenizer
-
-
-_SIZE = {"height": 16, "width": 16}
-_PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-_QWEN_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
-
-
-def _qwen(family: str, name: str) -> Any:
-    template = "<|vision_start|><|image_pad|><|vision_end|>"
-    tokenizer = _tokenizer(*_QWEN_TOKENS, template=template)
-    pixels = {"min_pixels": 8 * 8 * 2, "max_pixels": 8 * 8 * 24}
-    images = _images("qwen2_vl", "Qwen2VLImageProcessorPil", patch_size=4, merge_size=2, **pixels)
-    return _processor(family, name, images, tokenizer, _NoVideos(), tokenizer=tokenizer)
-
-
-def _glm4v() -> Any:
-    special = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>")
-    template = "<|begin_of_image|><|image|><|end_of_image|>"
-    tokenizer = _tokenizer(*special, template=template)
-    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 8 * 8 * 48}
-    images = _images("glm4v", "Glm4vImageProcessorPil", patch_size=4, merge_size=2, size=size)
-    return _processor(
-        "glm4v", "Glm4vProcessor", images, tokenizer, _NoVideos(), tokenizer=tokenizer
-    )
-
-
-def _llava() -> Any:
-    tokenizer = _tokenizer("<image>", template="<image>")
-    size = {"size": {"shortest_edge": 16}, "crop_size": _SIZE}
-    options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return _processor(
-        *("llava", "LlavaProcessor", _images("clip", "CLIPImageProcessorPil", **size), tokenizer),
-        **options,
-        patch_size=4,
-        tokenizer=tokenizer,
-    )
-
-
-def _llava_next() -> Any:
-    tokenizer = _tokenizer("<image>", template="<image>")
-    images = _images(
-        *("llava_next", "LlavaNextImageProcessorPil"),
-        size={"shortest_edge": 16},
-        crop_size=_SIZE,
-        image_grid_pinpoints=_PINPOINTS,
-    )
-    options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return _processor(
-        *("llava_next", "LlavaNextProcessor", images, tokenizer),
-        **options,
-        patch_size=4,
-        tokenizer=tokenizer,
-    )
-
-
-def _llava_onevision() -> Any:
-    tokenizer = _tokenizer("<image>", "<video>", template="<image>")
-    images = _images(
-        *("llava_onevision", "LlavaOnevisionImageProcessorPil"),
-        size=_SIZE,
-        image_grid_pinpoints=_PINPOINTS,
-    )
-    return _processor(
-        *("llava_onevision", "LlavaOnevisionProcessor", images, tokenizer, _NoVideos()),
-        num_image_tokens=16,
-        vision_feature_select_strategy="full",
-        tokenizer=tokenizer,
-    )
-
-
-def _internvl() -> Any:
-    names = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
-    tokenizer = _tokenizer(
-        *names,
-        template="<IMG_CONTEXT>",
-        start_image_token="<img>",
-        end_image_token="</img>",
-        context_image_token="<IMG_CONTEXT>",
-        video_token="<video>",
-    )
-    images = _images(
-        "got_ocr2", "GotOcr2ImageProcessorPil", size=_SIZE, min_patches=1, max_patches=4
-    )
-    return _processor(
-        *("internvl", "InternVLProcessor", images, tokenizer, _NoVideos()),
-        image_seq_length=4,
-        tokenizer=tokenizer,
-    )
-
-
-_TILES = tuple(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))
-
-
-def _idefics(family: str, name: str, image_class: str, *others: Any) -> Any:
-    special = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
-    tokenizer = _tokenizer(*special, *_TILES, template="<image>")
-    images = _images(
-        family, image_class, size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
-    )
-    return _processor(
-        family, name, images, tokenizer, *others, image_seq_len=4, tokenizer=tokenizer
-    )
-
-
-def _smolvlm() -> Any:
-    module = import_module("transformers.models.smolvlm.processing_smolvlm")
-    module.num2words = getattr(module, "num2words", None) or (lambda number: str(number))
-    return _idefics("smolvlm", "SmolVLMProcessor", "SmolVLMImageProcessorPil", _NoVideos())
-
-
-def _mistral3() -> Any:
-    # The processor reads a function of this module, which imports torchvision.
-    pil = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
-    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pil)
-    tokenizer = _tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]", template="[IMG]")
-    images = _images("pixtral", "PixtralImageProcessorPil", size={"longest_edge": 32}, patch_size=4)
-    return _processor(
-        *("pixtral", "PixtralProcessor", images, tokenizer),
-        patch_size=4,
-        spatial_merge_size=2,
-        tokenizer=tokenizer,
-    )
-
-
-def _gemma3() -> Any:
-    tokenizer = _tokenizer(
-        *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-        template="<start_of_image>",
-        boi_token="<start_of_image>",
-        eoi_token="<end_of_image>",
-        image_token="<image_soft_token>",
-    )
-    images = _images("gemma3", "Gemma3ImageProcessorPil", size=_SIZE)
-    return _processor(
-        *("gemma3", "Gemma3Processor", images, tokenizer), image_seq_length=4, tokenizer=tokenizer
-    )
-
-
-_PROCESSORS: dict[str, Callable[[], Any]] = {
-    "qwen2_vl": lambda: _qwen("qwen2_vl", "Qwen2VLProcessor"),
-    "qwen2_5_vl": lambda: _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor"),
-    "qwen3_vl": lambda: _qwen("qwen3_vl", "Qwen3VLProcessor"),
-    "glm4v": _glm4v,
-    "llava": _llava,
-    "llava_next": _llava_next,
-    "llava_onevision": _llava_onevision,
-    "internvl": _internvl,
-    "idefics3": lambda: _idefics("idefics3", "Idefics3Processor", "Idefics3ImageProcessorPil"),
-    "smolvlm": _smolvlm,
-    "mistral3": _mistral3,
-    "gemma3": _gemma3,
-}
-
-NAMES = tuple(_PROCESSORS)
+NAMES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_next", "llava_onevision"),
+    *("internvl", "idefics3", "smolvlm", "mistral3", "gemma3"),
+)
 
 
 def tiny_processor(name: str) -> Any:
     """Return a processor of the family `name`."""
-    return _PROCESSORS[name]()
+    return tiny_processors.tiny_processor(name, tiny_tokenizer(chat=True))
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -297,12 +96,15 @@ _CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llava_next": (
         {"model_type": "llama"},
         _clip("clip_vision_model"),
-        {"image_grid_pinpoints": _PINPOINTS},
+        {"image_grid_pinpoints": PINPOINTS},
     ),
     "llava_onevision": (
         {"model_type": "qwen2"},
         {**_clip("siglip_vision_model"), "vision_use_head": False},
-        {"image_grid_pinpoints": _PINPOINTS, "vision_feature_select_strategy": "full"},
+        {
+            "image_grid_pinpoints": PINPOINTS,
+            "vision_feature_select_strategy": "full",
+        },
     ),
     "internvl": (
         {"model_type": "qwen2"},

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 from datasets import Dataset
-from helpers.leaks import AddRowMean, with_layer
+from helpers.leaks import AddRowMean, hopeless, with_layer
 from helpers.tiny import tiny_tokenizer
-from torch import nn
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.isolation.check import IsolationReport
@@ -19,24 +18,6 @@ from trl_packing.tools.exactness.tiny_step import tiny_documents
 MEASURED = IsolationReport(
     "isolated", 0.0, 6.8e-4, 20.3, "short documents", "LlamaForCausalLM", "documents", "training"
 )
-
-
-class AddMeanOfBatch(nn.Module):
-    """Leaks through every backend, padded rows among them."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        x = self.inner(x)
-        return x + 0.1 * x.mean((0, 1))
-
-
-def hopeless():
-    model = tiny_model("llama")
-    model.model.layers[0].mlp = AddMeanOfBatch(model.model.layers[0].mlp)
-    return model
 
 
 def trainer_for(model, folder, **options):

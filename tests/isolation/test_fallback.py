@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from helpers.leaks import hopeless
 from helpers.tiny import tiny_model as tiny_model_with
 from helpers.tiny import tiny_tokenizer
-from torch import nn
 
 import trl_packing.attention.backends
 import trl_packing.isolation.fallback
@@ -275,24 +275,6 @@ def test_warn_searches_too_and_warns_of_nothing_that_is_exact(tmp_path, caplog):
     assert used.backend == "padded"
     assert_exact(packed, truth("bloom"))
     assert "LEAK" not in caplog.text
-
-
-class AddMeanOfBatch(nn.Module):
-    """Mixes all cells of a batch, so that no way can keep documents apart."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        x = self.inner(x)
-        return x + 0.1 * x.mean((0, 1))
-
-
-def hopeless():
-    model = tiny_model("llama")
-    model.model.layers[0].mlp = AddMeanOfBatch(model.model.layers[0].mlp)
-    return model
 
 
 def test_where_no_way_is_exact_the_first_one_is_left_and_the_run_stops(tmp_path):

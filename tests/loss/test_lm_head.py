@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.memory import largest_allocation
 from helpers.tiny import VOCAB_SIZE, tiny_model, tiny_vlm
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -278,14 +279,6 @@ def test_evaluation_takes_no_gradients(monkeypatch):
     assert_same_output(output, expected)
     with torch.enable_grad(), pytest.raises(AssertionError):
         model(**batch(), fused_lm_head=True)
-
-
-def largest_allocation(function):
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        function()
-    events = profiler.profiler.kineto_results.events()
-    return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 def test_logits_of_untrained_positions_are_never_there(monkeypatch):

@@ -29,7 +29,6 @@ from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
 from trl import SFTTrainer
 
-from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.step_loss import StepLoss
 from trl_packing.loss.weighted_forward import WeightedLabelSmoother, scale_of_weights
@@ -437,7 +436,7 @@ def test_a_loss_function_of_ones_own_is_refused_at_once(tmp_path):
 
 
 def test_sharded_sequences_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(PackedSFTTrainer, "_shards_sequences", lambda self: True)
+    monkeypatch.setattr("trl_packing.trainer.is_sharding_sequences", lambda accelerator: True)
     with pytest.raises(ValueError, match="loss_weights are not applied under context"):
         trainer_for(tiny_model("llama"), weighted(tiny_documents()), tmp_path, packing=False)
 

@@ -105,10 +105,8 @@ def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
-def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypatch):
-    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
-    model = tiny_model("mistral", sliding_window=40)
-    enable_packing(model)
+def record_checks(monkeypatch):
+    """Return a list that gets the length of the longest document of each check from now on."""
     check, longest = trl_packing.isolation.check.check_isolation, []
 
     def record(model, documents, **options):
@@ -116,6 +114,14 @@ def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypat
         return check(model, documents, **options)
 
     monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    return longest
+
+
+def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypatch):
+    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    model = tiny_model("mistral", sliding_window=40)
+    enable_packing(model)
+    longest = record_checks(monkeypatch)
     model.train()(**flattened([60, 9]))
     model.eval()(**flattened([60, 9]))
     assert longest == [60, 60]
@@ -126,13 +132,7 @@ def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monke
     model = tiny_model("mistral", sliding_window=40)
     enable_packing(model)
     model.eval()(**flattened())
-    check, longest = trl_packing.isolation.check.check_isolation, []
-
-    def record(model, documents, **options):
-        longest.append(max(map(len, documents), default=0))
-        return check(model, documents, **options)
-
-    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    longest = record_checks(monkeypatch)
     model.train()(**flattened([60, 9]))
     model.eval()(**flattened([60, 9]))
     model.train()(**flattened([60, 9]))

@@ -19,8 +19,9 @@ from transformers.trainer_callback import ProgressCallback
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.models.flops import model_flops
 from trl_packing.training import metrics as measured
-from trl_packing.training.loaders import PackedLoaders
-from trl_packing.training.metrics import ThroughputMeter, ThroughputOnBar
+from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.progress_bar import ThroughputOnBar
+from trl_packing.training.run_isolation import RunIsolation
 from trl_packing.training.run_record import RunRecord
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
@@ -197,13 +198,13 @@ def test_the_isolation_check_takes_no_time_of_training(tmp_path, monkeypatch):
             now[0] += 1
             return super().training_step(*args, **kwargs)
 
-    check = PackedLoaders.ensure_isolated
+    check = RunIsolation.ensure
 
     def slow_check(self, *args, **kwargs):
         now[0] += 1000
         check(self, *args, **kwargs)
 
-    monkeypatch.setattr(PackedLoaders, "ensure_isolated", slow_check)
+    monkeypatch.setattr(RunIsolation, "ensure", slow_check)
     monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
     rows = documents_of_lengths(LENGTHS)
     trainer = trainer_of(rows, tmp_path, cls=Counted, max_steps=3, isolation_check="error")

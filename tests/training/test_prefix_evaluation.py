@@ -79,7 +79,7 @@ def evaluate(model, documents, folder, saved, *, stream=False, **options):
         processing_class=tiny_tokenizer(),
     )
     trainer.evaluate()
-    assert trainer._loaders.sharing.reason is None
+    assert trainer._isolation.sharing.reason is None
     return trainer.state.log_history[-1]
 
 

@@ -28,7 +28,7 @@ ALL = [(n, lora, by) for n in FAMILIES for lora in (False, True) for by in ("tok
 
 def assert_is_one_at_a_time(step, expected, tolerance=TOLERANCE, *, shares=1.5):
     """The loss and gradients of the documents, in rows that computed fewer tokens."""
-    assert step.trainer._loaders.sharing.reason is None
+    assert step.trainer._isolation.sharing.reason is None
     assert step.computed * shares < step.tokens, "too little was shared to show anything"
     assert step.loss == pytest.approx(expected[0], rel=tolerance)
     assert relative_error(step.gradients, expected[1]) < tolerance
@@ -194,7 +194,7 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
     monkeypatch.setattr(tree_row, "build_prefix_tree", spoiled)
     model, documents = build_model("llama"), forked_documents()
     checked = one_shared_step(model, documents, tmp_path / "checked")
-    assert "LEAK" in checked.trainer._loaders.sharing.reason
+    assert "LEAK" in checked.trainer._isolation.sharing.reason
     assert checked.computed == checked.tokens
     expected = by_hand(model, documents)
     assert relative_error(checked.gradients, expected[1]) < TOLERANCE

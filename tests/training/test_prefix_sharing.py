@@ -13,6 +13,7 @@ from trl_packing.packing.collator import DataCollatorWithFlattening
 from trl_packing.packing.prefix_tree import PrefixTree
 from trl_packing.tools.exactness import tiny_models as architectures
 from trl_packing.training.prefix_sharing import PrefixSharing
+from trl_packing.training.user_loss import UserLoss
 
 FAST = ["llama", "deepseek_v3"]
 SLOW = ["qwen3", "gemma2", "gemma3_text", "mistral", "cohere2"]
@@ -154,7 +155,7 @@ def test_siblings_that_see_each_other_would_be_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tree_row, "build_prefix_tree", leaking)
     trainer = train(tmp_path, prefix_sharing="bin")
-    assert "LEAK" in trainer._loaders.sharing.reason
+    assert "LEAK" in trainer._isolation.sharing.reason
     assert not trainer.data_collator.shares_prefixes
 
 
@@ -220,7 +221,7 @@ def test_a_step_of_the_user_that_calls_the_model_itself_counts_each_document(tmp
 def test_noise_for_each_document_is_not_shared(tmp_path):
     """A shared token would get one noise for all documents, as large as that of its segment."""
     noisy = train(tmp_path / "a", prefix_sharing="bin", neftune_noise_alpha=5.0)
-    assert "neftune_noise_alpha=5.0 draws noise" in noisy._loaders.sharing.reason
+    assert "neftune_noise_alpha=5.0 draws noise" in noisy._isolation.sharing.reason
     assert_same(noisy, train(tmp_path / "b", neftune_noise_alpha=5.0), tolerance=0)
 
 
@@ -237,7 +238,7 @@ def test_dropout_for_each_document_is_not_shared(place, tmp_path):
     else:
         model.model.layers[0].mlp.input_jitter_noise = 0.25
     trainer = train(tmp_path, model, prefix_sharing="bin")
-    assert "=0.25 draws for each document" in trainer._loaders.sharing.reason
+    assert "=0.25 draws for each document" in trainer._isolation.sharing.reason
     assert not trainer.data_collator.shares_prefixes
     with trainer._loaders.evaluating(padded=False):  # evaluation drops nothing
         assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
@@ -266,15 +267,13 @@ def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_pat
         )
 
     monkeypatch.setattr(PrefixSharing, "_failure", failing)
+    monkeypatch.setattr(UserLoss, "is_ours", lambda self: True)
     rows = {True: [], False: []}
 
     class Seen(PackedSFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             rows[model.training].append("key_index" in inputs)
             return super().compute_loss(model, inputs, *args, **kwargs)
-
-        def _loss_is_ours(self):
-            return True
 
     options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 1}
     train(tmp_path, trainer=Seen, prefix_sharing="bin", **options)
@@ -305,7 +304,7 @@ def test_rows_that_a_class_of_the_user_changes_are_not_shared(mode, tmp_path, sa
     apart = train(tmp_path / "b", **options)
     assert_same(trainer, apart, tolerance=0)
     if mode == "bin":
-        assert "data_collator is your own" in trainer._loaders.sharing.reason
+        assert "data_collator is your own" in trainer._isolation.sharing.reason
 
 
 def test_a_class_of_ours_with_another_constructor_shares(tmp_path, saved):
@@ -327,7 +326,7 @@ def test_a_loss_that_is_set_later_counts_each_document(tmp_path, saved):
     )
     trainer.train()
     assert saved == shared
-    assert "the loss is your own" in trainer._loaders.sharing.reason
+    assert "the loss is your own" in trainer._isolation.sharing.reason
 
 
 def test_a_collator_of_the_user_makes_its_own_rows(tmp_path):

@@ -11,13 +11,13 @@ from trl_packing import PackedCollator
 from trl_packing.loss.token_metrics import TokenSums
 from trl_packing.models.device_peaks import peak_flops
 from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.progress_bar import in_short
 from trl_packing.training.throughput import (
     GIB,
     Counts,
     Machine,
     Stopwatch,
     Throughput,
-    in_short,
     machine_of,
     metrics,
 )

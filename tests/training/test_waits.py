@@ -118,7 +118,7 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         peft_config=peft_config,
     )
     if shared:  # `Watched` computes the loss of the class above it
-        trainer._loaders.sharing.loss_is_ours = lambda: True
+        trainer._isolation.sharing.loss_is_ours = lambda: True
     if own_head:
         from trl_packing.attention.install import install_attention
 
@@ -151,7 +151,7 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
         if options.pop("kernels", False):
             monkeypatch.setattr("trl_packing.loss.lm_head._has_triton", lambda weight: True)
         trained(waits, tmp_path, **options)
-    assert waits.sites == {"wait_for at metrics.py:" + _line_of_wait(): STEPS}, waits.sites
+    assert waits.sites == {"wait_for at device_sums.py:" + _line_of_wait(): STEPS}, waits.sites
     assert waits.of("trl_packing") == [1] * STEPS
     assert not waits.of("autograd")
     assert min(waits.of("trl")) >= 4  # TRL's own are seen: two micro-batches, twice each at least
@@ -160,9 +160,9 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
 def _line_of_wait() -> str:
     import inspect
 
-    from trl_packing.training import metrics
+    from trl_packing.training.device_sums import DeviceSums
 
-    lines, first = inspect.getsourcelines(metrics.ThroughputMeter)
+    lines, first = inspect.getsourcelines(DeviceSums)
     return str(first + next(i for i, line in enumerate(lines) if " wait_for(" in line))
 
 

@@ -131,7 +131,7 @@ def test_overflow_is_counted_and_trained(tmp_path):
     model = tiny_vision_model("qwen2_5_vl", processor)
     dataset = image_dataset(form="messages")
     trainer = trainer_of(model, processor, tmp_path, dataset, max_length=90, overflow="split")
-    counts = trainer._preparation["train"]
+    counts = trainer._run_data.counts["train"]
     assert counts.adds_up()
     assert counts.after.documents > counts.before.documents
     trainer.train()

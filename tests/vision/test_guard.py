@@ -87,6 +87,15 @@ def test_gemma3_runs_by_the_next_exact_backend(tmp_path):
     assert "not exact with images" in trainer.attention.reason
 
 
+def test_gemma3_does_not_run_without_the_check_that_finds_its_backend(tmp_path):
+    """The backend of text is off by tens of percent with its images."""
+    processor = tiny_processor("gemma3")
+    model = tiny_vision_model("gemma3", processor)
+    options = LAYOUTS["one micro-batch"] | {"isolation_check": "off"}
+    with pytest.raises(ValueError, match="isolation_check='off' with images on gemma3"):
+        packed(model, processor, image_dataset(), tmp_path, **options)
+
+
 def test_a_tower_that_mixes_the_images_of_a_row_is_found():
     """The image of the document before changes those after it, although no token sees another."""
     processor = tiny_processor("llava")

@@ -11,7 +11,7 @@ A row is one document; with `train_on="every_turn"`, one for each turn (`every_t
 Without `train_on` and templates, the same tokens are trained as by TRL.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +22,11 @@ from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.formatting.chat_template import ChatTemplate, Conversation
 from trl_packing.formatting.every_turn import render_every_turn
 from trl_packing.formatting.message_spans import find_message_spans
-from trl_packing.formatting.messages import (
-    check_messages,
-    is_sharegpt,
-    messages_from_sharegpt,
-    tools_from_value,
-    trained_messages,
-    without_flags,
-)
-from trl_packing.formatting.printable import quote
+from trl_packing.formatting.messages import trained_messages, without_flags
 from trl_packing.formatting.prompt_template import PromptTemplate, field_text
 from trl_packing.formatting.response_template import ResponseTemplate
+from trl_packing.formatting.row_form import IN_WORDS, Row, form_of, messages_of, string_of
 from trl_packing.formatting.tokenize import Rendered
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -127,18 +118,7 @@ class RowFormat:
             return "text"
         if self.prompt_template is not None:
             return "fields"
-        messages = _name_of_messages(row)
-        # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
-        # conversation repeats its beginning (ultrachat_200k).
-        if row.get("prompt") is not None and (
-            messages is None or row.get("completion") is not None
-        ):
-            return "prompt messages" if isinstance(row["prompt"], list) else "prompt"
-        if messages is not None:
-            return "messages"
-        if row.get(self.text_field) is not None:
-            return "text"
-        raise ValueError(f"it has nothing to train on: {_contents(row)}")
+        return form_of(row, self.text_field)
 
     def check(self, row: Row) -> None:
         """Raise ValueError if a setting cannot be used with this form of row."""
@@ -151,12 +131,12 @@ class RowFormat:
             )
         if self.train_on not in (None, "all") and not conversational:
             raise ValueError(
-                f"train_on={self.train_on!r} is about messages, but it holds {_WORDS[form]}; leave "
-                "train_on out, or name a response_template for plain text"
+                f"train_on={self.train_on!r} is about messages, but it holds {IN_WORDS[form]}; "
+                "leave train_on out, or name a response_template for plain text"
             )
         if self.answers is not None and form not in ("text", "messages"):
             raise ValueError(
-                f"response_template is for texts and conversations, but it holds {_WORDS[form]}; "
+                f"response_template is for texts and conversations, but it holds {IN_WORDS[form]}; "
                 "leave it out: the completion is trained"
             )
         if not conversational and self.eos_token is None:
@@ -193,7 +173,7 @@ class RowFormat:
         found = self.form(row)
         if found != form:
             raise ValueError(
-                f"it holds {_WORDS[found]}, but the first row {_WORDS[form]}; a data set "
+                f"it holds {IN_WORDS[found]}, but the first row {IN_WORDS[form]}; a data set "
                 "must be of one form"
             )
 
@@ -205,7 +185,7 @@ class RowFormat:
             if not isinstance(text, str):
                 raise ValueError(f"formatting_func returned {type(text).__name__}, not a string")
         else:
-            text = _string(row, self.text_field)
+            text = string_of(row, self.text_field)
         text = self._ended(text)
         return Rendered(text, self._answers(text), only_whole=True)
 
@@ -214,7 +194,7 @@ class RowFormat:
             prompt = self.prompt_template.prompt(row)
             completion = field_text(row, self.response_field)
         else:
-            prompt, completion = _string(row, "prompt"), _string(row, "completion")
+            prompt, completion = string_of(row, "prompt"), string_of(row, "completion")
         text = prompt + self._ended(completion)
         is_masked = self.completion_only
         if self.prompt_template is not None:
@@ -281,50 +261,8 @@ class RowFormat:
 
     def _messages(self, row: Row) -> tuple[list[Any], list[Any], list[Any] | None]:
         """Return the messages of the prompt, the messages after it, and the tools."""
-        names: tuple[str, ...] = ("prompt", "completion")
-        if self.form(row) == "messages":
-            names = (_name_of_messages(row) or "messages",)
-        lists, sharegpt = [], False
-        for name in names:
-            messages: Any = row.get(name)
-            if is_sharegpt(messages):
-                sharegpt = True
-                messages = messages_from_sharegpt(messages, tool_calls=self.calls_tools)
-            if messages != [] or name == "prompt":
-                check_messages(messages, self.chat.source, what=name)
-            lists.append(list(messages))
-        *prompt, last = lists
-        tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
-        return [message for part in prompt for message in part], last, tools
-
-
-_WORDS = {
-    "text": "text",
-    "prompt": "prompts and completions",
-    "messages": "conversations",
-    "prompt messages": "prompts and completions of messages",
-    "fields": "raw fields",
-}
-
-
-def _name_of_messages(row: Row) -> str | None:
-    names = ("messages", "conversations")
-    return next((name for name in names if isinstance(row.get(name), list)), None)
-
-
-def _contents(row: Row) -> str:
-    return ", ".join(
-        f"{name!r} is {'null' if row[name] is None else type(row[name]).__name__}"
-        for name in sorted(row)
-    )
-
-
-def _string(row: Row, column: str) -> str:
-    value = row.get(column)
-    if not isinstance(value, str):
-        got = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value):.60}"
-        raise ValueError(f"its {column!r} is {got}; make it a string, or remove the row")
-    return value
+        form, template = self.form(row), self.chat.source
+        return messages_of(row, form, template=template, calls_tools=self.calls_tools)
 
 
 def _calls_tools(tokenizer: Any) -> bool:

@@ -44,6 +44,12 @@ class Precision(NamedTuple):
     device: str
     dtype: torch.dtype | None
 
+    @classmethod
+    def of_settings(cls, args: Any) -> "Precision":
+        """Return that of a training with `args`; no dtype without mixed precision."""
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        return cls(args.device.type, dtype)
+
 
 class Passed(NamedTuple):
     """A check that allowed the run: what it was made for, and the lengths that it covers."""

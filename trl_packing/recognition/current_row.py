@@ -64,6 +64,14 @@ def restore_current_row() -> Iterator[None]:
         set_current_row(before)
 
 
+@contextmanager
+def use_current_row(batch: Mapping[str, Any] | None) -> Iterator[None]:
+    """Make `batch` the current row inside the block, and restore the one before at its end."""
+    with restore_current_row():
+        set_current_row(batch)
+        yield
+
+
 class AnnouncedBatches(list[Any]):
     """Micro-batches of an optimizer step; iteration makes each one the current row.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
@@ -30,6 +31,8 @@ from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.curriculum import LENGTH
 from trl_packing.training.columns import columns_of, documents_of, has_weights
+
+logger = get_logger(__name__)
 
 _OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
 _PREPARATION_OPTIONS = (
@@ -88,6 +91,16 @@ def refuse_prepared(datasets: Iterable[Any], reason: str) -> None:
 def packs_by_default(args: Any) -> bool:
     """Return whether `packing` has the default of `PackedSFTConfig`, which is not TRL's."""
     return getattr(args, "_packing_is_default", False)
+
+
+def unpack_without_capacity(args: Any) -> None:
+    """Turn `packing` off if it has our default and bins would have no capacity."""
+    if packs_by_default(args) and args.max_length is None:
+        args.packing = False
+        logger.warning(
+            "max_length=None: bins have no capacity, so documents are not packed; batches are "
+            "those of packing=False"
+        )
 
 
 @contextmanager
@@ -160,6 +173,12 @@ def check_loss_options(
             f"source_column={options.source_column!r} cannot tell losses apart where {reason} "
             "leave source_column out"
         )
+
+
+def is_sharding_sequences(accelerator: Any) -> bool:
+    """Return whether context or sequence parallelism cuts rows."""
+    parallelism = accelerator.parallelism_config
+    return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
 
 
 def check_parallelism(

@@ -37,14 +37,23 @@ _JSON_THAT_IS_READ = (
 
 
 @contextmanager
-def write_whole(checkpoint: Path, trainer: Any) -> Iterator[None]:
-    """Mark a checkpoint while the block writes it, and delete older ones when it is whole."""
+def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
+    """Yield the checkpoint of this step, marked while the block writes it.
+
+    Older checkpoints are deleted when it is whole.
+
+    Args:
+        trainer: of the run.
+        trial: of a hyperparameter search; None without one.
+    """
     args, limit = trainer.args, trainer.args.save_total_limit
+    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    checkpoint = Path(trainer._get_output_dir(trial=trial)) / name
     with (
         temporarily(args, save_total_limit=None),
         mark_as_half_written(checkpoint, trainer.accelerator),
     ):
-        yield
+        yield checkpoint
     if args.should_save:
         best = trainer.state.best_model_checkpoint
         rotate_checkpoints(str(checkpoint.parent), limit, best, use_mtime=True)
@@ -81,12 +90,23 @@ def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[Path]]:
     return None, skipped
 
 
-def checkpoint_to_resume(asked: Any, output_dir: str) -> Any:
+def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
     """Return the checkpoint to resume from: `asked`, or the last whole one for True.
 
     Raises:
-        ValueError: the checkpoint is half-written, and so are all others.
+        ValueError: before anything is read, if the checkpoint is half-written and so are all
+            others, or if a part is missing or damaged.
     """
+    checkpoint = _whole_checkpoint(asked, trainer.args.output_dir)
+    if isinstance(checkpoint, (str, Path)):
+        check_readable(Path(checkpoint))
+        if not trainer.is_deepspeed_enabled:
+            check_optimizer(Path(checkpoint), save_only_model=trainer.args.save_only_model)
+    return checkpoint
+
+
+def _whole_checkpoint(asked: Any, output_dir: str) -> Any:
+    """Return `asked`, or the last whole checkpoint of the run for True."""
     if asked is True:
         whole, skipped = last_whole_checkpoint(Path(output_dir))
         names = ", ".join(checkpoint.name for checkpoint in skipped)
@@ -104,15 +124,6 @@ def checkpoint_to_resume(asked: Any, output_dir: str) -> Any:
             "run was stopped while saving; name an earlier one, or True for the last whole one"
         )
     return asked
-
-
-def check_resumable(checkpoint: Any, trainer: Any) -> None:
-    """Raise ValueError before anything is read, if part of the checkpoint is missing."""
-    if not isinstance(checkpoint, (str, Path)):
-        return
-    check_readable(Path(checkpoint))
-    if not trainer.is_deepspeed_enabled:
-        check_optimizer(Path(checkpoint), save_only_model=trainer.args.save_only_model)
 
 
 def check_readable(checkpoint: Path) -> None:

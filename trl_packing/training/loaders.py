@@ -14,13 +14,10 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
-from trl_packing.attention.install import use_attention
-from trl_packing.config import PackingOptions
 from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.documents.weight_columns import check_some_weight
-from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.sources import Sources
 from trl_packing.models.state import temporarily
 from trl_packing.packing.bins import find_strategy
@@ -32,16 +29,9 @@ from trl_packing.streaming.source_names import SourceNames
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.mixed_stream import mixture_in_words
-from trl_packing.training.prefix_savings import prefix_savings
-from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.run_report import RunReport
-from trl_packing.training.sampling import Sampling
-from trl_packing.training.source_metrics import (
-    SourceMeter,
-    stream_sources,
-    training_sources,
-)
+from trl_packing.training.run_isolation import RunIsolation
+from trl_packing.training.source_metrics import SourceMeter, stream_sources, training_sources
 
 logger = get_logger(__name__)
 
@@ -61,14 +51,10 @@ class PackedLoaders:
     Args:
         trainer: its data sets, accelerator and arguments are read, and its `data_collator` is
             replaced while one of its loaders is made.
-        guard: checks isolation before an evaluation.
-        collators: make the rows.
-        sampling: says which documents a micro-batch holds.
+        collators: make the rows, of the documents that their `sampling` draws.
         epochs: is told the sampler or stream of each training.
-        report: is made again where a user's sampler draws documents.
-        sharing: decides whether rows share prefixes.
+        isolation: checks documents before an evaluation, and groups before they are planned.
         source_meter: is told the sources of the training set.
-        options: settings of packing.
 
     Attributes:
         evaluates_padded: logits are requested, of one row for each document.
@@ -80,34 +66,31 @@ class PackedLoaders:
     def __init__(
         self,
         trainer: SFTTrainer,
-        guard: IsolationGuard,
         collators: RunCollators,
-        sampling: Sampling,
         epochs: ResumedEpochs,
-        report: RunReport,
-        sharing: PrefixSharing,
+        isolation: RunIsolation,
         source_meter: SourceMeter,
-        options: PackingOptions,
     ):
         self.trainer = trainer
-        self.guard = guard
+        self.guard = collators.guard
         self.collators = collators
-        self.sampling = sampling
+        self.sampling = collators.sampling
         self.epochs = epochs
-        self.report = report
-        self.sharing = sharing
+        self.isolation = isolation
+        self.report = isolation.report  # made again where a user's sampler draws documents
         self.source_meter = source_meter
-        self.options = options
+        self.options = collators.options
         self.evaluates_padded = False
         self.sources: Sources | None = None
         self.trained_sources: Sources | None = None
         self._stream_sources: tuple[Any, SourceNames | None] = (None, None)
         self._has_weights = False
         self.room: int | None = None
-        self._trains_groups = False
         self._evaluated_streams: list[StreamBatches] = []
         self._has_warned = False
-        self._looked_at: dict[int, tuple[Dataset, bool]] = {}  # evaluation sets
+        if trainer.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
+            loading = trainer.accelerator.dataloader_config
+            loading.split_batches = loading.dispatch_batches = False
 
     def documents(self, dataset: Dataset, description: str | None) -> ArrowDocuments:
         """Return the documents of a data loader.
@@ -138,7 +121,7 @@ class PackedLoaders:
         self._has_weights = self.options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.forget()
         self._follow_sources(dataset)
-        self._decide_on_groups(dataset)
+        self.isolation.decide_on_groups()
         if isinstance(dataset, IterableDataset):
             capacity = self.trainer.args.max_length if self.sampling.packing else None
             self.room = capacity and capacity * self.sampling.batch_size
@@ -172,35 +155,6 @@ class PackedLoaders:
             # Made once, so that all loaders of a stream number its sources alike.
             self._stream_sources = dataset, stream_sources(dataset, column)
         self.source_meter.follow(self._stream_sources[1] if is_stream else self.trained_sources)
-
-    def _decide_on_groups(self, dataset: Any) -> None:
-        """Decide before an epoch is planned: bins of groups hold the tokens of shared rows."""
-        trainer, is_asked_for = self.trainer, self.sharing.mode == "group"
-        if is_asked_for and not self.report.samples_bins:
-            raise ValueError(
-                f"prefix_sharing='group', but _get_train_sampler of {type(trainer).__name__} draws "
-                "documents, not groups; set prefix_sharing='bin'"
-            )
-        # A sharded model cannot run yet. It is checked before the first step, as any other.
-        is_whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-        if self.sampling.draws_groups(True) and is_whole:
-            attention = use_attention(trainer.model, self.guard.attention)
-            with attention, trainer.accelerator.autocast():
-                self.ensure_isolated(trainer.model, dataset, training=True, planned=False)
-            self.guard.forget_checks()  # the model will be wrapped before the first step
-            self.sharing.check_again()
-        self._trains_groups = self.sampling.draws_groups(True)
-        if isinstance(dataset, Dataset) and self.report.plans_groups != self._trains_groups:
-            self.report.plan()
-
-    def _check_groups_are_shared(self) -> None:
-        """Raise RuntimeError if rows of groups would hold more tokens than was planned."""
-        if self._trains_groups and not self.collators.packed.shares_prefixes:
-            raise RuntimeError(
-                "prefix_sharing='group' has filled bins by the tokens that groups compute together,"
-                f" but the model cannot share as it runs now: {self.sharing.reason}; set "
-                "prefix_sharing='bin' or 'off'"
-            )
 
     def _check_user_sampler(self, is_packed: bool) -> None:
         """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
@@ -260,7 +214,8 @@ class PackedLoaders:
         source_column: str | None,
     ) -> DataLoader:
         self.guard.limits.check(chosen, name)
-        self.ensure_isolated(self.trainer.model, chosen, training=False)
+        model, padded = self.trainer.model, self.evaluates_padded
+        self.isolation.ensure(model, chosen, training=False, padded=padded)
         is_stream = isinstance(chosen, IterableDataset)
         if self.evaluates_padded and is_stream:
             limits = self.guard.limits  # the reader of packed streams checks them itself
@@ -281,45 +236,6 @@ class PackedLoaders:
     def trains_weighted(self) -> bool:
         """Whether micro-batches have weights: of the training set, or sums over documents."""
         return self._has_weights or self.collators.packed.shares_prefixes
-
-    def ensure_isolated(
-        self, model: Any, dataset: Any, *, training: bool, planned: bool = True
-    ) -> None:
-        """Stop, or switch to a slower attention, before anything is computed on leaking documents.
-
-        Args:
-            model: wrapped as it will run.
-            dataset: the documents to check it on.
-            training: the mode of the model.
-            planned: whether the epoch is planned already, maybe in groups.
-        """
-        self.guard.check_head(model)
-        if self.evaluates_padded and not training:
-            return
-        documents = self.guard.sample(dataset, self.trainer.args.max_length)
-        self.guard.ensure(
-            documents,
-            training=training,
-            wrapped=model,
-            collator=self.collators.for_probes(),
-        )
-        self.collators.drop_shapes_of_padded_rows()
-        pays = self.report.sharing_pays if training else self._evaluation_shares(dataset)
-        self.sharing.decide(model, documents, training=training, pays=pays)
-        if training and planned:
-            self._check_groups_are_shared()
-
-    def _evaluation_shares(self, dataset: Any) -> bool:
-        """Return whether documents of an evaluation set share prefixes; look at each set once."""
-        if self.sharing.mode == "off" or not isinstance(dataset, Dataset):
-            return True
-        known = self._looked_at.get(id(dataset))
-        if known is None:
-            documents = documents_of(dataset, self.trainer.compute_loss_func)
-            sampler = self.sampling.for_evaluation(documents)
-            pays = prefix_savings(documents, sampler, self.sharing.mode).pays
-            known = self._looked_at[id(dataset)] = (dataset, pays)
-        return known[1]
 
     # --- streams ------------------------------------------------------------------------------
 

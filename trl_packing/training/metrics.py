@@ -8,32 +8,29 @@
 docs/metrics.md defines each of the names.
 """
 
-import sys
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from trl_packing.documents.host_row import HostRow, host_row, wait_for
+from trl_packing.documents.host_row import HostRow, host_row
 from trl_packing.loss.sources import SourceSums
 from trl_packing.loss.token_metrics import (
     NUM_SUMS,
     TokenSums,
     added,
     counts_for_nothing,
-    taken_together,
     write_means,
 )
-from trl_packing.models.device_peaks import peak_flops
 from trl_packing.models.flops import ModelFlops, NotCountable, model_flops
+from trl_packing.training.device_sums import DeviceSums
+from trl_packing.training.devices import peak_flops_of, peak_memory_bytes
 from trl_packing.training.source_metrics import SourceMeter
-from trl_packing.training.throughput import Counts, Machine, Throughput, in_short, machine_of
+from trl_packing.training.throughput import Counts, Machine, Throughput, machine_of
 
 logger = get_logger(__name__)
 
@@ -64,19 +61,16 @@ class ThroughputMeter:
         trained_sources: SourceSums | None = None,
     ):
         self.trainer = trainer
-        self.trained = trained
         self.sources = SourceMeter(trained_sources or SourceSums())
+        self._device_sums = DeviceSums(trainer, trained, self.sources.sums)
         self.throughput: Throughput | None = None  # while the run trains
         self._finished: tuple[Counts, float] | None = None  # totals of the run that has ended
         self._shared_at: int | None = None  # the optimizer step of the last `share`
         self._machine = Machine()
         self._logs: dict[str, float] = {}  # for the next log
-        self._waited_after: int | None = None  # the optimizer step of the last wait
         self._tokens_before = 0
         self._model_flops: ModelFlops | None = None
         self._must_count_flops = False
-        # Sums of this rank, read from the device: entropy, accuracy, losses of sources.
-        self._rank_sums: Sequence[float] = ()
         self._log_sums: Sequence[float] = _NOTHING  # entropy and accuracy since the last log
 
     @property
@@ -94,11 +88,9 @@ class ThroughputMeter:
         """
         self.throughput = Throughput(self.trainer.state.global_step, self.clock)
         self._finished = self._shared_at = None
-        self.trained.take()
         self.sources.start_run()
-        self._rank_sums, self._log_sums = (), _NOTHING
-        self._logs = {}
-        self._waited_after = None
+        self._device_sums.start_run()
+        self._log_sums, self._logs = _NOTHING, {}
         self._tokens_before = tokens_before
         self._model_flops = None
         self._must_count_flops = True
@@ -147,22 +139,25 @@ class ThroughputMeter:
 
     def peak_flops(self) -> float | None:
         """Return the peak of this process' devices in FLOP/s, None if unknown."""
-        args = self.trainer.args
-        if args.device.type != "cuda":
-            return None
-        peak = peak_flops(torch.cuda.get_device_name(args.device), self._matrix_dtype())
-        return None if peak is None else peak * max(args.n_gpu, 1)
-
-    def _matrix_dtype(self) -> str:
-        """Return the type in which matrix products are computed."""
-        args = self.trainer.args
-        if args.bf16 or args.fp16:
-            return "bfloat16" if args.bf16 else "float16"
-        dtype = str(self.trainer.model.dtype).removeprefix("torch.")
-        is_tf32 = dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return "tf32" if is_tf32 else dtype
+        return peak_flops_of(self.trainer)
 
     # --- logging ------------------------------------------------------------------------------
+
+    def share_before_log(self) -> None:
+        """Share the counts if a log, an evaluation or a checkpoint is due, which reads them."""
+        trainer, control = self.trainer, self.trainer.control
+        is_new = trainer.state.global_step > trainer._globalstep_last_logged  # as `Trainer` asks
+        logs = control.should_log and is_new
+        if self.is_running and (logs or control.should_evaluate or control.should_save):
+            trainer._total_train_tokens = self.share(trainer._metrics["train"], log=logs)
+
+    def finish_run(self, num_samples: float) -> float:
+        """Share the counts for the last log; arguments and result as for `log_run`."""
+        if not self.is_running:
+            return num_samples
+        trainer, means = self.trainer, self.trainer._metrics["train"]
+        trainer._total_train_tokens = self.share(means, log=False)
+        return self.log_run(means, num_samples, getattr(trainer, "_initial_global_step", None))
 
     def share(self, means: Means, *, log: bool) -> int:
         """Add up the counts of all ranks, waiting for the device once.
@@ -179,7 +174,6 @@ class ThroughputMeter:
         device = self.trainer.args.device
         ranks = self._gather(
             [
-                *self.sources.take_counts(),
                 *astuple(self.throughput.take_local()),
                 self.peak_flops() or 0.0,
                 peak_memory_bytes(device) or 0.0,
@@ -257,34 +251,16 @@ class ThroughputMeter:
             )
         self._log_sums = _NOTHING
 
-    def _gather(self, counted: list[float]) -> list[list[float]]:
-        """Return `counted` of every rank; sums on the device are added up by the same wait."""
-        width = sum(part.width for part in self._on_device)
-        if self.trainer.args.world_size == 1:
-            self._wait_for_device()
-        sums = self._sums_of_width(width)
-        if self.trainer.args.world_size == 1:
-            rows = [[*sums, *counted]]
-        else:
-            sent = torch.tensor([[*sums, *counted]], dtype=torch.float64)
-            sent = sent.to(self.trainer.args.device, non_blocking=True)
-            pending = taken_together(self._on_device)
-            if pending is not None:
-                sent[0, :width] += pending
-            rows = self.trainer.accelerator.gather(sent).tolist()
-            self._waited_after = self.trainer.state.global_step
-        self._rank_sums = ()
+    def _gather(self, counted: Sequence[float]) -> list[list[float]]:
+        """Return `counted` of every rank; the sums on devices are read by the same wait."""
+        rows = self._device_sums.gather([*self.sources.take_counts(), *counted])
         self._log_sums = added([self._log_sums, *(row[:NUM_SUMS] for row in rows)])
+        width = self._device_sums.width
         behind = width + self.sources.num_on_cpu
         by_source = added(row[NUM_SUMS:behind] for row in rows)
         losses, counts = by_source[: width - NUM_SUMS], by_source[width - NUM_SUMS :]
         self.sources.add_shared(counts, losses, self.trainer.get_tp_size())
         return [row[behind:] for row in rows]
-
-    @property
-    def _on_device(self) -> tuple[TokenSums, SourceSums]:
-        """Sums that stay on the device between waits."""
-        return self.trained, self.sources.sums
 
     # --- waiting ------------------------------------------------------------------------------
 
@@ -294,59 +270,6 @@ class ThroughputMeter:
         if self.throughput is None or not self.throughput.watch.is_running:
             yield
             return
-        self._wait_for_device()
+        self._device_sums.wait()
         with self.throughput.watch.pause():
             yield
-
-    def _wait_for_device(self) -> None:
-        """Wait until the device has finished what is queued, at most once an optimizer step."""
-        if self._waited_after == self.trainer.state.global_step:
-            return
-        self._waited_after = self.trainer.state.global_step
-        pending = taken_together(self._on_device)
-        if pending is not None:
-            pending = pending.to("cpu", non_blocking=True)  # readable after the wait
-        wait_for(self.trainer.args.device)
-        if pending is not None:
-            before = self._sums_of_width(len(pending))
-            self._rank_sums = added([before, pending.tolist()])
-
-    def _sums_of_width(self, width: int) -> Sequence[float]:
-        """Return the sums of this rank; sources that a stream has shown since have zeros."""
-        return [*self._rank_sums, *(0.0,) * (width - len(self._rank_sums))][:width]
-
-
-def peak_memory_bytes(device: torch.device) -> float | None:
-    """Return the peak memory in bytes, None if unknown.
-
-    On a CPU it is that of the process. Otherwise it is the memory of PyTorch on `device` since the
-    process began, or since `reset_peak_memory_stats` was called.
-    """
-    if device.type != "cpu":
-        most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-        return None if most is None else float(most(device))
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-class ThroughputOnBar(TrainerCallback):
-    """Shows the throughput of each log on the progress bar, in a terminal or a notebook."""
-
-    def __init__(self, trainer: SFTTrainer):
-        self.trainer = trainer
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        text = in_short(logs or {})
-        if not text or not state.is_world_process_zero:
-            return
-        for callback in self.trainer.callback_handler.callbacks:
-            bar: Any = getattr(callback, "training_bar", None)
-            if hasattr(bar, "set_postfix_str"):  # rich's has none, and shows all logs
-                bar.set_postfix_str(text)
-            tracker: Any = getattr(callback, "training_tracker", None)
-            if hasattr(tracker, "prefix"):
-                tracker.prefix = text

@@ -26,8 +26,9 @@ def with_tag(tags: str | list[str] | None) -> list[str]:
     return given if TAG in given else [*given, TAG]
 
 
-def describe_packing(card: Path, report: PackingReport) -> None:
-    """Add the section on packing to the model card in the file `card`."""
+def describe_packing(output_dir: str, report: PackingReport) -> None:
+    """Add the section on packing to the model card in a folder."""
+    card = Path(output_dir) / "README.md"
     text = card.read_text(encoding="utf-8")
     section = f"{_HEADING}\n\n{paragraph(report)}\n\n```text\n{as_text(report.lines(), 100)}\n```\n"
     before, heading, after = text.partition(_BEFORE)

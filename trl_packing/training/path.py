@@ -21,7 +21,13 @@ from trl import SFTTrainer
 from trl_packing.config import PackingOptions
 from trl_packing.data.prepared import records_of
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.training.arguments import check_loss_options, reason_for_trl_path
+from trl_packing.training.arguments import (
+    check_loss_options,
+    packs_by_default,
+    reason_for_trl_path,
+    refuse_options,
+    refuse_prepared,
+)
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of
 from trl_packing.training.resuming import ResumedEpochs
@@ -43,6 +49,39 @@ class RunPath:
     reason: str | None
     is_fixed: bool = False
 
+    def fix(self, reason: str) -> None:
+        """Take TRL's path, whatever a user sets on the trainer."""
+        self.reason, self.is_fixed = reason, True
+
+    def in_words(self, *, packs: bool) -> str:
+        """Return the path in words; `packs` if documents are packed on ours."""
+        if self.reason:
+            return f"TRL's path: {self.reason}"
+        return "packed" if packs else "padding-free"
+
+
+def leave_packing(
+    args: Any, reason: str, *, compute_loss_func: Any = None, train_dataset: Any = None
+) -> None:
+    """Make the settings of a run those of TRL's path, with a warning.
+
+    Args:
+        args: the settings; `packing` is turned off if it has our default.
+        reason: for TRL's path.
+        compute_loss_func: a user's loss, which may be None.
+        train_dataset: is refused if it was prepared for packing.
+
+    Raises:
+        ValueError: a setting would be ignored there, or nothing checks that prepared data fit.
+    """
+    options = PackingOptions.of(args)
+    refuse_options(options, reason)
+    check_loss_options(options, compute_loss_func, reason)
+    refuse_prepared([train_dataset], reason)
+    if packs_by_default(args):
+        args.packing = False
+    logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
+
 
 class UserChanges:
     """Follows what a user sets on a built trainer: `data_collator` and `train_dataset`.
@@ -53,7 +92,6 @@ class UserChanges:
         collators: use the collator that was set.
         epochs: follow nothing on TRL's path.
         report: is made again for another data set.
-        options: settings of packing.
         prepare: turns rows into the training documents.
         takes_count: whether the model class takes the number of trained tokens of a step.
     """
@@ -65,7 +103,6 @@ class UserChanges:
         collators: RunCollators,
         epochs: ResumedEpochs,
         report: RunReport,
-        options: PackingOptions,
         prepare: Callable[[Any], Any],
         *,
         takes_count: bool,
@@ -75,7 +112,7 @@ class UserChanges:
         self.collators = collators
         self.epochs = epochs
         self.report = report
-        self.options = options
+        self.options = collators.options
         self.prepare = prepare
         self.takes_count = takes_count
         self._planned = trainer.train_dataset  # the training set of the report
@@ -135,11 +172,9 @@ class UserChanges:
                 )
         trainer = self.trainer
         self.path.reason, trainer.padding_free = reason, False
-        trainer.model_accepts_loss_kwargs = self.takes_count
         if trainer.data_collator is self.collators.packed:
             trainer.data_collator = self.collators.padded
-        self.epochs.forget()
-        self.report.forget()
+        self.stop_packing()
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             logger.warning(
@@ -147,6 +182,12 @@ class UserChanges:
                 "documents, leave data_collator as it was (labels of a data set are kept), and "
                 "pass data sets of `datasets`"
             )
+
+    def stop_packing(self) -> None:
+        """Give TRL its count of tokens, and forget the plan of packed steps."""
+        self.trainer.model_accepts_loss_kwargs = self.takes_count
+        self.epochs.forget()
+        self.report.forget()
 
     def _take_our_path(self) -> None:
         if self.path.reason is None:

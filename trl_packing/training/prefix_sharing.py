@@ -22,7 +22,6 @@ from trl import SFTTrainer
 from trl_packing.attention.install import check_backward, take_prefix_keys
 from trl_packing.config import PackingOptions
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
-from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.isolation.prefix_check import check_prefixes
 from trl_packing.models.state import find_randomness
 from trl_packing.training.collators import RunCollators
@@ -35,26 +34,26 @@ class PrefixSharing:
 
     Args:
         trainer: its model and loss are read.
-        guard: knows the attention in use.
         collators: their packed rows share.
-        mode: "off", "bin" or "group".
         loss_is_ours: whether no method of a user computes the loss; asked before each run.
+
+    Attributes:
+        mode: "off", "bin" or "group".
     """
 
     def __init__(
         self,
         trainer: SFTTrainer,
-        guard: IsolationGuard,
         collators: RunCollators,
-        mode: str,
         *,
         loss_is_ours: Callable[[], bool],
     ):
         self.trainer = trainer
-        self.guard = guard
+        self.guard = collators.guard
         self.collators = collators
-        self.mode = mode
+        self.mode = collators.options.prefix_sharing
         self.loss_is_ours = loss_is_ours
+        collators.sampling.draws_groups = self.draws_groups
         self._failures: dict[tuple[str, bool], str | None] = {}
         self._warned_of: set[str] = set()
 

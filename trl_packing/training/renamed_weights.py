@@ -36,17 +36,21 @@ def are_renamed(checkpoint: Path, model: Any) -> bool:
 
 
 @torch.no_grad()
-def load_renamed(checkpoint: Path, model: Any) -> None:
-    """Copy the weights of `checkpoint` into `model`, by `from_pretrained`."""
+def load_renamed(trainer: Any, checkpoint: str | None, model: Any = None) -> bool:
+    """Load the weights of `checkpoint` if their names differ, and return whether they do.
+
+    Sharded engines load their own files.
+
+    Args:
+        trainer: of the run.
+        checkpoint: a folder; None if there is no best model.
+        model: gets the weights; None for the trainer's.
+    """
+    model = trainer.model if model is None else model
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if checkpoint is None or is_sharded or not are_renamed(Path(checkpoint), model):
+        return False
     inner: Any = unwrap_model(model)
     loaded = type(inner).from_pretrained(checkpoint, dtype=inner.dtype)
     inner.load_state_dict(loaded.state_dict())
-
-
-def loads_by_name(trainer: Any, checkpoint: str | None, model: Any) -> bool:
-    """Return whether `Trainer` loads whole weights by their names, and names differ.
-
-    Sharded engines load their own files.
-    """
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    return checkpoint is not None and not sharded and are_renamed(Path(checkpoint), model)
+    return True

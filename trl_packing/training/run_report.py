@@ -17,7 +17,6 @@ from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
-from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
@@ -28,7 +27,6 @@ from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.mixture import Mixture
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.sampling import Sampling
 from trl_packing.training.throughput import Counts
 from trl_packing.training.unplanned_report import (
     micro_batch_of_stream,
@@ -156,9 +154,7 @@ class RunReport:
 
     Args:
         trainer: its training set and arguments are read.
-        guard: knows the attention in use.
-        collators: know the shape of micro-batches.
-        sampling: plans the first epoch.
+        collators: know the shape of micro-batches, and the attention in use.
         preparation: counts of each prepared data set, by its name.
         sharing: knows why rows do not share prefixes.
         samples_bins: whether training draws bins, and not the documents of a user's sampler.
@@ -167,18 +163,16 @@ class RunReport:
     def __init__(
         self,
         trainer: SFTTrainer,
-        guard: IsolationGuard,
         collators: RunCollators,
-        sampling: Sampling,
         preparation: dict[str, PreparationCounts],
         sharing: PrefixSharing,
         *,
         samples_bins: bool,
     ):
         self.trainer = trainer
-        self.guard = guard
+        self.guard = collators.guard
         self.collators = collators
-        self.sampling = sampling
+        self.sampling = collators.sampling
         self.preparation = preparation
         self.sharing = sharing
         self.samples_bins = samples_bins

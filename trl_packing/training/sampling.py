@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing.config import PackingOptions
@@ -343,6 +345,12 @@ class Sampling:
         """The largest hidden size of the model's layers; None if it names none."""
         sizes = layer_values(text_config(self.trainer.model), "hidden_size")
         return max(sizes, default=None)
+
+    def agree_on_seed(self) -> None:
+        """Take rank 0's seed for the order of documents, which accelerate draws from torch's."""
+        args = self.trainer.args
+        seed = args.seed if self.trainer.model_init is not None else torch.initial_seed()
+        self.torch_seed = broadcast_object_list([seed])[0]
 
     def for_training(
         self, documents: ArrowDocuments, subset: np.ndarray | None = None

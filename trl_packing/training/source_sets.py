@@ -38,7 +38,11 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.packing.document_order import packing_seed
 from trl_packing.training.arguments import reason_for_trl_path
-from trl_packing.training.mixed_stream import join_streams, stream_shares
+from trl_packing.training.mixed_stream import (
+    check_stream_is_not_mixed,
+    join_streams,
+    stream_shares,
+)
 
 _COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT, IMAGE_IDS, IMAGE_ROW, SEQ_LENGTHS)
 _NO_ROW = -1  # of the images of documents that have none
@@ -79,6 +83,18 @@ class SourceSets:
     @property
     def are_streams(self) -> bool:
         return isinstance(self.first, IterableDataset)
+
+
+def source_sets(train_dataset: Any, args: Any = None, collator: Any = None) -> SourceSets | None:
+    """Return the data sets of a training set that is a dictionary; None for one data set.
+
+    Raises:
+        ValueError: they cannot be trained together, or sources of one stream are to be mixed.
+    """
+    if isinstance(train_dataset, dict):
+        return SourceSets(train_dataset, args, collator)
+    check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
+    return None
 
 
 def check_source_sets(datasets: Mapping[Any, Any], collator: Any = None) -> None:

@@ -211,31 +211,3 @@ def machine_of(peaks: Sequence[float], memories: Sequence[float]) -> Machine:
         peak_flops=sum(peaks) if all(peaks) else None,
         peak_memory_bytes=max(memories) or None,
     )
-
-
-def in_short(logs: dict[str, float]) -> str:
-    """Return the text for a progress bar; empty if `logs` are not of training.
-
-    >>> in_short({"tokens_per_second": 12345.6, "utilization": 0.9987, "mfu": 0.41})
-    '12.3k tokens/s, 99.9% full, 41% MFU'
-    >>> in_short({"tokens_per_second": 24000.0, "computed_tokens_per_second": 10000.0})
-    '24k tokens/s (10k computed)'
-    """
-    if "tokens_per_second" not in logs:
-        return ""
-    computed = logs.get("computed_tokens_per_second")
-    beside = "" if computed is None else f" ({_scaled(computed)} computed)"
-    words = [f"{_scaled(logs['tokens_per_second'])} tokens/s{beside}"]
-    if "utilization" in logs:
-        words.append(f"{logs['utilization']:.1%} full")
-    if "mfu" in logs:
-        words.append(f"{logs['mfu']:.0%} MFU")
-    return ", ".join(words)
-
-
-def _scaled(number: float) -> str:
-    for unit in ("", "k", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:,.3g}G"

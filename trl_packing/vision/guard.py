@@ -23,6 +23,7 @@ from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
 from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.isolation.probes import random_tokens
+from trl_packing.models.introspection import text_config
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.image_store import ImageStore
 
@@ -35,11 +36,20 @@ class ImageGuard(IsolationGuard):
     Args:
         model: as for `IsolationGuard`, like the options.
         store: the image files of the run.
+
+    Raises:
+        ValueError: the check is off, but the model needs it to find an exact backend.
     """
 
     def __init__(self, model: nn.Module, store: ImageStore, **options: Any):
         # Padded rows of the text part would not match the images of the whole row.
         super().__init__(model, **options | {"packing_requested": True})
+        if self._isolation_check == "off" and _opens_images(self.base_model):
+            raise ValueError(
+                f"isolation_check='off' with images on {self.base_model.config.model_type}, whose "
+                "tokens of an image see each other in both directions: only the check finds an "
+                "attention backend that is exact with them; leave isolation_check out"
+            )
         self.store = store
         self._with_images: list[dict[str, Any]] = []
 
@@ -106,6 +116,12 @@ class ImageGuard(IsolationGuard):
         except Exception as error:  # models raise all kinds of errors
             result = Refusal.from_error(error)
         return worst_of_ranks(result, self.model) if self._options["agree"] else result
+
+
+def _opens_images(model: Any) -> bool:
+    """Return whether the tokens of an image see each other in both directions."""
+    opens = getattr(text_config(model), "use_bidirectional_attention", None)
+    return model.config.model_type == "gemma3" or opens in (True, "all", "vision")
 
 
 def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:

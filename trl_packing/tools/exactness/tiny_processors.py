@@ -287,11 +287,17 @@ class _Nothing(dict):
         return []
 
 
-def tiny_processor(name: str) -> Any:
-    """Return a new processor of the vision-language type `name`, one of `NAMES`."""
+def tiny_processor(name: str, tokenizer: Any = None) -> Any:
+    """Return a new processor of the vision-language type `name`, one of `NAMES`.
+
+    Args:
+        name: of the type.
+        tokenizer: gets the special tokens and a chat template; None for one of a few words.
+    """
     parts = _PARTS[name]
     _replace_missing_packages(name)
-    tokenizer = _tokenizer(parts)
+    tokenizer = _word_tokenizer() if tokenizer is None else tokenizer
+    _add_tokens(tokenizer, parts)
     given = {
         "tokenizer": tokenizer,
         "image_processor": _class("image_processing_pil", parts.images),
@@ -314,24 +320,27 @@ def token_ids(name: str, tokenizer: Any) -> dict[str, int]:
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in tokens}
 
 
-def _tokenizer(parts: ProcessorParts) -> PreTrainedTokenizerFast:
+def _word_tokenizer() -> PreTrainedTokenizerFast:
     known = {word: at for at, word in enumerate((*_SPECIAL, *_TEXT.split()))}
     backend = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<|im_end|>",
         unk_token="<unk>",
     )
+
+
+def _add_tokens(tokenizer: Any, parts: ProcessorParts) -> None:
+    """Add the special tokens of a processor, and a chat template."""
     special = dict.fromkeys((*_TURNS, *parts.tokens.values(), *parts.others))
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     for key, token in parts.tokens.items():
         setattr(tokenizer, f"{key}_token", token)
         setattr(tokenizer, f"{key}_token_id", tokenizer.convert_tokens_to_ids(token))
     tokenizer.chat_template = _TEMPLATE.replace("IMAGE", parts.template)
-    return tokenizer
 
 
 def _class(kind: str, where: tuple[str, str]) -> Any:
