@@ -107,6 +107,10 @@ def test_sources_of_the_training_share_a_chart_of_losses_and_one_of_tokens():
     shares = {c.name: [p.value for p in c.points] for c in charts[2].curves}
     assert shares == {"math": [0.75, 0.75], "code": [0.25, 0.25]}
     assert charts[2].percent
+    # An interval of a stream may lack a source.
+    lacking = [log[0], {n: v for n, v in log[1].items() if n != "num_tokens_code"}]
+    of_stream = charts_of([record(log=lacking)])[2].curves
+    assert [[p.value for p in curve.points] for curve in of_stream] == [[0.75, 1.0], [0.25, 0.0]]
     # Two runs: a chart for each loss, with a curve for each run.
     both = charts_of([record(log=log), record(log=log, name="outputs/b")])
     assert [c.title for c in both] == ["loss", "loss_math", "loss_code", "loss_of_mine"]

@@ -101,13 +101,20 @@ def _shares(record: RunRecord, names: list[str]) -> list[Chart]:
     totals: dict[int, float] = {}
     for point in (point for curve in points.values() for point in curve):
         totals[point.step] = totals.get(point.step, 0.0) + point.value
+    # The log of a stream leaves out sources that its interval does not have.
+    at = {point.step: point for curve in points.values() for point in curve}
+    tokens = {name: {p.step: p.value for p in curve} for name, curve in points.items()}
     curves = [
         Curve(
             name.removeprefix("num_tokens_"),
-            [p._replace(value=p.value / totals[p.step]) for p in curve if totals[p.step]],
+            [
+                at[step]._replace(value=tokens[name].get(step, 0.0) / totals[step])
+                for step in sorted(at)
+                if totals[step]
+            ],
             i,
         )
-        for i, (name, curve) in enumerate([*points.items()][:_MOST_CURVES])
+        for i, name in enumerate([*points][:_MOST_CURVES])
     ]
     return [Chart(_SHARE, curves, note="since the last log", percent=True)]
 
