@@ -21,7 +21,7 @@ from helpers.shared_prefixes import (
 from trl_packing.packing import tree_row
 from trl_packing.training.prefix_sharing import PrefixSharing
 
-TOLERANCE = 5e-6  # float32 sums in another order: 1.8e-6 on other CPUs; a fault is above 1e-3
+TOLERANCE = 2e-6  # float32 sums in another order; a fault is above 1e-3
 FAST = [("llama", False, "token"), ("deepseek_v3", True, "document")]
 ALL = [(n, lora, by) for n in FAMILIES for lora in (False, True) for by in ("token", "document")]
 
