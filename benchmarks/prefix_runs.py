@@ -104,14 +104,14 @@ def train(arguments: argparse.Namespace) -> Measured:
         ended = time.process_time()
     first = steps.pop("began")[0]
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    sharing = getattr(trainer, "_isolation", None)
+    isolation = getattr(trainer, "_isolation", None)
     return {
         "seconds": ended - first,
         "before": first - began,
         "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "losses": [log["loss"] for log in logs],
         "norms": [float(log["grad_norm"]) for log in logs],
-        "reason": sharing and sharing.sharing.reason,
+        "reason": isolation and isolation.sharing.reason,
         **steps,
     }
 
