@@ -128,7 +128,16 @@ def test_an_interrupt_says_how_to_continue(place, monkeypatch, capsys):
     assert not (place / "out.partial").exists()
 
 
-def test_an_interrupt_stops_this_process_and_not_its_workers(monkeypatch):
+@pytest.fixture
+def handled_interrupts():
+    """Return a function that sets the handler of SIGINT, which this test may have inherited."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_stops_this_process_and_not_its_workers(monkeypatch, handled_interrupts):
+    handled_interrupts(signal.default_int_handler)
     with _interrupts_this_process_alone():
         with monkeypatch.context() as worker:
             worker.setattr(os, "getpid", lambda: -1)
@@ -136,6 +145,13 @@ def test_an_interrupt_stops_this_process_and_not_its_workers(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_job_in_the_background_goes_on_ignoring_interrupts(handled_interrupts):
+    handled_interrupts(signal.SIG_IGN)
+    with _interrupts_this_process_alone():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_error_of_a_pool_that_was_interrupted_is_an_interrupt(place, monkeypatch, capsys):

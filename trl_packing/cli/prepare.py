@@ -85,7 +85,9 @@ def _interrupts_this_process_alone() -> Iterator[None]:
         if os.getpid() == own:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, handle)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as in a job that a shell script has put into the background
+        signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
