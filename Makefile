@@ -41,7 +41,7 @@ notebooks: $(READY)  ## run them top to bottom, offline, about a minute
 notebook-outputs: $(READY)  ## run the notebooks offline and store their outputs
 	$(BIN)/python notebooks/execute.py
 
-matrix: $(READY)  ## every architecture of the installed transformers, about 15 minutes
+matrix: $(READY)  ## every architecture of the installed transformers, about 8 minutes
 	$(BIN)/trl-packing verify --matrix --output docs/compatibility.md
 
 check: lint types test

@@ -137,10 +137,11 @@ def save_picture(steps: Sequence[int], values: Sequence[float], path: Path) -> b
 def summary(trainer: PackedSFTTrainer, say: Any) -> None:
     """Print what packing did and the loss; write loss.png into the folder of the run."""
     report, dataset = trainer.packing_report, trainer.train_dataset
-    if report is not None and report.lengths is not None:
+    # An epoch of a mixture draws documents, which a padded run would not.
+    if report is not None and report.lengths is not None and not report.documents_in_data:
         lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
-        epochs, seed = trainer.state.epoch or 0.0, trainer.args.seed
-        say(f"\n{what_packing_did(report, lengths, round(epochs, 2), seed)}")
+        epochs, seed = float(f"{trainer.state.epoch or 0.0:.3g}"), trainer.args.seed
+        say(f"\n{what_packing_did(report, lengths, epochs, seed)}")
     steps, values = losses(trainer)
     if len(steps) > 1:
         say(f"\nTraining loss\n{chart(steps, values)}")

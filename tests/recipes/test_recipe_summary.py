@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from trl_packing.recipes.recipe_summary import (
     ShortLines,
@@ -13,9 +14,11 @@ from trl_packing.recipes.recipe_summary import (
     padded_tokens,
     save_picture,
     short_line,
+    summary,
     what_packing_did,
 )
 from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.histogram import Histogram
 
 LENGTHS = np.random.default_rng(1).integers(5, 300, 103)
 REPORT = PackingReport(
@@ -48,6 +51,22 @@ def test_the_padded_run_has_as_many_documents_in_a_micro_batch():
     assert all(len(line) <= 100 for line in words.splitlines())
     unpacked = what_packing_did(replace(REPORT, bins=None), LENGTHS, epochs=1, seed=7)
     assert "packed     rows of any length: the model computes" in unpacked
+
+
+@pytest.mark.parametrize("drawn_of", [None, 40])
+def test_padding_is_not_counted_of_a_mixture(drawn_of):
+    rows = [{"input_ids": [3] * length, "labels": [3] * length} for length in LENGTHS]
+    report = replace(REPORT, lengths=Histogram.of(LENGTHS), documents_in_data=drawn_of)
+    said: list[str] = []
+    trainer = SimpleNamespace(
+        packing_report=report,
+        train_dataset=Dataset.from_list(rows),
+        state=SimpleNamespace(epoch=0.004812, log_history=[]),
+        args=SimpleNamespace(seed=7),
+    )
+    summary(trainer, said.append)
+    assert bool(said) == (drawn_of is None)
+    assert not said or said[0].endswith("tokens of padding in 0.00481 epochs")
 
 
 def test_the_chart_falls_as_the_loss_does():

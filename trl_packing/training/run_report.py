@@ -93,7 +93,7 @@ def plan_report(
         preparation=preparation,
         given_in_steps=given_in_steps or {},
         room=sampler.tokens_per_batch,
-        lengths=None if sampler.rows else Histogram.of(lengths),
+        lengths=None if sampler.rows else Histogram.of(lengths[drawn]),
         documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
         tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
         sources=() if mixture is None else mixture.shares(lengths, trained),
