@@ -8,24 +8,13 @@ import pytest
 import torch
 from datasets import concatenate_datasets
 from helpers.one_step import ONE_STEP
-from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset
 from vision.test_exact import LAYOUTS, TOLERANCE, alone, difference, packed
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
-NAME = "qwen2_5_vl"
 CAPACITY = 320
 ROWS = 48  # four times the same 12
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return tiny_processor(NAME)
-
-
-@pytest.fixture(scope="module")
-def model(processor):
-    return tiny_vision_model(NAME, processor)
 
 
 def trainer_of(model, processor, folder, **options):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.one_step import ONE_STEP
-from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, noise
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -79,16 +79,6 @@ def test_the_cost_of_a_tower_follows_from_its_config(name):
     costs = TowerCost.of(config).of_images(np.array([8, 16, 64]))
     assert (costs[1:] > 1.99 * costs[:-1]).all()
     assert costs[0] > 0
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return tiny_processor("qwen2_5_vl")
-
-
-@pytest.fixture(scope="module")
-def model(processor):
-    return tiny_vision_model("qwen2_5_vl", processor)
 
 
 def trainer_of(model, processor, folder, dataset, **options):

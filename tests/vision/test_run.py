@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.one_step import ONE_STEP
-from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, noise
 from peft import LoraConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, TOLERANCE, alone, difference, packed
@@ -15,19 +15,7 @@ from vision.test_exact import LAYOUTS, TOLERANCE, alone, difference, packed
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.vision import choice, run_images
 
-NAME = "qwen2_5_vl"
-
 pytestmark = pytest.mark.slow  # whole runs
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return tiny_processor(NAME)
-
-
-@pytest.fixture(scope="module")
-def model(processor):
-    return tiny_vision_model(NAME, processor)
 
 
 def trainer_of(model, processor, folder, dataset=None, **options):

@@ -20,7 +20,6 @@ from trl_packing.training.columns import documents_of
 from trl_packing.vision import families
 from trl_packing.vision.batch import ImageBatches
 
-NAME = "qwen2_5_vl"
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
 
 #: All 8 + 2 × 6 + 4 documents in one step.
@@ -58,16 +57,6 @@ def chats(rows: int = 4) -> Dataset:
 
 def sets() -> dict[str, Dataset]:
     return {"texts": texts(), "pictures": image_dataset(), "chats": chats()}
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return tiny_processor(NAME)
-
-
-@pytest.fixture(scope="module")
-def model(processor):
-    return tiny_vision_model(NAME, processor)
 
 
 def trainer_of(model, processor, folder, dataset, **options):

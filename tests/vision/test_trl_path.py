@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.one_step import ONE_STEP, Keep
-from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, tiny_processor
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -15,11 +15,6 @@ from trl_packing.vision import families
 from trl_packing.vision.batch import ImageBatches
 
 NAME = "qwen2_5_vl"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_vision_model(NAME, tiny_processor(NAME))
 
 
 def trainer_of(
