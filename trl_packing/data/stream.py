@@ -108,7 +108,7 @@ class StreamFit:
         self._note_missing_eos(documents)
         kept = fitted.to_pydict()
         for column, names in self.classes.items():
-            kept[column] = [_class_name(n, names) for n in kept[column]]
+            kept[column] = [class_name(n, names) for n in kept[column]]
         return kept
 
     def _note_missing_eos(self, documents: ArrowDocuments) -> None:
@@ -125,7 +125,8 @@ class StreamFit:
         return counts
 
 
-def _class_name(number: Any, names: Sequence[str]) -> str | None:
+def class_name(number: Any, names: Sequence[str]) -> str | None:
+    """Return the name of a class by its number; None for null and −1, which stand for no class."""
     return None if number is None or int(number) < 0 else names[int(number)]
 
 

@@ -139,7 +139,7 @@ def _exchange(
     excess: np.ndarray,
     keys: np.ndarray,
 ) -> None:
-    """Let each pair of steps make its best exchange, in place, if one makes them fairer.
+    """Make the best exchange of each pair of steps, in place, if one makes them fairer.
 
     Args:
         steps: elements of each step, (steps, size).

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl_packing.data.stream import Document
+from trl_packing.data.stream import Document, class_name
 from trl_packing.documents.host_row import host_row
 from trl_packing.documents.labels import SOURCE_IDS
 from trl_packing.models.sharding import gather_objects
@@ -56,7 +56,7 @@ class SourceColumn:
         """Return the source that a value names; None if it names none."""
         value = value.item() if isinstance(value, np.generic) else value
         if self.classes is not None and isinstance(value, int):
-            return self.classes[value] if value >= 0 else None
+            return class_name(value, self.classes)
         return str(value) if isinstance(value, (str, int)) else None
 
 
