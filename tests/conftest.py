@@ -5,7 +5,9 @@ import gc
 import logging
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 # Before transformers and datasets are imported: both read these once.
@@ -13,6 +15,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Data sets read from files would leave thousands of lock files in the user's cache. The workers of
+# pytest-xdist, and processes that tests start, inherit this folder.
+DATASETS_CACHE = None
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    DATASETS_CACHE = tempfile.mkdtemp(prefix="trl_packing_tests_")
+    os.environ["HF_DATASETS_CACHE"] = DATASETS_CACHE
 
 import accelerate.logging
 import accelerate.utils.imports
@@ -50,6 +58,12 @@ settings.register_profile("search", settings.get_profile("trl_packing"), derando
 settings.load_profile("trl_packing")
 # Among its examples are constants of the modules that happen to be imported: of none here.
 hypothesis_draws._get_local_constants = lambda: hypothesis_draws._local_constants
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache of data sets at the end of the session."""
+    if DATASETS_CACHE is not None:
+        shutil.rmtree(DATASETS_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
