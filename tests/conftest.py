@@ -17,10 +17,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Data sets read from files would leave thousands of lock files in the user's cache. The workers of
 # pytest-xdist, and processes that tests start, inherit this folder.
-DATASETS_CACHE = None
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    DATASETS_CACHE = tempfile.mkdtemp(prefix="trl_packing_tests_")
-    os.environ["HF_DATASETS_CACHE"] = DATASETS_CACHE
+os.environ["HF_DATASETS_CACHE"] = (
+    os.environ["HF_DATASETS_CACHE"]
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else tempfile.mkdtemp(prefix="trl_packing_tests_")
+)
 
 import accelerate.logging
 import accelerate.utils.imports
@@ -33,6 +34,7 @@ import tqdm
 from hypothesis import HealthCheck, settings
 from transformers.utils import logging as transformers_logging
 
+DATASETS_CACHE = os.environ["HF_DATASETS_CACHE"]
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
 # Some warnings of torch come once a process; the test that fails would depend on the order.
 torch.set_warn_always(True)
@@ -62,7 +64,7 @@ hypothesis_draws._get_local_constants = lambda: hypothesis_draws._local_constant
 
 def pytest_unconfigure() -> None:
     """Remove the cache of data sets at the end of the session."""
-    if DATASETS_CACHE is not None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(DATASETS_CACHE, ignore_errors=True)
 
 
