@@ -5,7 +5,9 @@ import gc
 import logging
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 # Before transformers and datasets are imported: both read these once.
@@ -13,6 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Data sets read from files would leave thousands of lock files in the user's cache. The workers of
+# pytest-xdist, and processes that tests start, inherit this folder.
+os.environ["HF_DATASETS_CACHE"] = (
+    os.environ["HF_DATASETS_CACHE"]
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else tempfile.mkdtemp(prefix="trl_packing_tests_")
+)
 
 import accelerate.logging
 import accelerate.utils.imports
@@ -25,6 +34,7 @@ import tqdm
 from hypothesis import HealthCheck, settings
 from transformers.utils import logging as transformers_logging
 
+DATASETS_CACHE = os.environ["HF_DATASETS_CACHE"]
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
 # Some warnings of torch come once a process; the test that fails would depend on the order.
 torch.set_warn_always(True)
@@ -50,6 +60,12 @@ settings.register_profile("search", settings.get_profile("trl_packing"), derando
 settings.load_profile("trl_packing")
 # Among its examples are constants of the modules that happen to be imported: of none here.
 hypothesis_draws._get_local_constants = lambda: hypothesis_draws._local_constants
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache of data sets at the end of the session."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(DATASETS_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

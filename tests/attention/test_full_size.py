@@ -23,7 +23,6 @@ from trl_packing.models.introspection import (
 )
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.tools.exactness.tiny_models import (
-    VARIANTS,
     NotBuilt,
     full_size_model,
     names,
@@ -31,6 +30,7 @@ from trl_packing.tools.exactness.tiny_models import (
     tiny_model,
     vision_names,
 )
+from trl_packing.tools.exactness.tiny_tables import VARIANTS
 
 # Of each, the attention on a GPU in bf16 and the lengths at which it changes, by its model card.
 BY_HAND = {

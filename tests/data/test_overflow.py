@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from trl_packing.data.counting import fit_and_count
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
 from trl_packing.data.eos import EosRule
-from trl_packing.data.overflow import Overflow, fit_table
+from trl_packing.data.fitting import fit_table
+from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream, take_counts
 
 POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "overlap", "wrapped"]

@@ -7,8 +7,8 @@ from helpers.vision import NAMES, image_dataset, noise, tiny_processor, tiny_vis
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_run import trainer_of
 
-from trl_packing.data.overflow import Overflow, keep_images_whole, pieces_of
-from trl_packing.data.whole_images import ImageSpans, split_around
+from trl_packing.data.overflow import Overflow, pieces_of
+from trl_packing.data.whole_images import ImageSpans, keep_images_whole, split_around
 from trl_packing.vision.documents import keys_of
 from trl_packing.vision.placeholders import Placeholders
 

@@ -14,14 +14,9 @@ import datasets
 import numpy as np
 
 from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
-from trl_packing.data.overflow import (
-    Overflow,
-    Pieces,
-    fit_documents,
-    keep_images_whole,
-    pieces_of,
-    prompt_lengths,
-)
+from trl_packing.data.fitting import fit_documents
+from trl_packing.data.overflow import Overflow, Pieces, pieces_of, prompt_lengths
+from trl_packing.data.whole_images import keep_images_whole
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, TOKEN_COLUMNS
 from trl_packing.documents.list_columns import FlatLists
@@ -270,7 +265,7 @@ def _drop_stages(
 
 
 def _is_dropped(overflow: Overflow, cut: _PieceCounts) -> np.ndarray:
-    """Return which pieces have nothing to train, as `overflow.is_kept` decides it from labels."""
+    """Return which pieces have nothing to train, as `fitting.is_kept` decides it from labels."""
     if overflow.drops_as_padded:
         return cut.tokens == 0 if overflow.capacity is None else cut.labelled == 0
     return cut.trained == 0

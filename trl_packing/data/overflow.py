@@ -1,13 +1,4 @@
-"""Documents of any length → documents that fit.
-
-    documents           input_ids, labels, any length
-        │  pieces_of    the tokens [start, stop) of each document that the policy keeps
-        │  is_kept      drops pieces without a trained token
-        ▼
-    documents           each ≤ capacity, each with something to train
-
-A policy computes pieces from lengths alone, for all documents at once. `gather` cuts a whole batch,
-and losses are counted from the pieces (counting.py). A piece is a document from then on.
+"""Policies for documents longer than the capacity, as arithmetic on lengths.
 
     lengths    3  6  4        capacity 4        policy "split"
     rows       0  1  1  2
@@ -18,26 +9,20 @@ and losses are counted from the pieces (counting.py). A piece is a document from
     starts     0  0  2  0
     stops      3  4  6  4     document 1 becomes [0, 4) and [2, 6)
     contexts   0  0  2  0     whose first 2 tokens are context, trained in [0, 4) alone
+
+A policy computes the pieces of all documents at once. `fitting.py` cuts them, and `counting.py`
+counts losses from the pieces. A piece is a document from then on.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.whole_images import ImageSpans, split_around
-from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS
-from trl_packing.documents.list_columns import (
-    FlatLists,
-    count_after_first,
-    list_column,
-    token_lists,
-)
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.documents.list_columns import FlatLists
 from trl_packing.packing.bins import find_strategy
 
 
@@ -120,17 +105,6 @@ class Pieces(NamedTuple):
         return self.starts if self.contexts is None else self.starts + self.contexts
 
 
-def is_kept(labels: FlatLists, overflow: Overflow) -> np.ndarray:
-    """Return which documents have something to train and are kept, ``(documents,)`` bool."""
-    values, offsets = labels
-    if not overflow.drops_as_padded:
-        return count_after_first(values, offsets, IGNORE_INDEX) > 0
-    if overflow.capacity is None:
-        return np.diff(offsets) > 0
-    running = np.concatenate([[0], np.cumsum(values != IGNORE_INDEX)])
-    return running[offsets[1:]] > running[offsets[:-1]]
-
-
 def prompt_lengths(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Return how many tokens of each document come before its first trained one."""
     trained = np.append(np.flatnonzero(labels != IGNORE_INDEX), len(labels))
@@ -182,15 +156,28 @@ def pieces_of(
         return Pieces(rows, starts, np.minimum(starts + capacity, lengths))
     if overflow.overlap is not None:
         return _overlapping(lengths, capacity, overflow.overlap)
-    # split cuts each document at multiples of capacity, wrapped the documents laid end to end.
-    first = zeros
-    if overflow.policy == "wrapped":
-        first = np.cumsum(lengths) - lengths if begins is None else begins
-    first_cut, last_cut = first // capacity, (first + np.maximum(lengths, 1) - 1) // capacity
+    if overflow.policy == "split":
+        return _cut_at_multiples(lengths, capacity, zeros)
+    assert overflow.policy == "wrapped"
+    return _cut_at_multiples(
+        lengths, capacity, np.cumsum(lengths) - lengths if begins is None else begins
+    )
+
+
+def _cut_at_multiples(lengths: np.ndarray, capacity: int, begins: np.ndarray) -> Pieces:
+    """Return pieces that end at every multiple of `capacity` in a row of documents.
+
+    Args:
+        lengths: tokens of each document, ``(documents,)`` int64.
+        capacity: most tokens of a piece.
+        begins: tokens of the row before each document; 0 if each has a row of its own.
+    """
+    rows = np.arange(len(lengths))
+    first_cut, last_cut = begins // capacity, (begins + np.maximum(lengths, 1) - 1) // capacity
     per_row = last_cut - first_cut + 1
     piece_rows = np.repeat(rows, per_row)
     nth = np.arange(len(piece_rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
-    boundary = (first_cut[piece_rows] + nth) * capacity - first[piece_rows]
+    boundary = (first_cut[piece_rows] + nth) * capacity - begins[piece_rows]
     starts = np.maximum(boundary, 0)
     return Pieces(piece_rows, starts, np.minimum(boundary + capacity, lengths[piece_rows]))
 
@@ -204,50 +191,6 @@ def _overlapping(lengths: np.ndarray, capacity: int, overlap: int) -> Pieces:
     starts = nth * stride
     stops = np.minimum(starts + capacity, lengths[rows])
     return Pieces(rows, starts, stops, np.where(nth > 0, overlap, 0))
-
-
-def keep_images_whole(pieces: Pieces, image_ids: FlatLists, overflow: Overflow) -> Pieces:
-    """Return `pieces` that cut no image.
-
-    Args:
-        pieces: as `pieces_of` returns them.
-        image_ids: image of each token of the documents, 0 on text.
-        overflow: the policy.
-    """
-    images, capacity = ImageSpans(image_ids), overflow.capacity
-    if capacity is None or not len(images.first):
-        return pieces
-    if overflow.policy == "overlap":
-        running = np.concatenate([[0], np.cumsum(image_ids[0] > 0)])
-        begins, ends = image_ids[1][:-1], image_ids[1][1:]
-        if ((ends - begins > capacity) & (running[ends] > running[begins])).any():
-            raise ValueError(
-                "overflow='overlap' cannot cut a document with images: an overlap might begin in "
-                "one; set overflow='split', or raise max_length"
-            )
-        return pieces
-    if overflow.policy != "split":
-        _, starts = images.around(pieces.rows, pieces.starts)
-        stops, _ = images.around(pieces.rows, pieces.stops)
-        return Pieces(pieces.rows, starts, np.maximum(starts, stops))
-    lengths = np.diff(image_ids[1])
-    through = np.zeros(len(lengths), bool)
-    for cuts in (pieces.starts, pieces.stops):
-        through[pieces.rows[images.around(pieces.rows, cuts)[0] != cuts]] = True
-    whole = ~through[pieces.rows]
-    again = [
-        (row, start, stop)
-        for row in np.flatnonzero(through).tolist()
-        for start, stop in split_around(int(lengths[row]), capacity, images.of(row))
-    ]
-    rows, starts, stops = (
-        np.concatenate([kept[whole], np.array(new, np.int64)])
-        for kept, new in zip(
-            pieces[:3], zip(*again, strict=True) if again else ((),) * 3, strict=True
-        )
-    )
-    order = np.lexsort([starts, rows])
-    return Pieces(rows[order], starts[order], stops[order])
 
 
 def gather(lists: FlatLists, pieces: Pieces) -> FlatLists:
@@ -271,99 +214,3 @@ def too_long_error(which: str, length: int, capacity: int | None) -> ValueError:
         f"{which} has {length} tokens but max_length is {capacity}; raise max_length or set "
         "overflow='truncate' or 'drop'"
     )
-
-
-def fit_documents(
-    documents: ArrowDocuments,
-    overflow: Overflow,
-    *,
-    num_proc: int | None = None,
-    name: str = "train",
-) -> ArrowDocuments:
-    """Return documents within capacity, each with something to train.
-
-    Args:
-        documents: `input_ids` and `labels`. Other columns of the data set are kept (and repeated
-            for pieces), and its `loss_weights` are cut with the tokens.
-        overflow: policy for documents that are too long.
-        num_proc: processes that cut.
-        name: of the data set, for messages.
-
-    Raises:
-        ValueError: if a document is too long under ``"error"``, or if nothing is left.
-    """
-    dataset, lengths = documents.dataset, documents.lengths()
-    too_long = np.zeros(len(lengths), bool)
-    if overflow.capacity is not None:
-        too_long = lengths > overflow.capacity
-    if overflow.policy == "error" and too_long.any():
-        row = int(np.argmax(too_long))
-        raise too_long_error(
-            f"document {row} of the {name} dataset", lengths[row], overflow.capacity
-        )
-    if overflow.policy == "wrapped" or (overflow.policy != "drop" and too_long.any()):
-        # `map` caches by the function and its arguments, so a second run reads the result.
-        cut = dataset.with_format("arrow").map(
-            fit_table,
-            **_arguments_of_fit(lengths, overflow),
-            batched=True,
-            num_proc=num_proc,
-            desc=f"Fitting {name} dataset to max_length",
-        )
-        fitted = documents.with_dataset(cut.with_format(None))
-    else:
-        keeps = [is_kept(chunk, overflow) for chunk in documents.readers["labels"].chunks]
-        kept = np.flatnonzero(documents.in_order(keeps) & ~too_long)
-        fitted = documents
-        if len(kept) < len(dataset):
-            fitted = documents.with_dataset(dataset.select(kept))
-    if not len(fitted) or not fitted.num_trained().any():
-        raise ValueError(
-            f"no document of the {name} dataset has a trained token left "
-            f"({len(lengths)} read, {int(too_long.sum())} longer than max_length="
-            f"{overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or check the "
-            "completion or assistant masks"
-        )
-    return fitted
-
-
-def _arguments_of_fit(lengths: np.ndarray, overflow: Overflow) -> dict[str, Any]:
-    """Return arguments of `map` that make it call `fit_table`."""
-    if overflow.policy != "wrapped" or overflow.capacity is None:
-        return {"fn_kwargs": {"overflow": overflow}}
-    begins = (np.cumsum(lengths) - lengths) % overflow.capacity
-    return {"with_indices": True, "fn_kwargs": {"overflow": overflow, "begins": begins}}
-
-
-def fit_table(
-    table: pa.Table,
-    indices: Sequence[int] | None = None,
-    *,
-    overflow: Overflow,
-    begins: np.ndarray | None = None,
-) -> pa.Table:
-    """Apply `overflow` to a table of documents and drop pieces without a trained token.
-
-    Args:
-        table: documents.
-        indices: of these documents among all.
-        overflow: the policy.
-        begins: with ``"wrapped"``, tokens of the row before each document of all, ``(all,)`` int64.
-    """
-    tokens = token_lists(table)
-    lengths = np.diff(tokens["input_ids"][1])
-    before = None if begins is None else begins[indices]
-    pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]), before)
-    if IMAGE_IDS in tokens:
-        pieces = keep_images_whole(pieces, tokens[IMAGE_IDS], overflow)
-    cut = {name: gather(lists, pieces) for name, lists in tokens.items()}
-    if pieces.contexts is not None:
-        mask_contexts(*cut["labels"], pieces.contexts)
-    kept = pa.array(np.flatnonzero(is_kept(cut["labels"], overflow)))
-    columns = [
-        list_column(*cut[field.name], field).take(kept)
-        if field.name in cut
-        else table.column(field.name).take(pa.array(pieces.rows)).take(kept)
-        for field in table.schema
-    ]
-    return pa.table(columns, names=table.column_names)

@@ -18,8 +18,9 @@ import pyarrow as pa
 from trl_packing.data.counting import count_conversations, count_losses
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule, append_eos_to_batch, documents_without_eos
+from trl_packing.data.fitting import fit_table
 from trl_packing.data.model_limits import NO_LIMITS
-from trl_packing.data.overflow import Overflow, fit_table
+from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.bad_rows import check_same_columns
 from trl_packing.documents.labels import (

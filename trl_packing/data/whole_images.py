@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trl_packing.data.overflow import Overflow, Pieces
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.list_columns import FlatLists
 
@@ -110,3 +111,54 @@ def split_around(
         else:  # the image alone does not fit
             start = cut[1]
     return pieces
+
+
+def keep_images_whole(pieces: Pieces, image_ids: FlatLists, overflow: Overflow) -> Pieces:
+    """Return `pieces` that cut no image.
+
+    Args:
+        pieces: as `pieces_of` returns them.
+        image_ids: image of each token of the documents, 0 on text.
+        overflow: the policy.
+
+    Raises:
+        ValueError: a document with images is too long under ``"overlap"``.
+    """
+    images, capacity = ImageSpans(image_ids), overflow.capacity
+    if capacity is None or not len(images.first):
+        return pieces
+    if overflow.policy == "overlap":
+        running = np.concatenate([[0], np.cumsum(image_ids[0] > 0)])
+        begins, ends = image_ids[1][:-1], image_ids[1][1:]
+        if ((ends - begins > capacity) & (running[ends] > running[begins])).any():
+            raise ValueError(
+                "overflow='overlap' cannot cut a document with images: an overlap might begin in "
+                "one; set overflow='split', or raise max_length"
+            )
+        return pieces
+    if overflow.policy != "split":
+        _, starts = images.around(pieces.rows, pieces.starts)
+        stops, _ = images.around(pieces.rows, pieces.stops)
+        return Pieces(pieces.rows, starts, np.maximum(starts, stops))
+    return _split_again(pieces, images, np.diff(image_ids[1]), capacity)
+
+
+def _split_again(pieces: Pieces, images: ImageSpans, lengths: np.ndarray, capacity: int) -> Pieces:
+    """Return `pieces`, with new ones of each document in which a cut goes through an image."""
+    through = np.zeros(len(lengths), bool)
+    for cuts in (pieces.starts, pieces.stops):
+        through[pieces.rows[images.around(pieces.rows, cuts)[0] != cuts]] = True
+    whole = ~through[pieces.rows]
+    again = [
+        (row, start, stop)
+        for row in np.flatnonzero(through).tolist()
+        for start, stop in split_around(int(lengths[row]), capacity, images.of(row))
+    ]
+    rows, starts, stops = (
+        np.concatenate([kept[whole], np.array(new, np.int64)])
+        for kept, new in zip(
+            pieces[:3], zip(*again, strict=True) if again else ((),) * 3, strict=True
+        )
+    )
+    order = np.lexsort([starts, rows])
+    return Pieces(rows[order], starts[order], stops[order])

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 
 from helpers.distributed import engines
-from helpers.distributed.train import launch, leave_group
+from helpers.distributed.train import end_rank, launch
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -165,7 +165,7 @@ def main() -> None:
     for name, arguments in json.loads(plan.read_text()).items():
         print(f"run {name}", flush=True)
         torch.save(run(ImageRun(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
-    leave_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.distributed.train import end_rank
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.tools.exactness.tiny_models import tiny_model
@@ -51,7 +52,7 @@ def main(folder: str) -> None:
         )
     }
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    from helpers.distributed.train import leave_group
+    from helpers.distributed.train import end_rank
 
     main(sys.argv[1])
-    leave_group()
+    end_rank()

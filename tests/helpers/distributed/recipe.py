@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from helpers.distributed.engines import fsdp_on_cpu, is_sharded
+from helpers.distributed.train import end_rank
 
 
 def main(recipe: str, *arguments: str) -> None:
@@ -19,3 +20,4 @@ def main(recipe: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    end_rank()

@@ -177,7 +177,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from helpers.distributed.train import leave_group
+    from helpers.distributed.train import end_rank
 
     main()
-    leave_group()
+    end_rank()

@@ -9,11 +9,11 @@ import torch
 from trl_packing.tools.exactness import tiny_models
 from trl_packing.tools.exactness.tiny_models import (
     DOCUMENT_IDS,
-    VOCAB_SIZE,
     NotBuilt,
     tiny_config,
     tiny_model,
 )
+from trl_packing.tools.exactness.tiny_tables import VOCAB_SIZE
 
 SOME = [
     "bert",  # an encoder made to look back only

@@ -41,7 +41,7 @@ class Verdict:
     """The result for one architecture.
 
     Attributes:
-        name: the architecture's model type, or one of `VARIANTS`.
+        name: the architecture's model type, or one of `tiny_tables.VARIANTS`.
         outcome: ``"exact"``, ``"differs"`` (silently, which must not happen), ``"refused"`` (with a
             message), ``"not built"`` or ``"error"``.
         backend: the attention backend that was used.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.counts import quantity
-from trl_packing.data.overflow import is_kept
+from trl_packing.data.fitting import is_kept
 from trl_packing.data.whole_images import ImageSpans
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, document_labels
 from trl_packing.formatting.printable import escape_text
