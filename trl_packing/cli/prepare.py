@@ -53,9 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--num_proc {arguments.num_proc} must be at least 1")
         words += ["--dataset_num_proc", str(arguments.num_proc)]
     quiet_libraries()
-    from trl_packing.data.prepared import is_prepared
     from trl_packing.tools.command.training_command import TrainingCommand, options_of_recipe
-    from trl_packing.tools.prepare.prepare_run import check_place, prepare_run, prepare_sources
+    from trl_packing.tools.prepare.prepare_run import (
+        check_place,
+        kept_in,
+        prepare_run,
+        prepare_sources,
+    )
     from trl_packing.tools.prepare.text import as_json, as_text, sources_as_text
 
     command, options = TrainingCommand.from_words(words), options_of_recipe(words)
@@ -72,8 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     except BaseException as error:
         if not _was_interrupted(error):
             raise
-        places = [out.with_name(f"{out.name}.partial"), out]
-        kept = next((place for place in places if place.is_dir() and not is_prepared(place)), None)
+        kept = kept_in(out)
         continues = f"the same command continues with what {kept} keeps"
         note(f"interrupted; {continues if kept else 'nothing is left behind'}")
         raise KeyboardInterrupt from error

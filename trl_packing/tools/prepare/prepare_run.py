@@ -154,6 +154,12 @@ def prepare_sources(
     return made
 
 
+def kept_in(out: Path) -> Path | None:
+    """Return the folder with the finished parts, or sources, of an interrupted command."""
+    places = (out.with_name(f"{out.name}.partial"), out)
+    return next((each for each in places if each.is_dir() and not is_prepared(each)), None)
+
+
 def check_place(out: Path) -> Path:
     """Return `out`, without links, if it can become a folder of prepared data.
 
