@@ -9,7 +9,7 @@ the stop token; only this is trained. So a template may drop the reasoning of ea
 turn is rendered as the last message, where its reasoning is kept, after the history that the model
 reads at inference.
 
-The text of the finished turn should begin with the generation prompt. Where it does not:
+The text of the finished turn should begin with the generation prompt. If it does not:
 
     white space differs        the model writes what comes after the white space
     the history is rendered    the document has the history of the generation prompt, and the

@@ -72,7 +72,7 @@ class EpochBins:
     def _number_of_each_epoch(self) -> int:
         if self.places.are_same_every_epoch:
             return len(self.plan(0))
-        # Where documents are sorted first, no seed changes the number of bins.
+        # If documents are sorted first, no seed changes the number of bins.
         is_seeded = find_strategy(self.strategy).order_dependent
         return max(
             len(self._pack(self.places.documents(epoch), (self.seed, epoch) if is_seeded else None))

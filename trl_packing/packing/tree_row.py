@@ -102,7 +102,7 @@ def _row(
     is_trained = flat["labels"] != IGNORE_INDEX
     counts = tree.sum_targets(is_trained)
     ids = tree.place(flat["input_ids"])
-    # Where a document has labels of its own, it shares nothing: its labels are on its path.
+    # A document with labels of its own shares nothing, so its labels are on its path.
     labels = np.where(counts > 0, tree.place(flat["labels"]), IGNORE_INDEX)
     labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
     weights = flat.get(TOKEN_WEIGHTS)

@@ -110,6 +110,9 @@ class WhatIf:
         refused: the reason why the run would not start; the other numbers are 0 then.
         counts: losses of the overflow policy.
         bins: None where nothing is packed into bins.
+        utilization: tokens / (bins × max_length); None without bins.
+        steps: optimizer steps of an epoch.
+        documents_per_step: mean over them.
         largest: tokens of the largest micro-batch, padding included.
     """
 
