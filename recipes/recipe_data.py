@@ -1,24 +1,13 @@
-"""Data for sft_packed.py: load a hub id, a file or a folder, and rename its columns for TRL.
+"""Data for sft_packed.py: load a hub id, a file or a folder, and name its columns for TRL.
 
-    your columns                              options                          columns for TRL
-    question, answer                          --prompt_column question         prompt, completion
-                                              --completion_column answer
-    instruction, input, output                --prompt_template "{instruction}\\n{input}\\n"
-                                              --completion_column output       prompt, completion
-    chat (role/content or from/value)         --messages_column chat           messages
-    body                                      --dataset_text_field body        body
-    prompt, completion | messages | text | input_ids           (nothing)       the same
-    a folder of `trl-packing prepare`                         (nothing)       documents
-
-Anything wrong with a data set raises `InputError` with one sentence, before anything is written.
+recipe_columns.py lists the columns that can be named, and how. Anything wrong with a data set
+raises `InputError` with one sentence, before anything is written.
 """
 
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from datasets import (
     Dataset,
@@ -31,19 +20,10 @@ from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.dataset import LOADERS
-from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest, records_of
-from trl_packing.formatting.prompt_template import PromptTemplate
+from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest
+from trl_packing.recipes.recipe_columns import AnyDataset, InputError, RowColumns
 
-NAMING = ("prompt_column", "completion_column", "messages_column")
-
-KEPT_COLUMNS = ("tools", "chat_template_kwargs")  # TRL reads these beside a conversation
-
-Row = dict[str, Any]
-AnyDataset: TypeAlias = Dataset | IterableDataset
-
-
-class InputError(ValueError):
-    """A mistake in the user's options or data, in one sentence."""
+NAMING = ("prompt_column", "completion_column", "messages_column", "chat")
 
 
 class LoadedData(NamedTuple):
@@ -87,6 +67,10 @@ class DataArguments(ScriptArguments):
         metadata={"help": "Share of the training split to hold out, if there is no test split."},
     )
 
+    def columns(self, **more: Any) -> RowColumns:
+        """Return the columns that the arguments name, with `more` attributes of `RowColumns`."""
+        return RowColumns(**{name: getattr(self, name) for name in NAMING}, **more)
+
 
 def load_documents(
     args: DataArguments,
@@ -125,60 +109,48 @@ def load_documents(
     elif needs_test or args.test_split_size is not None:
         test = _pick(splits, args.dataset_test_split, args.dataset_name)
 
-    convert = _conversion(args, prompt_template, query_field, has_chat_template, text_field)
-    documents = convert(train)
-    notes += _notes(next(iter(train)), next(iter(documents)), args)
-    return LoadedData(documents, None if test is None else convert(test), notes)
+    columns = args.columns(
+        prompt_template=prompt_template,
+        query_field=query_field,
+        has_chat_template=has_chat_template,
+        text_field=text_field,
+    )
+    documents = columns.convert(train)
+    notes += columns.notes(next(iter(train)), next(iter(documents)))
+    return LoadedData(documents, None if test is None else columns.convert(test), notes)
 
 
 def convert_sources(
     train: dict[str, AnyDataset],
     test: dict[str, AnyDataset],
-    args: DataArguments,
-    *,
-    columns: dict[str, dict[str, str]],
-    prompt_template: str | None,
-    query_field: str,
-    has_chat_template: bool,
-    text_field: str,
-    source_column: str | None,
+    columns: RowColumns,
+    named: Mapping[str, Mapping[str, Any]],
+    source_column: str | None = None,
 ) -> LoadedData:
-    """Return several data sets in TRL's columns; the other arguments as for `load_documents`.
+    """Return several data sets in TRL's columns.
 
     Args:
         train: rows to train, by source.
         test: held-out rows, by source. They become one data set if their columns are the same.
-        args: the columns.
-        columns: columns that a source names for itself, by source and option.
+        columns: those that are named for all of them.
+        named: attributes of `RowColumns` that the entry of a source sets.
         source_column: a column for the names of sources in the held-out rows.
+
+    Raises:
+        InputError: a source is empty, or has other columns than are named.
     """
-    for option in NAMING:
-        column = getattr(args, option)
-        if column and all(column not in rows.column_names for rows in train.values()):
-            raise InputError(
-                f"none of the datasets has the column {column!r}, which --{option} names"
-            )
-
-    def convert(name: str, rows: AnyDataset) -> AnyDataset:
-        own = copy(args)
-        for option in NAMING:  # a data set without the column has a form of its own
-            if getattr(args, option) not in rows.column_names:
-                setattr(own, option, None)
-        for option, column in columns.get(name, {}).items():
-            setattr(own, option, column)
-        of_source = _conversion(own, prompt_template, query_field, has_chat_template, text_field)
-        try:
-            return of_source(rows)
-        except InputError as error:
-            raise InputError(f"the data set {name}: {error}") from error
-
-    documents = {name: convert(name, rows) for name, rows in train.items()}
-    notes: list[str] = []
+    _check_some_have(columns, train)
+    own = {name: columns.of_source(name, rows, named.get(name, {})) for name, rows in train.items()}
+    documents, notes = {}, []
     for name, rows in train.items():
         if (first := next(iter(rows), None)) is None:
             raise InputError(f"the data set {name} is empty")
-        notes += [f"{name}: {note}" for note in _notes(first, next(iter(documents[name])), args)]
-    held_out = {name: convert(name, rows) for name, rows in test.items()}
+        documents[name] = own[name].convert(rows)
+        notes += [f"{name}: {note}" for note in own[name].notes(first, next(iter(documents[name])))]
+    held_out = {
+        name: (own.get(name) or columns.of_source(name, rows, named.get(name, {}))).convert(rows)
+        for name, rows in test.items()
+    }
     if source_column is not None:
         held_out = {
             name: rows.remove_columns(
@@ -192,43 +164,16 @@ def convert_sources(
     return LoadedData(documents, joined, notes)
 
 
-def _conversion(
-    args: DataArguments,
-    prompt_template: str | None,
-    query_field: str,
-    has_chat_template: bool,
-    text_field: str,
-) -> Callable[[AnyDataset], AnyDataset]:
-    """Return the function that names the columns of a data set for TRL."""
-    try:
-        template = (
-            PromptTemplate.from_setting(prompt_template, query_field) if prompt_template else None
-        )
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    chat = has_chat_template and not template if args.chat is None else args.chat
-    if chat and not has_chat_template:
-        raise InputError("--chat needs a chat template: set one with --chat_template_path")
-    return partial(_to_trl_columns, args=args, template=template, text_field=text_field, chat=chat)
-
-
-def _notes(row: Row, document: Row, args: DataArguments) -> list[str]:
-    """Return notes on surprises in the first row and the document made from it."""
-    prompt, completion = document.get("prompt"), document.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if prompt[-1:].isspace() or completion[:1].isspace() or not (prompt and completion):
-            return []
-        return [
-            f"the model reads {prompt[-12:] + completion[:12]!r} where prompt and completion meet; "
-            "--prompt_template can put a space or a line break there"
-        ]
-    was_conversation = isinstance(row.get(args.prompt_column or "prompt"), list)
-    if prompt is None or was_conversation or args.chat:
-        return []
-    return [
-        "prompt and completion become a user and an assistant message, because the tokenizer has a "
-        "chat template; --chat false trains on the plain text"
-    ]
+def _check_some_have(columns: RowColumns, sources: Mapping[str, AnyDataset]) -> None:
+    """Raise InputError for an option whose columns no source has."""
+    present = [set(get_dataset_column_names(rows)) for rows in sources.values()]
+    for option in (*NAMING[:3], "prompt_template"):
+        needed = columns.columns_of(option)
+        if needed and not any(each.issuperset(needed) for each in present):
+            raise InputError(
+                f"none of the datasets has the column {', '.join(map(repr, needed))}, which "
+                f"--{option} names"
+            )
 
 
 # --- prepared documents -------------------------------------------------------------------------
@@ -324,87 +269,6 @@ def _hold_out(train: AnyDataset, share: float, seed: int) -> tuple[Dataset, Data
         )
     parts = train.train_test_split(test_size=share, seed=seed)
     return parts["train"], parts["test"]
-
-
-# --- columns ------------------------------------------------------------------------------------
-
-
-def _to_trl_columns(
-    dataset: AnyDataset,
-    *,
-    args: DataArguments,
-    template: PromptTemplate | None,
-    text_field: str,
-    chat: bool,
-) -> AnyDataset:
-    """Return `dataset` with columns for TRL, as the table at the top of this file shows."""
-    if records_of(dataset):
-        return dataset
-    columns = get_dataset_column_names(dataset)
-    named = args.prompt_column or template or args.completion_column
-    kept = [column for column in KEPT_COLUMNS if column in columns]
-    rewrite: Callable[..., Row]
-    if args.messages_column:
-        if named:
-            raise InputError("--messages_column is the whole document: name no prompt beside it")
-        _require(columns, args.messages_column, "--messages_column")
-        rewrite = partial(_conversation, column=args.messages_column)
-    elif named or ("prompt" in columns and "input_ids" not in columns):
-        rewrite = _prompt_completion(columns, args, template, chat)
-    elif "input_ids" in columns:
-        return dataset
-    else:
-        forms = ("messages", "conversations", text_field)
-        form = next((form for form in forms if form in columns), None)
-        if form is None:
-            raise InputError(
-                f"no column to train on among {_listed(columns)}: name yours with --prompt_column "
-                "and --completion_column, --messages_column or --dataset_text_field"
-            )
-        return dataset.select_columns([*kept, form])
-    dropped = [column for column in columns if column not in kept]
-    options = {} if isinstance(dataset, IterableDataset) else {"desc": "Naming columns"}
-    return dataset.map(rewrite, with_indices=True, remove_columns=dropped, **options)
-
-
-def _prompt_completion(
-    columns: list[str], args: DataArguments, template: PromptTemplate | None, chat: bool
-) -> Callable[[Row, int], Row]:
-    """Return the function that makes a prompt and a completion from a row."""
-    if args.prompt_column and template:
-        raise InputError("give --prompt_column or --prompt_template, not both")
-    completion = args.completion_column or "completion"
-    sources = template.fields if template else [args.prompt_column or "prompt"]
-    for column in sources:
-        _require(columns, column, "--prompt_template" if template else "--prompt_column")
-    _require(columns, completion, "--completion_column")
-
-    def rewrite(row: Row, index: int) -> Row:
-        for column in (*sources, completion):
-            if row[column] is None:
-                raise InputError(f"row {index} has no value in the column {column!r}")
-        document = {
-            "prompt": template.prompt(row) if template else row[sources[0]],
-            "completion": row[completion],
-        }
-        if chat and not isinstance(document["prompt"], list):
-            roles = {"prompt": "user", "completion": "assistant"}
-            return {k: [{"role": roles[k], "content": str(v)}] for k, v in document.items()}
-        return {k: v if isinstance(v, list) else str(v) for k, v in document.items()}
-
-    return rewrite
-
-
-def _conversation(row: Row, index: int, *, column: str) -> Row:
-    """Return the row's messages (role and content, or ShareGPT's from and value)."""
-    if not row[column]:
-        raise InputError(f"row {index} has no message in the column {column!r}")
-    return {"messages": row[column]}
-
-
-def _require(columns: list[str], column: str, flag: str) -> None:
-    if column not in columns:
-        raise InputError(f"no column {column!r} among {_listed(columns)}: name yours with {flag}")
 
 
 def _listed(names: Any) -> str:

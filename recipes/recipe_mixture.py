@@ -3,6 +3,8 @@
     datasets:
       - path: gsm8k_train.jsonl          a file, a folder, or a hub id
         fraction: 0.5                    TRL's: the first rows, so that no data set is repeated
+        prompt_column: question          ours: its columns, in the words of recipe_columns.py
+        completion_column: answer
       - path: trl-lib/Capybara
         fraction: 0.5
         epochs: 2                        ours: how often an epoch draws each of its documents
@@ -15,7 +17,7 @@ Without `weight` and `epochs`, every document is trained once an epoch, as in TR
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
@@ -23,12 +25,19 @@ from trl.scripts.utils import DatasetConfig
 
 from trl_packing.data.dataset import LOADERS
 from trl_packing.data.prepared import is_prepared, load_prepared, records_of
-from trl_packing.recipes.recipe_data import NAMING, AnyDataset, InputError
+from trl_packing.recipes.recipe_columns import KEPT_COLUMNS, AnyDataset, InputError, RowColumns
+
+# Options that an entry may have for its own data set, and the attributes of `RowColumns`.
+_OF_ROWS = {
+    **{name: name for name in ("prompt_column", "completion_column", "messages_column")},
+    **{name: name for name in ("prompt_template", "query_field", "chat")},
+    "dataset_text_field": "text_column",
+}
 
 
 @dataclass
 class SourceConfig(DatasetConfig):
-    """TRL's entry of `datasets`, and how often an epoch draws its documents.
+    """TRL's entry of `datasets`, how often an epoch draws its documents, and its columns.
 
     Attributes:
         weight: its share among the entries with a weight.
@@ -37,6 +46,10 @@ class SourceConfig(DatasetConfig):
         prompt_column: as the option of that name, for this data set.
         completion_column: likewise.
         messages_column: likewise.
+        prompt_template: likewise.
+        query_field: likewise.
+        chat: likewise.
+        dataset_text_field: likewise.
     """
 
     weight: float | None = None
@@ -45,11 +58,19 @@ class SourceConfig(DatasetConfig):
     prompt_column: str | None = None
     completion_column: str | None = None
     messages_column: str | None = None
+    prompt_template: str | None = None
+    query_field: str | None = None
+    chat: bool | None = None
+    dataset_text_field: str | None = None
 
-    def columns_named(self) -> dict[str, str]:
-        """Return the columns that the entry names."""
-        given = {option: getattr(self, option) for option in NAMING}
-        return {option: column for option, column in given.items() if column is not None}
+    def options_of_rows(self) -> dict[str, Any]:
+        """Return the options of the entry that say how its rows become documents."""
+        given = {option: getattr(self, option) for option in _OF_ROWS}
+        return {option: value for option, value in given.items() if value is not None}
+
+    def columns_named(self) -> dict[str, Any]:
+        """Return the attributes of `RowColumns` that the entry sets."""
+        return {_OF_ROWS[option]: value for option, value in self.options_of_rows().items()}
 
 
 @dataclass
@@ -61,7 +82,8 @@ class MixtureArguments:
         metadata={
             "help": "Data sets to train together, best in a YAML file: entries with path, name, "
             "data_files, split, columns and fraction as in TRL, and weight, epochs, source, and "
-            "prompt_column, completion_column or messages_column."
+            "prompt_column, completion_column, messages_column, prompt_template, query_field, chat "
+            "or dataset_text_field for its rows."
         },
     )
     streaming: bool = field(
@@ -80,6 +102,12 @@ class MixtureArguments:
                 )
             if "path" not in entry:
                 raise InputError(f"datasets, entry {number + 1}: it has no path")
+            for key, value in entry.items():
+                kind, words = (bool, "true or false") if key == "chat" else (str, "a text")
+                if key in _OF_ROWS and value is not None and not isinstance(value, kind):
+                    raise InputError(
+                        f"datasets, entry {number + 1}: {key}={value!r} must be {words}"
+                    )
             self.datasets[number] = SourceConfig(**entry)
 
 
@@ -90,13 +118,13 @@ class LoadedSources(NamedTuple):
         train: rows to train.
         test: held-out rows.
         mixture: shares that the entries name; None if they name none.
-        columns: columns that they name.
+        columns: attributes of `RowColumns` that they set, by source.
     """
 
     train: dict[str, AnyDataset]
     test: dict[str, AnyDataset]
     mixture: dict[str, dict[str, float]] | None
-    columns: dict[str, dict[str, str]]
+    columns: dict[str, dict[str, Any]]
 
 
 def load_sources(
@@ -123,6 +151,28 @@ def load_sources(
         rows, test = _hold_out(rows, test_size, seed)
     columns = {n: entry.columns_named() for n, entry in zip(names, entries, strict=True)}
     return LoadedSources(rows, test, _mixture(names, entries), columns)
+
+
+def with_own_columns(loaded: LoadedSources, text_field: str) -> dict[str, AnyDataset]:
+    """Return rows to train beside rows with images.
+
+    Data sets whose entries name columns have TRL's columns then; the others stay as they are.
+
+    Args:
+        loaded: the entries of `datasets`.
+        text_field: the column of plain text in the documents of the run.
+
+    Raises:
+        InputError: a data set has other columns than its entry names.
+    """
+    kept = (*KEPT_COLUMNS, "images", "image")
+    columns = RowColumns(text_field=text_field, has_chat_template=True, kept=kept)
+    return {
+        name: columns.of_source(name, rows, named).convert(rows)
+        if (named := loaded.columns[name])
+        else rows
+        for name, rows in loaded.train.items()
+    }
 
 
 def _names(entries: Sequence[SourceConfig]) -> list[str]:
@@ -175,7 +225,7 @@ def _load_prepared(entry: SourceConfig, path: Path, *, streaming: bool) -> Datas
     """Return the documents of a folder that `trl-packing prepare` wrote."""
     if streaming:
         raise InputError(f"{entry.path} holds prepared data: leave streaming out")
-    named = [*entry.columns_named(), *(["columns"] if entry.columns else [])]
+    named = [*entry.options_of_rows(), *(["columns"] if entry.columns else [])]
     if named:
         raise InputError(
             f"{entry.path} holds prepared data, which has no columns to name: leave {named[0]} out "

@@ -19,8 +19,8 @@ of such files) and its columns. Every option of TRL's sft.py works (`--help`), a
     accelerate launch recipes/sft_packed.py --config recipes/sft_gsm8k.yaml --use_peft
     torchrun --nproc_per_node 2 recipes/sft_packed.py
 
-recipe_data.py lists the columns that can be named, and how; recipe_mixture.py the `datasets:` of a
-YAML file, which trains several data sets with shares of their own (sft_mixture.yaml).
+recipe_columns.py lists the columns that can be named, and how; recipe_mixture.py the `datasets:` of
+a YAML file, which trains several data sets, each with its own columns and share (sft_mixture.yaml).
 """
 
 import os
@@ -52,9 +52,9 @@ from trl.models import unwrap_model_for_generation
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.formatting.printable import escape_text
 from trl_packing.recipes import FOLDER
+from trl_packing.recipes.recipe_columns import InputError
 from trl_packing.recipes.recipe_data import (
     DataArguments,
-    InputError,
     LoadedData,
     convert_sources,
     load_documents,
@@ -216,14 +216,12 @@ def load_data(
     if sources.mixture is not None and training_args.mixture is not None:
         raise InputError("mixture and a weight or epochs in datasets say the same; give one")
     training_args.mixture = training_args.mixture or sources.mixture
-    column = training_args.source_column
     return convert_sources(
         sources.train,
         sources.test,
-        data_args,
-        columns=sources.columns,
-        source_column=column,
-        **options,
+        data_args.columns(**options),
+        sources.columns,
+        training_args.source_column,
     )
 
 

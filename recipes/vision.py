@@ -43,7 +43,12 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
-from trl_packing.recipes.recipe_mixture import MixtureArguments, SourceConfig, load_sources
+from trl_packing.recipes.recipe_mixture import (
+    MixtureArguments,
+    SourceConfig,
+    load_sources,
+    with_own_columns,
+)
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
@@ -94,13 +99,8 @@ def load(arguments: Arguments, training_args: PackedSFTConfig) -> Any:
     loaded = load_sources(arguments.datasets, streaming=streaming, test_size=None, seed=seed)
     if loaded.mixture and training_args.mixture:
         raise ValueError("mixture and a weight or epochs in datasets say the same; give one")
-    if named := [source for source, columns in loaded.columns.items() if columns]:
-        raise ValueError(
-            f"the entry {named[0]!r} of datasets names columns, which rows beside images cannot "
-            "have; name them messages, or prompt and completion, in the data"
-        )
     training_args.mixture = training_args.mixture or loaded.mixture
-    sources: dict[str, Any] = loaded.train
+    sources: dict[str, Any] = with_own_columns(loaded, training_args.dataset_text_field)
     return {name: in_folder(rows, folder) if folder else rows for name, rows in sources.items()}
 
 

@@ -41,6 +41,31 @@ def test_a_setting_of_another_type_is_one_sentence(tmp_path, name, values):
 
 
 @pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"per_device_train_batch_size": 0}, "^per_device_train_batch_size=0 must be at least 1$"),
+        ({"gradient_accumulation_steps": 0}, "^gradient_accumulation_steps=0 must be at least 1$"),
+        ({"seed": -1}, "^seed=-1 must be at least 0$"),
+        ({"data_seed": -3}, "^data_seed=-3 must be at least 0$"),
+        ({"max_length": 2**31}, "^max_length=2147483648 must be at most 2147483647, because"),
+        ({"max_length": 10**20}, "^max_length=10{20} must be at most 2147483647, because"),
+        ({"mixture": "{"}, r"^mixture='{' is not JSON \(Expecting property name"),
+        ({"model_init_kwargs": "{a: 1}"}, r"^model_init_kwargs='{a: 1}' is not JSON \("),
+    ],
+)
+def test_a_value_that_no_run_can_use_is_one_sentence(settings, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        PackedSFTConfig(str(tmp_path), **HERE, **settings)
+
+
+def test_values_at_the_edges_pass(tmp_path):
+    PackedSFTConfig(str(tmp_path), **HERE, max_length=2**31 - 1, seed=0, data_seed=0)
+    PackedSFTConfig(str(tmp_path), **HERE, packing=False, max_length=2**40)
+    config = PackedSFTConfig(str(tmp_path), **HERE, lr_scheduler_kwargs="{}")
+    assert config.lr_scheduler_kwargs == {}
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"max_length": 16, "documents_per_step": 4, "append_eos": True},

@@ -84,6 +84,20 @@ def test_the_report_in_words(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("steps", "of_padded", "words"),
+    [
+        (9, 12, "0.5 epochs here, 0.09 if padded"),
+        (9, 2, "0.5 epochs here, 0.02 if padded"),
+        (1, 1, "0.06 epochs here, under 0.01 if padded"),
+    ],
+)
+def test_a_small_part_of_an_epoch_is_not_told_as_none(steps, of_padded, words):
+    given = {"max_steps": steps}
+    report = replace(REPORT, padded_documents_per_step=of_padded, given_in_steps=given)
+    assert f"max_steps={steps} is {words}" in str(report)
+
+
 def test_the_report_as_json_holds_every_number():
     read = json.loads(REPORT.to_json())
     assert "\n" not in REPORT.to_json()

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import yaml
 from helpers.recipes import FOLDER, YAMLS, commands_of, module
 from helpers.tiny import save_tiny_model, tiny_rows
 
@@ -59,6 +60,7 @@ ROWS = {
     "shared_prefixes": questions,
 }
 CHAT_YAMLS = ("full_8b", "full_70b", "lora_8b", "dora_8b", "qlora_70b")
+SOURCES = ("--prompt_column", "question", "--completion_column", "answer", "--datasets")
 HOLDS_OUT = ("--test_split_size", "0.2")
 FURTHER = {
     "sft_packed": (*HOLDS_OUT, "--num_samples", "0"),
@@ -97,7 +99,8 @@ def options(recipe: str, name: str | None, model: str, folder: Path) -> list[str
     return [
         *(("--config", str(FOLDER / name)) if name else ()),
         *("--model_name_or_path", model, "--output_dir", str(folder / "out")),
-        *("--datasets" if name == "sft_mixture.yaml" else "--dataset_name", str(data)),
+        *(SOURCES if name == "sft_mixture.yaml" else ["--dataset_name"]),
+        str(data),
         *(("--dataset_config", "default") if recipe == "streaming" else ()),
         *(("--dataset_train_split", *split) if split else ()),
         *(("--image_folder", str(folder)) if recipe == "vision" else ()),
@@ -156,6 +159,37 @@ def test_the_rows_previewed_are_the_rows_trained(
     assert any(label != -100 for _, labels in trained for label in labels)
     assert tokens_of(previewed_documents([f"recipes/{recipe}.py", *arguments])) == trained
     assert tokens_of(previewed_documents(arguments)) == trained  # the file names the recipe
+
+
+def test_sources_with_columns_of_their_own_are_inspected_as_they_are_trained(model, tmp_path):
+    """Rows of all data sets are numbered as one; those held out are in none of them."""
+    files = {"alpaca": instructions(), "math": tiny_rows("question_answer", 24), "talk": chats()}
+    own = {
+        "alpaca": {"prompt_template": "{instruction}\n{input}", "completion_column": "output"},
+        "math": {"prompt_column": "question", "completion_column": "answer", "chat": False},
+        "talk": {},
+    }
+    entries = []
+    for name, rows in files.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        entries.append({"path": str(path), **own[name]})
+    settings = {"model_name_or_path": model, "output_dir": str(tmp_path), "datasets": entries}
+    config = tmp_path / "run.yaml"
+
+    def words(settings: dict[str, Any]) -> list[str]:
+        config.write_text(yaml.safe_dump(settings | {"test_split_size": 0.2}))
+        return ["--config", str(config)]
+
+    trained = tokens_of(trained_documents("sft_packed", words(settings)))
+    run = PreviewedRun.from_call(TrainingCommand.from_words(words(settings)).trainer_call())
+    assert len(trained) == len(run.dataset) == 72 - 15
+    rows = range(0, 57, 8)
+    shown = [d for row in rows for d in run.documents_of_row(row)[0]]
+    assert tokens_of(shown) == [trained[row] for row in rows]
+    assert tokens_of([*run.documents()[0]]) == trained
+    entries[1]["prompt_column"], entries[1]["completion_column"] = "answer", "question"
+    assert tokens_of(previewed_documents(words(settings))) != trained
 
 
 def test_another_recipe_would_show_other_rows(model, tmp_path):

@@ -129,6 +129,117 @@ def test_data_sets_of_other_forms_need_no_common_columns(tmp_path, files):
         call_of(config_of(tmp_path, [*entries[:2], {"path": str(alpaca)}], **named))
 
 
+# Files of data sets as people have them, by source.
+FILES = {
+    "alpaca": [
+        {"instruction": f"Add {i}.", "input": "" if i % 2 else f"{i} and 1", "output": f"{i + 1}"}
+        for i in range(6)
+    ],
+    "math": [{"question": f"What is {i}?", "answer": f"{i}."} for i in range(5)],
+    "tools": [
+        {"talk": [{"from": "human", "value": f"Hi {i}"}, {"from": "gpt", "value": "Ho"}], "n": i}
+        for i in range(4)
+    ],
+    "web": [{"body": f"A page about {i}.", "url": "…"} for i in range(3)],
+    "trl": [{"prompt": "Why?", "completion": f"Because of {i}."} for i in range(2)],
+}
+OWN = {
+    "alpaca": {"prompt_template": "{instruction}\n{input}\n", "completion_column": "output"},
+    "math": {"prompt_column": "question", "completion_column": "answer"},
+    "tools": {"messages_column": "talk"},
+    "web": {"dataset_text_field": "body"},
+    "trl": {},
+}
+
+
+def entries_of(tmp_path, own: dict[str, dict]) -> list[dict]:
+    for name, rows in FILES.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [{"path": str(tmp_path / f"{name}.jsonl"), **named} for name, named in own.items()]
+
+
+def test_each_entry_names_its_own_columns(tmp_path):
+    entries = entries_of(tmp_path, OWN)
+    sets = call_of(config_of(tmp_path, entries)).train_dataset
+    assert {name: rows[0] for name, rows in sets.items()} == {
+        "alpaca": {"prompt": "Add 0.\n0 and 1\n", "completion": "1"},
+        "math": {"prompt": "What is 0?", "completion": "0."},
+        "tools": {"messages": FILES["tools"][0]["talk"]},
+        "web": {"text": "A page about 0."},
+        "trl": {"prompt": "Why?", "completion": "Because of 0."},
+    }
+    assert {name: len(rows) for name, rows in sets.items()} == {n: len(r) for n, r in FILES.items()}
+    streams = call_of(config_of(tmp_path, entries, streaming=True, max_steps=1)).train_dataset
+    assert {n: list(r) for n, r in streams.items()} == {n: list(r) for n, r in sets.items()}
+
+
+def test_an_entry_decides_for_itself_what_the_run_decides_for_the_others(tmp_path):
+    own = {
+        "alpaca": {"prompt_template": "alpaca", "query_field": "instruction"}
+        | {"completion_column": "output", "chat": True},
+        "math": {"prompt_column": "answer", "completion_column": "question"},
+        "trl": {"chat": False},
+        "web": {},
+    }
+    named = {"prompt_template": "Q: {question}\n", "completion_column": "answer", "chat": True}
+    named |= {"dataset_text_field": "body", "chat_template_path": str(chat_template(tmp_path))}
+    sets = call_of(config_of(tmp_path, entries_of(tmp_path, own), **named)).train_dataset
+    prompt, completion = sets["alpaca"][0]["prompt"], sets["alpaca"][0]["completion"]
+    assert (prompt[0]["role"], completion[0]["content"]) == ("user", "1")
+    assert "### Instruction:\nAdd 0.\n\n### Input:\n0 and 1\n" in prompt[0]["content"]
+    assert sets["math"][2]["prompt"] == [{"role": "user", "content": "2."}]
+    assert sets["math"][2]["completion"] == [{"role": "assistant", "content": "What is 2?"}]
+    assert sets["trl"][1] == FILES["trl"][1]
+    assert sets["web"].column_names == ["body"]
+    unnamed = [{"path": str(tmp_path / "math.jsonl")}, {"path": str(tmp_path / "trl.jsonl")}]
+    sets = call_of(config_of(tmp_path, unnamed, **named)).train_dataset
+    assert sets["math"][2]["prompt"] == [{"role": "user", "content": "Q: What is 2?\n"}]
+
+
+def chat_template(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("source", "named", "sentence"),
+    [
+        ("alpaca", {"prompt_column": "instrution"}, "alpaca: no column 'instrution' among instr"),
+        ("alpaca", {"prompt_column": "instruction"}, "alpaca: no column 'completion' among"),
+        ("alpaca", {}, "alpaca: no column to train on among .* in its entry with prompt_column"),
+        ("alpaca", {"prompt_template": "{q}"}, "alpaca: no column 'q' among .* with prompt_templ"),
+        ("alpaca", {"prompt_template": "{q"}, "alpaca: prompt_template cannot be read"),
+        ("alpaca", {"query_field": "input"}, "alpaca: query_field names a column of a prompt_t"),
+        ("math", OWN["math"] | {"prompt_template": "{answer}"}, "math: give prompt_column or prom"),
+        ("math", OWN["math"] | {"chat": True}, "math: chat needs a chat template"),
+        ("tools", {"messages_column": "n"}, "tools: row 0 has int in the column 'n', not mess"),
+        ("tools", OWN["tools"] | {"prompt_column": "n"}, "tools: messages_column is the whole doc"),
+        ("web", {"dataset_text_field": "text"}, "web: no column 'text' among body, url: name your"),
+        ("web", {"dataset_text_field": 3}, "entry 2: dataset_text_field=3 must be a text"),
+        ("web", {"chat": "no"}, "entry 2: chat='no' must be true or false"),
+    ],
+)
+def test_a_mistake_in_the_columns_of_an_entry_names_it(tmp_path, source, named, sentence):
+    entries = entries_of(tmp_path, {"trl": {}, source: named})
+    with pytest.raises((InputError, ValueError), match=sentence) as refusal:
+        PreviewedRun.from_call(call_of(config_of(tmp_path, entries))).documents()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_row_without_a_value_names_its_entry(tmp_path):
+    missing = tmp_path / "missing.jsonl"
+    missing.write_text('{"q": "Two?", "a": "Two."}\n' * 2 + '{"q": "Three?", "a": null}\n')
+    own = {"prompt_column": "q", "completion_column": "a", "weight": 1}
+    entries = [{"path": str(missing), **own}]
+    sentence = r"missing: row 2 has no value in the column 'a'"
+    with pytest.raises(ValueError, match=sentence):
+        call_of(config_of(tmp_path, entries))
+    call = call_of(config_of(tmp_path, entries, streaming=True, max_steps=1))
+    with pytest.raises(InputError, match=sentence):
+        list(call.train_dataset["missing"])
+
+
 def test_streams_are_read_as_streams(tmp_path, files):
     entries = [{"path": file, "weight": 1} for file in files.values()]
     call = call_of(config_of(tmp_path, entries, streaming=True, max_steps=1))

@@ -37,6 +37,19 @@ def test_entries_are_sources_and_paths_of_images_are_in_the_folder(files, tmp_pa
     assert args.mixture == {"pictures": {"epochs": 2}}
 
 
+def test_a_data_set_without_images_may_name_its_columns(files, tmp_path):
+    rows = tmp_path / "alpaca.jsonl"
+    rows.write_text('{"instruction": "Add.", "input": "1 and 1", "output": "2"}\n' * 3)
+    own = {"prompt_template": "{instruction}\n{input}", "completion_column": "output"}
+    entries = [{"path": files["pictures"]}, {"path": str(rows), **own, "chat": True}]
+    sets = load(Arguments(datasets=entries), config(tmp_path))
+    assert sets["alpaca"][2] == {
+        "prompt": [{"role": "user", "content": "Add.\n1 and 1"}],
+        "completion": [{"role": "assistant", "content": "2"}],
+    }
+    assert "images" in sets["pictures"].column_names
+
+
 def test_one_data_set_needs_no_entries(files, tmp_path):
     rows = load(Arguments(dataset_name=files["pictures"]), config(tmp_path))
     assert rows["images"][:] == [[f"{n}.png"] for n in range(3)]
@@ -46,7 +59,7 @@ def test_one_data_set_needs_no_entries(files, tmp_path):
     ("more", "entry", "settings", "sentence"),
     [
         ({"dataset_name": "a.jsonl"}, {}, {}, "dataset_name and datasets both name the data"),
-        ({}, {"prompt_column": "a"}, {}, "the entry 'chat' of datasets names columns"),
+        ({}, {"prompt_column": "a"}, {}, "the data set chat: no column 'a' among messages"),
         ({}, {"weight": 1}, {"mixture": {"chat": {"epochs": 1}}}, "say the same; give one"),
         ({}, {"wait": 1}, {}, "entry 1: 'wait' is unknown"),
     ],

@@ -132,6 +132,26 @@ def test_a_dictionary_that_is_no_training_set_is_refused(tmp_path, train_dataset
         trainer_of(tmp_path, train_dataset(tokenized({"a": 8, "b": 8})))
 
 
+def test_weights_of_sources_may_be_whole_in_one_and_parts_in_another(tmp_path):
+    sets = tokenized({"a": 4}, loss_weight=1) | tokenized({"b": 4}, loss_weight=0.5)
+    trainer = trainer_of(tmp_path, sets)
+    assert trainer.train_dataset["loss_weight"][:] == [1.0] * 4 + [0.5] * 4
+    wrong = sets | tokenized({"c": 4}, loss_weight=[1.0])
+    with pytest.raises(ValueError, match="loss_weight"):
+        trainer_of(tmp_path, wrong)
+    streams = {name: rows.to_iterable_dataset() for name, rows in sets.items()}
+    mixture = {name: {"weight": 1} for name in streams}
+    sentence = r"'loss_weight' holds int64 in train_dataset\['a'\] and float64 in train_dataset"
+    with pytest.raises(ValueError, match=sentence):
+        trainer_of(tmp_path, streams, mixture=mixture, max_steps=1)
+
+
+def test_a_message_quotes_the_name_of_a_source(tmp_path):
+    untrained = Dataset.from_list([{"input_ids": [1, 2], "labels": [-100, -100]}])
+    with pytest.raises(ValueError, match="no document of the 'a' dataset has a trained token"):
+        trainer_of(tmp_path, {"a": untrained} | tokenized({"b": 4}))
+
+
 def test_a_curriculum_orders_the_documents_of_all_sets_by_their_column(tmp_path):
     sets = tokenized({"a": 30, "b": 20})
     for number, name in enumerate(sets):

@@ -1,5 +1,6 @@
 """`PackedSFTConfig`: TRL's `SFTConfig` with packing on, plus the settings that packing adds."""
 
+import json
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -46,11 +47,22 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
             self.packing = self.max_length is not None
         if args.greater_is_better is None and _names_a_loss(args.metric_for_best_model):
             args.greater_is_better = False
+        for name in self._VALID_DICT_FIELDS:
+            _check_json(name, getattr(self, name))
         with warnings.catch_warnings():
             # TRL 1.16 always sets it, by a name that transformers 5.23 has deprecated.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
             super().__post_init__()
         check_options(self)
+
+
+def _check_json(name: str, value: Any) -> None:
+    """Raise ValueError for a JSON text that cannot be read; transformers would not name it."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r} is not JSON ({error})") from error
 
 
 def _names_a_loss(metric: str | None) -> bool:

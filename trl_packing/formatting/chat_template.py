@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
+from trl_packing.formatting.content_lists import check_lists
 from trl_packing.formatting.messages import Message
 
 try:  # private; without it, every conversation goes through `apply_chat_template`
@@ -88,10 +89,16 @@ class ChatTemplate:
     # --- rendering --------------------------------------------------------------------------------
 
     def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
-        """Return the text of a conversation. Errors of the template are raised as they are."""
+        """Return the text of a conversation. Errors of the template are raised as they are.
+
+        Raises:
+            ValueError: a content is a list, and the template cannot read it.
+        """
         if conversation.is_plain and self._renders_directly:
             return self._render_directly(conversation.messages, generation_prompt)
-        return self._apply(conversation, generation_prompt)
+        text = self._apply(conversation, generation_prompt)
+        self._check_lists(conversation, text)
+        return text
 
     def try_render(
         self, conversation: Conversation, *, generation_prompt: bool = False
@@ -111,7 +118,14 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **conversation.kwargs},
         )
+        self._check_lists(conversation, texts[0])
         return texts[0], spans[0]
+
+    def _check_lists(self, conversation: Conversation, text: str) -> None:
+        def render(messages: list[Message]) -> str | None:
+            return self.try_render(conversation.with_messages(messages))
+
+        check_lists(conversation.messages, text, render)
 
     def _apply(self, conversation: Conversation, generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(

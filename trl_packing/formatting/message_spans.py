@@ -29,6 +29,7 @@ from functools import cached_property
 from trl.data_utils import common_prefix_length
 
 from trl_packing.formatting.chat_template import ChatTemplate, Conversation, Span, absent_from
+from trl_packing.formatting.content_lists import texts_of
 from trl_packing.formatting.messages import REASONING_KEYS, Message
 from trl_packing.formatting.printable import quote
 
@@ -263,11 +264,11 @@ def _check_complete(number: int, message: Message, text: str) -> None:
 
 def missing_part(message: Message, text: str) -> tuple[str, str] | None:
     """Return the name and the words of a part of `message` that `text` leaves out; None if none."""
-    content = _text(message)
+    content = message.get("content")
     reasoning = {message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)}
     parts = []
-    if isinstance(content, str):
-        *thoughts, last = re.split(r"</?think>", content)
+    for words in [content] if isinstance(content, str) else texts_of(content or ()):
+        *thoughts, last = re.split(r"</?think>", words)
         parts.append(("content", last))
         reasoning |= set(thoughts[-1:])
     parts += [("reasoning", words) for words in reasoning]

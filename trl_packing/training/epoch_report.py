@@ -216,7 +216,7 @@ class PackingReport:
         """Return settings in steps as epochs: a packed step may hold many padded ones."""
         epochs = {n: (v, v / steps, v / padded_steps) for n, v in self.given_in_steps.items()}
         return "; ".join(
-            f"{name}={value} is {here:.1f} epochs here, {padded:.1f} if padded"
+            f"{name}={value} is {_short(here)} epochs here, {_short(padded)} if padded"
             for name, (value, here, padded) in epochs.items()
         )
 
@@ -254,6 +254,13 @@ class PackingReport:
         if steps <= (self.steps_per_epoch or 0):
             return ""
         return f"; documents_per_step={size} makes {steps}, if the run has few epochs"
+
+
+def _short(epochs: float) -> str:
+    """Return a number of epochs: 2.5, 0.3, 0.02, under 0.01."""
+    if epochs >= 0.095:
+        return f"{epochs:.1f}"
+    return f"{epochs:.2f}" if epochs >= 0.005 else "under 0.01"
 
 
 def _finite(value: Any) -> Any:

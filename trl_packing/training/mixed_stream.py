@@ -10,12 +10,13 @@ A stream that ends begins again, until all have ended once. So no document is le
 from collections.abc import Mapping
 from typing import Any
 
-from datasets import IterableDataset, interleave_datasets
+from datasets import Dataset, IterableDataset, interleave_datasets
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.labels import SOURCE
 from trl_packing.training.columns import training_columns
+from trl_packing.training.common_types import in_words
 from trl_packing.training.mixture import is_mixed
 
 
@@ -114,6 +115,28 @@ def join_streams(
     except StopIteration:  # datasets 5.2 reads the first documents of each stream
         empty = next(name for name, stream in streams.items() if next(iter(stream), None) is None)
         raise ValueError(f"train_dataset[{empty!r}]: {NOTHING_TO_TRAIN}") from None
+    except ValueError as error:
+        if "features can't be aligned" not in str(error):  # datasets 5.2
+            raise
+        raise ValueError(_other_types(streams, columns[first])) from error
+
+
+def _other_types(streams: Mapping[str, IterableDataset], columns: list[str]) -> str:
+    """Return a sentence on the first column that has another type in a later stream."""
+    features = {
+        name: Dataset.from_list([next(iter(stream))]).features for name, stream in streams.items()
+    }
+    first = next(iter(features))
+    for column in columns:
+        for name, each in features.items():
+            found, expected = each[column], features[first][column]
+            if found != expected:
+                return (
+                    f"the column {column!r} holds {in_words(expected)} in train_dataset[{first!r}] "
+                    f"and {in_words(found)} in train_dataset[{name!r}]; give it one type in all "
+                    "streams"
+                )
+    raise AssertionError("all columns of the streams have the same types")
 
 
 def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:

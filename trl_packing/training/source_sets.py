@@ -38,6 +38,7 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.packing.document_order import packing_seed
 from trl_packing.training.arguments import reason_for_trl_path
+from trl_packing.training.common_types import with_common_types
 from trl_packing.training.mixed_stream import (
     check_stream_is_not_mixed,
     join_streams,
@@ -133,7 +134,8 @@ def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) 
         named: columns that are kept if all of them have them.
 
     Raises:
-        ValueError: some rows were packed before, and others were not.
+        ValueError: some rows were packed before, and others were not; or a column has types that
+            have nothing in common.
     """
     columns = [name for name in _COLUMNS if any(name in d.column_names for d in documents.values())]
     columns += [
@@ -145,9 +147,9 @@ def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) 
             f"rows of train_dataset[{packed[0]!r}] were packed before (they have seq_lengths), and "
             "others were not; pass documents everywhere"
         )
-    parts = [_with_columns(dataset, columns) for dataset in documents.values()]
-    features = parts[0].features
-    parts = [part if part.features == features else part.cast(features) for part in parts]
+    parts = with_common_types(
+        {name: _with_columns(dataset, columns) for name, dataset in documents.items()}
+    )
     joined = concatenate_datasets(parts)
     ids = np.repeat(np.arange(len(parts)), [*map(len, parts)])
     feature = ClassLabel(names=[*documents])
@@ -200,7 +202,8 @@ def prepare_sources(
     """
     if sets is None or (dataset is not None and dataset is not sets.first):
         return prepare(dataset, name)
-    prepared = {name: prepare(dataset, name) for name, dataset in sets.datasets.items()}
+    # Messages write "the 'web' dataset": the name of a source may be any word.
+    prepared = {name: prepare(dataset, repr(name)) for name, dataset in sets.datasets.items()}
     documents = {name: found for name, (found, _) in prepared.items()}
     options = PackingOptions.of(args)
     if not sets.are_streams:

@@ -27,7 +27,10 @@ def training_template(args: Any, tokenizer: Any, first: dict[str, Any]) -> str |
     if not args.assistant_only_loss:
         return None
     if not is_conversational(first):
-        raise ValueError("assistant_only_loss=True needs conversations, and there are none")
+        raise ValueError(
+            "assistant_only_loss=True needs conversations in a column 'messages', as TRL reads "
+            f"them, but the columns are {sorted(first)}; set train_on='assistant' instead"
+        )
     if has_generation_markers(tokenizer.chat_template):
         return None
     return get_training_chat_template(tokenizer)
