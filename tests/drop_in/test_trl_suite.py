@@ -7,8 +7,8 @@ They are not part of this repository. Point TRL_TESTS at the `tests` folder of a
 
 No hub is needed: they run in a folder where `trl-internal-testing/tiny-…ForCausalLM` and
 `trl-internal-testing/zen` are directories, which `from_pretrained` and `load_dataset` prefer. They
-hold models and rows of `tiny`, not the published ones, so a few tests fail with any trainer: the
-suite runs with TRL's class first, and what passes there must pass with ours.
+hold models and rows of `tiny` and `vision`, not the published ones, so a few tests fail with any
+trainer: the suite runs with TRL's class first, and what passes there must pass with ours.
 """
 
 import json
@@ -21,7 +21,16 @@ from pathlib import Path
 
 import pytest
 import trl
-from helpers.tiny import CHATML_GENERATION, tiny_model, tiny_rows, tiny_tokenizer, tiny_vlm
+from datasets import Dataset
+from helpers.tiny import (
+    CHATML_GENERATION,
+    tiny_dataset,
+    tiny_model,
+    tiny_rows,
+    tiny_tokenizer,
+    tiny_vlm,
+)
+from helpers.vision import image_dataset, tiny_processor, vision_model
 
 TRL_TESTS = os.environ.get("TRL_TESTS")
 
@@ -85,8 +94,13 @@ DATASETS = {
 
 def _write_model(folder: Path, architecture: str) -> None:
     """A model id: weights, and a tokenizer with the peculiarities that TRL's tests rely on."""
-    if folder.name.startswith("tiny-LlavaForCond"):
+    if architecture == "Llava":
         model, processing_class = tiny_vlm("llava")
+    elif architecture == "Qwen2_5_VL":  # text only: its own processor needs torchvision
+        model, processing_class = tiny_vlm("qwen2_5_vl")[0], tiny_vlm("llava")[1]
+    elif architecture == "LlavaNext":
+        processing_class = tiny_processor("llava_next")
+        model = vision_model("llava_next", processing_class, {}, {"num_hidden_layers": 2})
     elif architecture in MODELS:
         model = tiny_model(MODELS[architecture])
         processing_class = tiny_tokenizer(chat="generation")
@@ -122,6 +136,17 @@ def _write_dataset(folder: Path, configs: dict[str, str]) -> None:
     (folder / "README.md").write_text("\n".join([*card, "---"]), encoding="utf-8")
 
 
+def _write_images(folder: Path, configs: dict[str, Dataset]) -> None:
+    """A data set id with images: the training rows of every config."""
+    folder.mkdir(parents=True)
+    card = ["---", "configs:"]
+    for name, rows in configs.items():
+        rows.to_parquet(folder / f"{name}.parquet")
+        card += [f"- config_name: {name}", "  data_files:"]
+        card += ["  - split: train", f"    path: {name}.parquet"]
+    (folder / "README.md").write_text("\n".join([*card, "---"]), encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
     """A folder that looks like the hub to whoever works in it."""
@@ -133,6 +158,11 @@ def hub(tmp_path_factory) -> Path:
         _write_model(root / "trl-internal-testing" / name, architecture)
     for name, configs in DATASETS.items():
         _write_dataset(root / "trl-internal-testing" / name, configs)
+    one, several = tiny_dataset("images", 8), image_dataset(8)
+    forms = ("conversational_language_modeling", "conversational_prompt_completion")
+    for name in ("zen-image", "zen-multi-image"):
+        images = dict(zip(forms, (one, several), strict=True))
+        _write_images(root / "trl-internal-testing" / name, images)
     other = tiny_tokenizer(chat=True)
     other.chat_template = CHATML_GENERATION
     other.save_pretrained(root / "Qwen/Qwen3-4B")
