@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="a .jsonl with question and answer")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--num_proc", type=int, default=1)
+    parser.add_argument("--memory", action="store_true", help="only the memory of the command")
     parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -122,6 +123,9 @@ def main() -> None:
         folder = Path(place)
         file, out = folder / "rows.jsonl", folder / "out"
         write_rows(file, arguments.rows, arguments.data)
+        if arguments.memory:
+            print(f"at most {prepare(file, out, arguments)[2]:,.0f} MiB in all processes")
+            return
         rows = load_rows(str(file))  # so that no run below parses the file
         told, seconds, most_mib = prepare(file, out, arguments)
         again = prepare_killed(file, folder / "killed", arguments, seconds / 3)
