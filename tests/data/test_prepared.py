@@ -277,6 +277,12 @@ def test_a_selection_is_checked_and_cut_and_counted_anew(tmp_path):
     assert "longer than max_length=64" in str(counts)
 
 
+def test_a_selection_without_its_labels_is_refused(tmp_path):
+    prepared = made(tmp_path / "out", call_for(chats()))
+    with pytest.raises(ValueError, match="held have no 'labels' any more; keep the columns"):
+        documents_of(call_for(prepared.select(range(3)).remove_columns("labels")))
+
+
 def test_labels_of_a_selection_stay_with_a_response_template(tmp_path):
     rows, changes = CASES["template"]
     prepared = made(tmp_path / "out", call_for(rows, **changes))

@@ -79,6 +79,15 @@ def test_a_temperature_of_1_draws_every_document_once_and_a_high_one_evens_sourc
     assert drawn_by_weight([1000, 10], sizes, sizes, 1e9).tolist() == [505, 505]
 
 
+def test_extreme_weights_temperatures_and_epochs_neither_overflow_nor_draw_nothing():
+    sizes = np.array([1000, 500])
+    assert drawn_by_weight([1e308, 1e308], sizes, sizes).tolist() == [750, 750]
+    assert drawn_by_weight([1000, 500], sizes, sizes, 0.001).tolist() == [1500, 1]
+    drawn = drawn_by_epochs(np.array([1e300, 1.0]), sizes)
+    assert drawn[0] > 1e15
+    assert drawn[1] == 500
+
+
 def test_a_small_share_draws_a_document_and_none_draws_nothing():
     drawn = drawn_by_epochs(np.array([0.001, 0.0, 2.5]), np.array([10, 10, 10]))
     assert drawn.tolist() == [1, 0, 25]

@@ -132,6 +132,19 @@ def test_a_dictionary_that_is_no_training_set_is_refused(tmp_path, train_dataset
         trainer_of(tmp_path, train_dataset(tokenized({"a": 8, "b": 8})))
 
 
+@pytest.mark.parametrize("source_sets", [True, False])
+def test_an_evaluation_set_without_columns_is_refused_by_its_name(tmp_path, source_sets):
+    sets = tokenized({"a": 8, "b": 8})
+    trainer = trainer_of(tmp_path, sets if source_sets else sets["a"])
+    assert trainer.evaluate({"x": sets["a"]})["eval_x_loss"] > 0
+    for wrong, sentence in (
+        ([1], "the eval dataset is a list; pass a Dataset or an IterableDataset"),
+        ({"x": None}, "the x dataset is a NoneType; pass a Dataset"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            trainer.evaluate(wrong)
+
+
 def test_weights_of_sources_may_be_whole_in_one_and_parts_in_another(tmp_path):
     sets = tokenized({"a": 4}, loss_weight=1) | tokenized({"b": 4}, loss_weight=0.5)
     trainer = trainer_of(tmp_path, sets)
@@ -239,6 +252,10 @@ def test_the_report_says_what_an_epoch_draws_of_each_source(tmp_path):
         ({"mixture": {"c": {"weight": 1}}}, "mixture names 'c', but the sources are a, b"),
         ({"mixture": {"a": {"epochs": 0}, "b": {"epochs": 0}}}, "mixture draws no document"),
         ({"mixture": {"a": {"weight": 0}, "b": {"weight": 0}}}, "mixture draws no document"),
+        (
+            {"mixture": {"a": {"epochs": 1e300}}},
+            "documents of 'a', and 1,000,000,000 are the most; lower its epochs",
+        ),
         ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have a 'weight' or 'epochs'"),
         ({"mixture": {"a": {"weight": 1, "epochs": 2}}}, "must have a 'weight' or 'epochs'"),
         ({"mixture": {"a": {"weight": -1}}}, "weight=-1 of 'a' in mixture must be a number from 0"),

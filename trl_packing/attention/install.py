@@ -126,6 +126,7 @@ def check_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     """Run one small backward of a third-party kernel, in the first call of `model` in the block.
 
     Args:
+        model: the model that is called, with its wrappers.
         training: whether the model is about to train; None reads its mode.
 
     Yields:

@@ -26,6 +26,16 @@ from trl_packing.documents.labels import (
 from trl_packing.documents.weight_columns import document_weights_from_rows
 
 
+def check_is_dataset(dataset: Any, name: str) -> None:
+    """Raise TypeError for an object without columns, such as a list of rows."""
+    if not hasattr(dataset, "column_names"):
+        raise TypeError(
+            f"the {name} dataset is a {type(dataset).__name__}; pass a Dataset or an "
+            "IterableDataset (datasets.Dataset.from_list makes one of rows), or a dictionary of "
+            "them"
+        )
+
+
 def check_not_empty(dataset: AnyDataset, name: str) -> None:
     """Raise ValueError if `dataset` has no rows."""
     is_map_style = isinstance(dataset, Dataset)

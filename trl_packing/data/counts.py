@@ -41,6 +41,7 @@ class Stage:
             stage that splits documents loses a negative number of them.
         lost_eos: documents that have fewer trained stop tokens than before.
         remedy: the setting that avoids the loss.
+        unit: of `affected`: "document", or "piece" of one.
         empty: affected documents without any token.
         repeated: tokens that pieces repeat as context, without training them again.
     """

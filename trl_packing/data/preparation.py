@@ -99,6 +99,7 @@ def unfitted(
     if records := records_of(dataset):  # a selection, or several sets
         for record in records:
             record.check(rules)
+            record.check_columns(dataset)
         return Unfitted(rows, dataset, overflow, ())
     check(rows, rules)
     documents, notes = _tokenize(rows, rules)

@@ -23,6 +23,7 @@ from trl_packing.data.counts import Conversations, PreparationCounts, Stage, Tok
 from trl_packing.data.document_rules import DocumentRules
 from trl_packing.data.rules import Preparation
 from trl_packing.data.shards import hash_of_file
+from trl_packing.documents.labels import TOKEN_COLUMNS
 
 MANIFEST = "manifest.json"
 FORMAT_KEY, FORMAT = "trl_packing_prepared", 1
@@ -70,6 +71,16 @@ class PreparedRecord:
             raise ValueError(
                 f"the prepared data in {self.folder} do not fit this run: {differences}; use the "
                 "same settings here, or run `trl-packing prepare` again with those of this run"
+            )
+
+    def check_columns(self, dataset: Dataset | IterableDataset) -> None:
+        """Raise ValueError if columns of tokens were removed since."""
+        columns = dataset.column_names
+        missing = [name for name in TOKEN_COLUMNS if columns and name not in columns]
+        if missing:
+            raise ValueError(
+                f"the documents that {self.folder} held have no {missing[0]!r} any more; keep the "
+                f"columns {' and '.join(TOKEN_COLUMNS)}"
             )
 
 

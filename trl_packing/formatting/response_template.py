@@ -43,7 +43,7 @@ class Marker:
         if len(template) == 0:
             raise ValueError(f"{name} is empty: it would be found everywhere")
         if isinstance(template, str):
-            # Some tokenizers change text: the second text is the template as such a one decodes it.
+            # Some tokenizers change text: the second text is the template after a round trip.
             again = _decode(tokenizer, tokenizer.encode(template, add_special_tokens=False))
             return cls((), tuple(dict.fromkeys(text for text in (template, again) if text)))
         ids = tuple(int(token) for token in template)

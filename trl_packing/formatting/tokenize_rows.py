@@ -104,7 +104,6 @@ def documents_from_rows(
     columns = ["input_ids", "labels"]
     if flagged and row_format.train_on in ("assistant", "last_assistant", "every_turn"):
         columns.append(TOKEN_WEIGHTS)
-    is_stream = isinstance(dataset, IterableDataset)
     if row_format.makes_turns:
         columns += [TURN, *document_columns]
     options: dict[str, Any] = {
@@ -120,32 +119,44 @@ def documents_from_rows(
     }
     if row_format.makes_turns:
         options["batch_size"] = _CONVERSATIONS_AT_ONCE
-    present = get_dataset_column_names(dataset)
-    if is_stream:
-        dtypes = _dtypes_of(document_columns, dataset, first)
-        options["features"] = Features({c: dtypes[c] for c in (*columns, *document_columns)})
-    else:
-        options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
+    is_stream = isinstance(dataset, IterableDataset)
     if not keeps_columns or is_stream or row_format.makes_turns:
+        present = get_dataset_column_names(dataset)
         options["remove_columns"] = [c for c in present if c not in document_columns]
     rows = dataset.with_format(None)
     if isinstance(rows, IterableDataset):
-        return rows.map(_prepare_batch, **options)
+        dtypes = _dtypes_of(document_columns, rows, first)
+        features = Features({c: dtypes[c] for c in (*columns, *document_columns)})
+        return rows.map(_prepare_batch, features=features, **options)
+    options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
     try:
         if parts is not None:
             return parts.map(rows, _prepare_batch, **options)
         return rows.map(_prepare_batch, **options)
     except (ValueError, RuntimeError) as error:
-        if str(error).startswith(_WORKER_ENDED):
-            raise ValueError(
-                f"a process that tokenized the {name} dataset was killed, probably because memory "
-                f"ran out; use fewer processes (dataset_num_proc={num_proc})"
-            ) from error
-        bad = _all_bad_rows(rows, row_format, row_format.form(first), name)
-        if not bad:
+        named = _with_names(error, rows, row_format, name, num_proc)
+        if named is None:
             raise
-        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
-        raise kind(str(bad)) from error
+        raise named from error
+
+
+def _with_names(
+    error: ValueError | RuntimeError,
+    rows: Dataset,
+    row_format: RowFormat,
+    name: str,
+    num_proc: int | None,
+) -> Exception | None:
+    """Return `error` with all bad rows, or the reason why a process ended; None if it has none."""
+    if str(error).startswith(_WORKER_ENDED):
+        return ValueError(
+            f"a process that tokenized the {name} dataset was killed, probably because memory "
+            f"ran out; use fewer processes (dataset_num_proc={num_proc})"
+        )
+    bad = _all_bad_rows(rows, row_format, row_format.form(next(iter(rows))), name)
+    if not bad:
+        return None
+    return (RuntimeError if isinstance(error, RuntimeError) else ValueError)(str(bad))
 
 
 def _dtypes_of(

@@ -34,6 +34,7 @@ class Refusal:
     Attributes:
         error: type and first line of the exception.
         stage: what was running. Another backend helps only after a packed call of the model.
+        verdict: "refused", beside the verdicts of an `IsolationReport`.
     """
 
     error: str

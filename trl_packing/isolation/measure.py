@@ -3,7 +3,7 @@
 Results are logits of document B, or log-probabilities and entropies if the run uses the fused head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -78,7 +78,8 @@ def measure_probe(
 
     def packed(*documents: np.ndarray) -> Tensor:
         at = sum(map(len, documents)) + rows
-        return outputs_in_row(model, inner, documents, at, fused_head, collate)
+        row = [{"input_ids": ids} for ids in documents]
+        return outputs_in_row(model, inner, row, at, fused_head, collate)
 
     if fused_head:
         rows = rows[rows < -1]  # the last position of B predicts nothing
@@ -100,14 +101,23 @@ def measure_probe(
 def outputs_in_row(
     model: nn.Module,
     inner: Any,
-    documents: Sequence[np.ndarray],
+    documents: Sequence[Mapping[str, Any]],
     rows: np.ndarray,
     fused_head: bool,
     collate: PackedCollator,
 ) -> Tensor:
-    """Return the outputs of a packed row of `documents` at the positions `rows`, float32."""
+    """Return the outputs of a packed row of `documents` at the positions `rows`, float32.
+
+    Args:
+        model: the model as a training step calls it.
+        inner: the model inside its wrappers.
+        documents: `input_ids` of each, and `images` if it has some.
+        rows: positions in the row, ``(P,)``.
+        fused_head: whether to score the row through TRL's fused LM head.
+        collate: makes the packed row.
+    """
     with restore_state(inner):
-        batch = collate_packed(inner, collate, [{"input_ids": d} for d in documents])
+        batch = collate_packed(inner, collate, [dict(document) for document in documents])
         labels = batch.pop("labels")
         # From the end: prompt tuning prepends tokens, and padding may follow the documents.
         here = rows - labels.shape[1]

@@ -154,13 +154,14 @@ def _measure(
     def shared(siblings: Sequence[np.ndarray]) -> Tensor:
         whole = [document, *family.with_prefix(siblings)]
         rows = build_prefix_tree(whole).targets[at + 1] - 1
-        return outputs_in_row(model, inner, whole, rows, fused_head, collate)
+        row = [{"input_ids": ids} for ids in whole]
+        return outputs_in_row(model, inner, row, rows, fused_head, collate)
 
     def contaminated(siblings: Sequence[np.ndarray]) -> Tensor:
-        one = np.concatenate([family.prefix, *siblings, family.branch])
-        rows = at + len(one) - len(document)
+        ids = np.concatenate([family.prefix, *siblings, family.branch])
+        rows = at + len(ids) - len(document)
         apart = collate.with_sharing(False)
-        return outputs_in_row(model, inner, [one], rows, fused_head, apart)
+        return outputs_in_row(model, inner, [{"input_ids": ids}], rows, fused_head, apart)
 
     return Measurement(
         alone=two_roundings(inner, alone),

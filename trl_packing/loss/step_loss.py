@@ -177,8 +177,9 @@ class StepLoss:
         """Return whether the losses of a micro-batch are multiplied by weights."""
         if scale is not None or TOKEN_WEIGHTS in inputs:
             return True
-        # The label smoother says the loss of each target only if it weighs them, by 1. A fused head
-        # always does, and computes the gradient of its weight once if nothing is weighed.
+        # The label smoother returns the loss of each target only if targets have weights, here 1.
+        # A fused head always does, and computes the gradient of its weight once if nothing is
+        # weighed.
         smooths = self.trainer.label_smoother is not None and self.trainer.args.loss_type == "nll"
         return SOURCE_IDS in inputs and (self._evaluated is not None or smooths)
 

@@ -117,6 +117,7 @@ def all_reduce_max(value: int, device: torch.device | None = None) -> int:
     """Return the largest of the values that the ranks pass.
 
     Args:
+        value: that of this rank.
         device: the device to reduce on; None reduces on the CPU and waits for no device.
     """
     if _is_alone():

@@ -144,38 +144,31 @@ class PackedCollator:
             )
         real, sources = lengths[: len(lengths) - len(masked)], None
         if any(SOURCE_IDS in document for document in documents):
-            ids_of_rows = [*(document[SOURCE_IDS] for document in documents), *[-1] * bool(tail)]
-            source_ids = np.repeat(ids_of_rows, [*map(sum, rows), *[tail] * bool(tail)])
+            source_ids = _source_ids(documents, rows, tail)
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
             sources = source_ids[np.cumsum([0, *real], dtype=np.int64)[:-1]]
         if self.images is not None:
             batch |= self.images.tensors([*documents, *blanks], input_ids)
         tree = self._tree_row(batch, real, sources)
-        if not self.tensors_only:
-            return PackedBatch(batch if tree is None else tree.batch)
         if tree is not None:
             batch = tree.batch
+        if not self.tensors_only:
+            return PackedBatch(batch)
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
         if not self.host_row or type(self).__call__ is not PackedCollator.__call__:
             return PackedBatch(tensors)
         if tree is not None:
             return PackedBatch(tensors, tree.host)
-        is_trained = tensors["labels"][0].numpy() != IGNORE_INDEX
-        boundaries = np.cumsum([0, *lengths], dtype=np.int64)
-        images = 0 if self.images is None else self.images.count(documents)
-        longest = batch["max_length_q"]
-        return PackedBatch(
-            tensors,
-            HostRow(
-                boundaries,
-                is_trained,
-                tail,
-                max_length=longest,
-                sources=sources,
-                num_images=images,
-            ),
+        host = HostRow(
+            np.cumsum([0, *lengths], dtype=np.int64),
+            tensors["labels"][0].numpy() != IGNORE_INDEX,
+            tail,
+            max_length=batch["max_length_q"],
+            sources=sources,
+            num_images=0 if self.images is None else self.images.count(documents),
         )
+        return PackedBatch(tensors, host)
 
     def _tree_row(
         self, batch: dict[str, Any], lengths: list[int], sources: np.ndarray | None
@@ -266,6 +259,14 @@ def _seq_lengths(
                 f"{sum(lengths)}; they must name every token"
             )
         yield lengths
+
+
+def _source_ids(
+    documents: Sequence[Mapping[str, Any]], rows: list[list[int]], tail: int
+) -> np.ndarray:
+    """Return the source of each token ``(T,)``, -1 for the `tail` of masked tokens."""
+    ids = [document[SOURCE_IDS] for document in documents]
+    return np.repeat([*ids, -1], [*map(sum, rows), tail])
 
 
 def _batch(

@@ -148,8 +148,10 @@ def balanced_in_stages(
     stage of each bin, ``(bins,)``.
     """
     size = slots * bins_per_batch
-    first = stages[: len(stages) // size * size : size]  # the stage in which a step begins
-    begins = [0, *(np.flatnonzero(np.diff(first)) + 1) * size, len(first) * size]
+    steps = stages[: len(stages) // size * size].reshape(-1, size)
+    # A step that holds bins of two stages exchanges none, so no bin of the next stage comes early.
+    is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
+    begins = [0, *(np.flatnonzero(is_other) + 1) * size, steps.size]
     parts = []
     for start, stop in pairwise(begins):
         order = balanced_order(

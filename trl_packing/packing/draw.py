@@ -19,6 +19,8 @@ from trl_packing.packing.fair_steps import excess_of_documents, exchange_between
 
 _SEED = 0x6D6978  # keeps the order of remainders apart from other uses of the seed
 
+_MOST_COUNTED = 2.0**60  # larger shares would not fit into 64 bits
+
 
 @dataclass(frozen=True, eq=False)
 class MixtureDraw:
@@ -131,7 +133,8 @@ def drawn_by_weight(
         >>> drawn_by_weight([1, 1], np.array([10, 10]), np.array([300, 100])).tolist()
         [7, 20]
     """
-    shares = np.asarray(weights, float) ** (1 / temperature)
+    shares = np.asarray(weights, float)
+    shares = (shares / shares.max()) ** (1 / temperature)  # neither power nor sum overflows
     shares[np.asarray(weights) == 0] = 0.0
     wanted = shares / shares.sum() * units.sum()
     return drawn_by_epochs(wanted / np.maximum(units, 1), sizes)
@@ -144,5 +147,5 @@ def drawn_by_epochs(epochs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         epochs: how often an epoch draws each document of a source, ``(sources,)``.
         sizes: documents of each source, ``(sources,)``.
     """
-    counts = np.rint(epochs * sizes).astype(np.int64)
+    counts = np.rint(np.minimum(epochs * sizes, _MOST_COUNTED)).astype(np.int64)
     return np.maximum(counts, (np.asarray(epochs) > 0) & (sizes > 0))

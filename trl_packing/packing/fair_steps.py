@@ -112,7 +112,7 @@ def exchange_between_steps(
     num_steps, nobody = -(-len(order) // size), len(keys)
     if min(num_steps, size) < 2 or not len(excess):
         return order
-    # Places that the last step lacks hold nobody, who exchanges with nobody.
+    # The last step may be shorter; the places that it lacks are filled, and never exchanged.
     steps = np.full(num_steps * size, nobody, order.dtype)
     steps[: len(order)] = order
     steps = steps.reshape(num_steps, size)

@@ -9,7 +9,7 @@ import numpy as np
 
 from trl_packing.packing.prefix_groups import PrefixGroups
 
-# Groups that wait for a step with room; then one is cut. Few wait, because steps shall stay drawn.
+# Most groups that wait for a step with room, before one is cut. Few, to keep steps random.
 _MOST_WAITING = 64
 
 

@@ -171,7 +171,7 @@ def _own_labels(ids: ListColumn, labels: ListColumn) -> np.ndarray:
     cuts = np.unique([*ids.first_row, *labels.first_row, *range(0, len(found), _AT_ONCE)])
     for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         (tokens, offsets), (targets, others) = (_slice(x, start, stop) for x in (ids, labels))
-        # Where lengths differ, the collator refuses the document by name.
+        # If lengths differ, the collator refuses the document by name.
         is_equal = np.array_equal(offsets, others)
         found[start:stop] = not is_equal or _has_own_labels(tokens, targets, offsets)
     return found

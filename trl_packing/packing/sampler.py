@@ -15,20 +15,19 @@ Bins and steps are made of places, and micro-batches are yielded as documents.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.bins import PackingPlan, find_strategy, pack
-from trl_packing.packing.curriculum import in_stages, pack_stages
+from trl_packing.packing.bins import PackingPlan
+from trl_packing.packing.curriculum import in_stages
 from trl_packing.packing.document_order import document_order
 from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import PackedSteps, steps_from_plan, with_more_bins
+from trl_packing.packing.epoch import PackedSteps, steps_from_plan
+from trl_packing.packing.epoch_bins import EpochBins
 from trl_packing.packing.group_order import keep_groups_together
 from trl_packing.packing.image_loads import ImageLoads
-from trl_packing.packing.patch_bins import PatchBins
 from trl_packing.packing.places import EpochPlaces
 from trl_packing.packing.prefix_groups import PrefixGroups
 
@@ -138,14 +137,23 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.num_drawn = len(self.places)
         self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
-        self._plan: PackingPlan | None = None
-        self._plan_epoch: int | None = None
         self._steps: PackedSteps | DocumentSteps | None = None
         self._steps_epoch: int | None = None
         self.resumed_epoch: ResumedEpoch | None = None
-        self.num_bins: int | None = None
+        self._bins: EpochBins | None = None
         if not documents_per_step:
-            self.num_bins = self._bins_of_an_epoch()
+            self._bins = EpochBins(
+                self.lengths,
+                None if rows else capacity,
+                self.places,
+                strategy=strategy,
+                seed=seed,
+                shuffle=shuffle,
+                epochs=epochs,
+                groups=groups,
+                stages=stages,
+                loads=loads,
+            )
 
     def _check(self, allow_idle_ranks: bool) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
@@ -194,6 +202,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
     @property
     def _slots(self) -> int:
         return self.num_ranks * self.accumulation
+
+    @property
+    def num_bins(self) -> int | None:
+        """Return the bins of an epoch; None if nothing is packed into bins."""
+        return None if self._bins is None else self._bins.number
 
     @property
     def tokens_per_batch(self) -> int | None:
@@ -254,9 +267,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def plan(self) -> PackingPlan | None:
         """Return the bins of this epoch; None with documents_per_step."""
-        if self.documents_per_step is not None:
+        if self._bins is None:
             return None
-        plan = self._plan_for(self.epoch)
+        plan = self._bins.plan(self.epoch)
         return plan if self.draw is None else replace(plan, indices=self.documents_at(plan.indices))
 
     def steps(self) -> Iterator[list[list[int]]]:
@@ -290,7 +303,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
         With `groups` they are those that rows with shared prefixes compute.
         """
-        return None if self.documents_per_step is not None else int(self._plan_for(0).tokens.sum())
+        return None if self._bins is None else int(self._bins.plan(0).tokens.sum())
 
     def groups_per_step(self) -> float | None:
         """Return the mean number of `groups` with a document in a step; None without groups."""
@@ -305,76 +318,17 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def documents_by_bin(self) -> np.ndarray | None:
         """Return the number of documents in each bin of epoch 0, None if nothing is packed here."""
-        if self.documents_per_step is not None or self.rows:
+        if self._bins is None or self.rows:
             return None
-        return np.diff(self._plan_for(0).offsets)
+        return np.diff(self._bins.plan(0).offsets)
 
     # --- drawing an epoch ---------------------------------------------------------------------
 
-    def _bins_of_an_epoch(self) -> int:
-        """Return the number of bins that every epoch has."""
-        if self.places.are_same_every_epoch:
-            return len(self._plan_for(0))
-        assert self.capacity is not None
-        # Where documents are sorted first, no seed changes the number of bins.
-        is_seeded = find_strategy(self.strategy).order_dependent
-        return max(
-            len(
-                self._pack_part(
-                    self.places.documents(epoch), (self.seed, epoch) if is_seeded else None
-                )
-            )
-            for epoch in range(max(self.epochs, 1))
-        )
-
-    def _plan_for(self, epoch: int) -> PackingPlan:
-        """Return the bins of an epoch, cached because the constructor already needs the first."""
-        is_fixed = self.rows or find_strategy(self.strategy).order_dependent or not self.shuffle
-        epoch = 0 if is_fixed and self.places.are_same_every_epoch else epoch
-        if self._plan is None or self._plan_epoch != epoch:
-            self._plan, self._plan_epoch = self._draw_plan(epoch), epoch
-        return self._plan
-
-    def _draw_plan(self, epoch: int) -> PackingPlan:
-        lengths = self.places.lengths(epoch)
-        if self.rows or self.capacity is None:
-            number = len(lengths)
-            longest = int(lengths.max(initial=0))
-            tokens = lengths.astype(np.int64)
-            return PackingPlan(np.arange(number), np.arange(number + 1), tokens, longest)
-        seed = (self.seed, epoch) if self.shuffle else None
-        if self.groups is not None:
-            return self.groups.pack(self.capacity, self.strategy, seed)
-        if self.stages is not None:
-            return pack_stages(self.stages, self._pack_part, seed)
-        if self.draw is not None:
-            plan = self._pack_part(self.places.documents(epoch), seed)
-            return with_more_bins(plan, lengths, self.num_bins or 0)
-        if self._patch_bins is not None:
-            return self._patch_bins.pack(seed)
-        return pack(self.lengths, self.capacity, self.strategy, seed)
-
-    def _pack_part(self, documents: np.ndarray, seed: Sequence[int] | None) -> PackingPlan:
-        """Return the bins of some documents, which it counts from 0 as they are given."""
-        assert self.capacity is not None
-        lengths, loads = self.lengths[documents], self.loads
-        if loads is None or loads.most_patches is None:
-            return pack(lengths, self.capacity, self.strategy, seed)
-        limits = self.capacity, loads.most_patches
-        return PatchBins(lengths, loads.patches[documents], *limits, self.strategy).pack(seed)
-
-    @cached_property
-    def _patch_bins(self) -> PatchBins | None:
-        loads = self.loads
-        if loads is None or loads.most_patches is None or self.capacity is None:
-            return None
-        limits = self.capacity, loads.most_patches
-        return PatchBins(self.lengths, loads.patches, *limits, self.strategy)
-
     def _packed_steps(self) -> PackedSteps:
+        assert self._bins is not None
         if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
             self._steps = steps_from_plan(
-                self._plan_for(self.epoch),
+                self._bins.plan(self.epoch),
                 self.places.lengths(self.epoch),
                 num_ranks=self.num_ranks,
                 accumulation=self.accumulation,

@@ -99,28 +99,14 @@ def _groups(flat: dict[str, np.ndarray], starts: np.ndarray) -> list[int]:
 def _row(
     tree: PrefixTree, flat: dict[str, np.ndarray], lengths: Sequence[int], tail: int, pad: int
 ) -> TreeRow:
-    is_trained = flat["labels"] != IGNORE_INDEX
-    counts = tree.sum_targets(is_trained)
-    ids = tree.place(flat["input_ids"])
-    # Where a document has labels of its own, it shares nothing: its labels are on its path.
-    labels = np.where(counts > 0, tree.place(flat["labels"]), IGNORE_INDEX)
-    labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
-    weights = flat.get(TOKEN_WEIGHTS)
-    sums = counts if weights is None else tree.sum_targets(weights)
-    row = {
-        "input_ids": (ids, pad),
-        "labels": (labels, IGNORE_INDEX),
-        TOKEN_WEIGHTS: (sums.astype(np.float32), 0),
-        TARGET_COUNTS: (counts.astype(np.int64), 0),
-        "position_ids": (tree.position_ids, None),
-    }
+    row = _values(tree, flat, pad)
     tensors = {name: _padded(values, tail, fill) for name, (values, fill) in row.items()}
-    total = len(ids) + tail
+    total = len(tree.tokens) + tail
     cu_seqlens, cu_seqlens_k, key_index = tree.cu_seqlens, tree.cu_seqlens_k, tree.key_index
     if tail:
         cu_seqlens = np.append(cu_seqlens, np.int32(total))
         cu_seqlens_k = np.append(cu_seqlens_k, np.int32(len(key_index) + tail))
-        key_index = np.append(key_index, np.arange(len(ids), total))
+        key_index = np.append(key_index, np.arange(len(tree.tokens), total))
     segments = torch.from_numpy(np.diff(cu_seqlens).astype(np.int64))
     longest, most_keys = int(segments.max()), int(np.diff(cu_seqlens_k).max())
     batch = tensors | {
@@ -139,12 +125,32 @@ def _row(
         longest,
         TreeNumbers(
             np.asarray(lengths, np.int64),
-            int(counts.sum()),
+            int(row[TARGET_COUNTS][0].sum()),
             most_keys,
             np.diff(tree.cu_seqlens_k).astype(np.int64),
         ),
     )
     return TreeRow(batch, host)
+
+
+def _values(
+    tree: PrefixTree, flat: dict[str, np.ndarray], pad: int
+) -> dict[str, tuple[np.ndarray, int | None]]:
+    """Return the values of the tokens of a row ``(T',)``, each with those of its padding."""
+    counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
+    ids = tree.place(flat["input_ids"])
+    # A document with labels of its own shares nothing, so its labels are on its path.
+    labels = np.where(counts > 0, tree.place(flat["labels"]), IGNORE_INDEX)
+    labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
+    weights = flat.get(TOKEN_WEIGHTS)
+    sums = counts if weights is None else tree.sum_targets(weights)
+    return {
+        "input_ids": (ids, pad),
+        "labels": (labels, IGNORE_INDEX),
+        TOKEN_WEIGHTS: (sums.astype(np.float32), 0),
+        TARGET_COUNTS: (counts.astype(np.int64), 0),
+        "position_ids": (tree.position_ids, None),
+    }
 
 
 def _padded(values: np.ndarray, tail: int, fill: int | None) -> torch.Tensor:

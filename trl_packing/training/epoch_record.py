@@ -180,7 +180,7 @@ class EpochRecord:
 
 
 def _mixture_in_words(settings: Mapping[str, Any]) -> str:
-    """Return the documents that an epoch draws of each source, as `plan_settings` has them."""
+    """Return the documents that an epoch draws of each source, by `settings` of its plan."""
     found = settings.get("mixture")
     if not found:
         return "all once"

@@ -33,9 +33,17 @@ class PackingReport:
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
 
     Attributes:
+        ranks: data-parallel processes.
+        accumulation: micro-batches that a rank accumulates in an optimizer step.
         micro_batch: the size of a micro-batch in words.
         attention: what keeps documents apart, in words.
         capacity: most tokens of a bin.
+        documents: that the epoch trains.
+        tokens: of these documents.
+        trained_tokens: targets of the loss among them.
+        bins: of the epoch.
+        micro_batches_per_epoch: of all ranks.
+        steps_per_epoch: optimizer steps.
         documents_per_step: mean over the optimizer steps of the epoch.
         padded_documents_per_step: of a padded run with the same settings.
         largest_micro_batch: tokens of the largest micro-batch of the first steps.

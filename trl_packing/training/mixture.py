@@ -23,6 +23,9 @@ from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weig
 from trl_packing.training.source_metrics import training_sources
 from trl_packing.training.source_shares import SourceShare
 
+# A plan of an epoch holds some numbers for each document that it draws: 100 GB for so many.
+_MOST_DRAWN = 1_000_000_000
+
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
@@ -138,7 +141,17 @@ def documents_an_epoch(
             counts[weighted] = 0
     if not counts.sum():
         raise ValueError("mixture draws no document: every source has a weight or epochs of 0")
+    _check_number(counts, sources.names)
     return counts
+
+
+def _check_number(counts: np.ndarray, names: tuple[str, ...]) -> None:
+    if (counts > _MOST_DRAWN).any():
+        most = int(np.argmax(counts))
+        raise ValueError(
+            f"an epoch of the mixture draws {counts[most]:,} documents of {names[most]!r}, and "
+            f"{_MOST_DRAWN:,} are the most; lower its epochs, or raise num_train_epochs instead"
+        )
 
 
 def _check_units(names: tuple[str, ...], weighted: list[int], units: np.ndarray, unit: str) -> None:
@@ -166,8 +179,8 @@ def _shares(options: PackingOptions, names: tuple[str, ...]) -> Mapping[str, Map
     unknown = [name for name in shares if name not in names]
     if unknown:
         raise ValueError(
-            f"mixture names {unknown[0]!r}, but the sources are {', '.join(names)}; name one of "
-            "them"
+            f"mixture names {unknown[0]!r}, but the sources are {', '.join(names)} (those with a "
+            "document to train); name one of them"
         )
     return shares
 

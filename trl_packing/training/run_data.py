@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.checks import check_is_dataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.eos import EosRule
 from trl_packing.data.model_limits import ModelLimits
@@ -140,6 +141,7 @@ class RunData:
             name: of the data set.
         """
         name = self._name_of_set(name)
+        check_is_dataset(dataset, name)
         prepare_rows = partial(self._prepare_rows, by_trl, processing_class, args, formatting_func)
         sets = self.sets if name == "train" else None
         documents, counts = prepare_sources(sets, prepare_rows, args, dataset, name)

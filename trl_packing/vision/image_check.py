@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
-from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.check import IsolationReport, severity, verdict_of
 from trl_packing.isolation.locate import gradient_difference, masked_before
 from trl_packing.isolation.measure import (
@@ -29,6 +28,7 @@ from trl_packing.isolation.measure import (
     logits_at,
     note_stage,
     ordinary_batch,
+    outputs_in_row,
     score_logits,
     two_roundings,
 )
@@ -117,14 +117,15 @@ def _measure(
 
     def packed(*row: Document) -> Tensor:
         where = sum(len(d["input_ids"]) for d in row[: [*map(id, row)].index(id(document))])
-        return _outputs(model, inner, row, where + at, fused_head, collate)
+        return outputs_in_row(model, inner, row, where + at, fused_head, collate)
 
     def contaminated(other: Document) -> Tensor:
         one = {
             "input_ids": np.concatenate([other["input_ids"], ids]),
             "images": [*other["images"], *document["images"]],
         }
-        return _outputs(model, inner, [one], len(other["input_ids"]) + at, fused_head, collate)
+        where = len(other["input_ids"])
+        return outputs_in_row(model, inner, [one], where + at, fused_head, collate)
 
     return Measurement(
         alone=two_roundings(inner, alone),
@@ -144,29 +145,6 @@ def _ordinary(inner: Any, ids: np.ndarray, document: Document, collate: Any) -> 
     return ordinary_batch(
         inner, torch.from_numpy(ids)[None], attention_mask=torch.ones(1, len(ids)).long(), **made
     )
-
-
-def _outputs(
-    model: nn.Module,
-    inner: Any,
-    documents: Sequence[Document],
-    rows: np.ndarray,
-    fused_head: bool,
-    collate: PackedCollator,
-) -> Tensor:
-    """Return the outputs of a packed row of `documents` at the positions `rows`, float32."""
-    with restore_state(inner):
-        batch = collate_packed(inner, collate, [dict(document) for document in documents])
-        labels = batch.pop("labels")
-        here = rows - labels.shape[1]  # from the end: prompt tuning prepends tokens
-        if not fused_head:
-            return logits_at(model, inner, batch, here)
-        chosen = torch.zeros_like(labels, dtype=torch.bool)
-        chosen[:, here + 1] = True
-        output = model(
-            **batch, labels=labels.masked_fill(~chosen, IGNORE_INDEX), fused_lm_head=True
-        )
-        return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
 
 
 def _with_other_images(document: Document) -> Document:

@@ -5,9 +5,9 @@
 
     Qwen2.5-VL 7B     a patch takes as long as 0.15 tokens; four of them are a token of an image
 
-Both parts are taken for shaped like a Llama, as in the cost of attention (packing/sampler.py), so
-that `trl-packing plan` finds the same costs from a config as the trainer from its model. A frozen
-tower takes less time than this: no gradient is computed.
+Both parts are treated as shaped like a Llama, as in the cost of attention (packing/sampler.py).
+`trl-packing plan` therefore finds the same costs from a config as the trainer from its model. A
+frozen tower takes less time than this: no gradient is computed.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 """The doctor: whether this machine can train packed documents, how fast, and with which settings.
 
-    doctor_settings.py    the options of a run                  → RunSettings
-    doctor_versions.py    libraries
-    doctor_machine.py     devices, disk, hub                    → Machine
-    doctor_backends.py    each attention backend, tried         → Trials
-    doctor_memory.py      a step of the model, computed         → RunMemory
-    diagnose              all of it, judged                     → Diagnosis: text, JSON, page
+    settings.py    the options of a run                  → RunSettings
+    versions.py    libraries
+    machine.py     devices, disk, hub                    → Machine
+    backends.py    each attention backend, tried         → Trials
+    memory.py      a step of the model, computed         → RunMemory
+    diagnose       all of it, judged                     → Diagnosis: text, JSON, page
 
 Nothing is downloaded but the config of the model, and nothing is sent.
 """

@@ -105,11 +105,7 @@ def judge_architecture(
 
 
 def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
-    """Return the verdict on text alone.
-
-    Args:
-        name: as for `judge_architecture`, like the others.
-    """
+    """Return the verdict on text alone; arguments as for `judge_architecture`."""
     try:
         model = tiny_model(name)
         documents = tiny_documents()

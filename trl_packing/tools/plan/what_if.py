@@ -25,7 +25,7 @@ from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.plan.planned_epoch import PlannedEpoch
-from trl_packing.training.sampling import limited_loads, sampler_of_lengths
+from trl_packing.training.sampler_settings import SamplerSettings
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
 
@@ -67,20 +67,22 @@ class Setup:
 
     def sampler(self, lengths: np.ndarray, *, rows: bool = False) -> PackedBatchSampler:
         """Return the sampler of rank 0 for documents, or packed rows, of these lengths."""
-        loads, packing = self.loads, self.args.packing
-        if loads is not None and loads.most_patches is None:
-            loads = limited_loads(loads, lengths, self.args, packing=packing, draw=self.draw)
-        return sampler_of_lengths(
-            lengths,
-            self.args,
-            rows=rows,
-            packing=packing,
-            batch_size=self.args.per_device_train_batch_size,
-            ranks=self.ranks,
+        args, loads = self.args, self.loads
+        settings = SamplerSettings(
+            args,
+            args.packing,
+            args.per_device_train_batch_size,
+            self.ranks,
             hidden_size=self.hidden_size,
+        )
+        if loads is not None and loads.most_patches is None:
+            loads = settings.limited_loads(loads, lengths, self.draw)
+        return settings.sampler_of_lengths(
+            lengths,
+            rows=rows,
             groups=self.groups,
             draw=self.draw,
-            numbers=lengths if getattr(self.args, "curriculum", None) == LENGTH else None,
+            numbers=lengths if getattr(args, "curriculum", None) == LENGTH else None,
             loads=loads,
         )
 
@@ -108,6 +110,9 @@ class WhatIf:
         refused: the reason why the run would not start; the other numbers are 0 then.
         counts: losses of the overflow policy.
         bins: None where nothing is packed into bins.
+        utilization: tokens / (bins × max_length); None without bins.
+        steps: optimizer steps of an epoch.
+        documents_per_step: mean over them.
         largest: tokens of the largest micro-batch, padding included.
     """
 

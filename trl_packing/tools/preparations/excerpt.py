@@ -14,7 +14,7 @@ from trl_packing.tools.preparations.compare import DROPPED, LABELS, WEIGHTS, Dif
 from trl_packing.tools.preparations.side import Tokens
 from trl_packing.tools.preview.token_texts import token_texts
 
-# Where the tokens are the same: the values that may differ.
+# The values that may differ although the tokens are the same.
 _COMPARED = {LABELS: ("token_id", "label"), WEIGHTS: ("token_id", "weight")}
 
 

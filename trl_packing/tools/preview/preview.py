@@ -26,7 +26,7 @@ from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.mixture import mixture_of
 from trl_packing.training.prefix_savings import with_groups
 from trl_packing.training.run_report import order_in_words, plan_report, settings_in_steps
-from trl_packing.training.sampling import limited_loads, prefix_index, training_sampler
+from trl_packing.training.sampler_settings import SamplerSettings, prefix_index
 
 
 @dataclass(frozen=True)
@@ -136,22 +136,16 @@ def sampler_of(
     run: PreviewedRun, documents: ArrowDocuments, *, ranks: int = 1
 ) -> PackedBatchSampler:
     """Return the sampler of rank 0 that trains the prepared `documents` of `run`."""
-    loads, mixture = run.images.loads(documents), mixture_of(documents, run.args)
+    args, mixture = run.args, mixture_of(documents, run.args)
+    settings = SamplerSettings(
+        args, args.packing, args.per_device_train_batch_size, ranks, hidden_size=run.hidden_size
+    )
+    loads = run.images.loads(documents)
     if loads is not None:
-        loads = limited_loads(
-            loads,
-            documents.lengths(),
-            run.args,
-            packing=run.args.packing,
-            draw=mixture.draw if mixture else None,
-        )
-    return training_sampler(
+        draw = None if mixture is None else mixture.draw
+        loads = settings.limited_loads(loads, documents.lengths(), draw)
+    return settings.training_sampler(
         documents,
-        run.args,
-        packing=run.args.packing,
-        batch_size=run.args.per_device_train_batch_size,
-        ranks=ranks,
-        hidden_size=run.hidden_size,
         index=prefix_index(documents) if _groups(run) else None,
         mixture=mixture,
         loads=loads,
