@@ -136,6 +136,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "huggingface_hub",
             "numpy",
             "packaging",
+            "safetensors",
             "tokenizers",
             "torch",
             "transformers",

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
         )
     for option, path in (("--html", arguments.html), ("--png", arguments.png)):
-        if path:
+        if path is not None:
             check_can_write(option, path)
     records = [load_run(path) for path in arguments.runs]
     comparison = compare(records, arguments.over)

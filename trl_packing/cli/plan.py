@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trl_packing.tools.preview.preview import preview_epoch
 
     for option, path in (("--html", arguments.html), ("--png", arguments.png)):
-        if path:
+        if path is not None:
             check_can_write(option, path)
     if arguments.png:
         from trl_packing.tools.plan.plot import figure_class

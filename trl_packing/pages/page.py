@@ -67,9 +67,26 @@ def page(
 
 
 def check_can_write(option: str, path: str) -> None:
-    """Raise ValueError if the folder of the file `path` does not exist; `option` is its name."""
-    if not Path(path).absolute().parent.is_dir():
+    """Raise ValueError if a page cannot be written to `path`, or would replace other data.
+
+    Args:
+        option: its name on the command line.
+        path: of a new file, or of an older page or picture.
+    """
+    file = Path(path)
+    if not file.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: its folder does not exist; create it first")
+    if file.is_dir():
+        raise ValueError(f"{option} {path or repr(path)} is a folder; name a file")
+    if file.is_file() and file.stat().st_size and not _is_page_or_picture(file):
+        raise ValueError(
+            f"{option} {path} exists and is neither a page nor a picture; name another file"
+        )
+
+
+def _is_page_or_picture(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(16).lower().lstrip().startswith((b"<!doctype", b"<html", b"\x89png"))
 
 
 def asset(name: str) -> str:

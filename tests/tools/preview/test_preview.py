@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -392,6 +393,15 @@ def test_a_verification_that_cannot_be_is_one_line(
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1), err
     assert sentence in err
+
+
+def test_damaged_weights_are_one_line_that_names_the_model(chat_model, tmp_path, capsys):
+    damaged = shutil.copytree(chat_model, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"cut")
+    assert main(["verify", "--model", str(damaged)]) == 2
+    _, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1, err
+    assert f"the weights of the model {damaged} cannot be read" in err
 
 
 def test_an_attention_that_cannot_be_is_one_line(chat_model, capsys):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -109,7 +110,7 @@ class VerifiedModel:
                 "trust_remote_code": args.trust_remote_code,
                 "revision": given.get("revision") or "main",
             }
-            model = _class_of(model, args).from_pretrained(model, **loading)
+            model = _load(name, _class_of(model, args), loading)
         return cls(model.to(device), name, PackingOptions.of(args).attention, longest)
 
     def verify(
@@ -183,6 +184,16 @@ class VerifiedModel:
 
     def __str__(self) -> str:
         return f"{self.name}: {type(self.model).__name__}, {self.model.dtype}, {self.model.device}"
+
+
+def _load(name: str, model_class: Any, loading: dict[str, Any]) -> Any:
+    """Return the model called `name`. Raises ValueError for a file of weights that is damaged."""
+    try:
+        return model_class.from_pretrained(name, **loading)
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights of the model {name} cannot be read ({error}); copy or download them again"
+        ) from error
 
 
 def _class_of(name: str, args: Any) -> Any:
