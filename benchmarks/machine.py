@@ -6,6 +6,8 @@ import platform
 import shlex
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -48,13 +50,43 @@ def anonymous_mib() -> float:
     return int(status.split("RssAnon:")[1].split()[0]) / 2**10
 
 
-class Peak(threading.Thread):
-    """Samples the memory of this process ten times a second until it is stopped."""
+def anonymous_mib_of_tree(process: int) -> float:
+    """Return the anonymous memory of a process and of all that it started (Linux).
 
-    def __init__(self):
+    A page that several of them share is counted once.
+    """
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            status = (folder / "status").read_text()
+            parents[int(folder.name)] = int(status.split("PPid:")[1].split()[0])
+
+    def is_inside(number: int) -> bool:
+        while number not in (0, process):
+            number = parents.get(number, 0)
+        return number == process
+
+    total = 0
+    for number in filter(is_inside, parents):
+        with suppress(FileNotFoundError, ProcessLookupError, IndexError):
+            pages = Path(f"/proc/{number}/smaps_rollup").read_text()
+            total += int(pages.split("Pss_Anon:")[1].split()[0])
+    return total / 2**10
+
+
+class Peak(threading.Thread):
+    """Samples memory until it is stopped.
+
+    Args:
+        measure: returns the memory in MiB; by default, that of this process.
+        interval: seconds between samples.
+    """
+
+    def __init__(self, measure: Callable[[], float] = anonymous_mib, interval: float = 0.1):
         super().__init__(daemon=True)
+        self.measure, self.interval = measure, interval
         self.stop, self.mib = threading.Event(), 0.0
 
     def run(self):
-        while not self.stop.wait(0.1):
-            self.mib = max(self.mib, anonymous_mib())
+        while not self.stop.wait(self.interval):
+            self.mib = max(self.mib, self.measure())

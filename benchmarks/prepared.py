@@ -6,7 +6,8 @@
 Rows are conversations of GSM8K, each with a number of its own. The command prepares them from a
 file. Then a trainer is built three times on a model of a few weights: on the rows for the first
 time, on the rows from the cache of `datasets`, and on the folder. Their documents and reports must
-be the same. The command is also killed after a third of the time, and run again.
+be the same. The command is also killed after a third of the time, and run again. Its memory is the
+anonymous memory of all of its processes (Linux).
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, disable_progress_bars
-from machine import Peak, anonymous_mib, provenance, publish, table
+from machine import Peak, anonymous_mib, anonymous_mib_of_tree, provenance, publish, table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_prepared, load_rows
@@ -49,11 +50,21 @@ def command(rows: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def prepare(rows: Path, out: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], float]:
+def prepare(
+    rows: Path, out: Path, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], float, float]:
+    """Run the command; return what it says, its seconds, and the most memory of it in MiB."""
     began = time.perf_counter()
-    words = command(rows, out, arguments)
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout), time.perf_counter() - began
+    running = subprocess.Popen(command(rows, out, arguments), stdout=subprocess.PIPE, text=True)
+    peak = Peak(partial(anonymous_mib_of_tree, running.pid), interval=1.0)  # a sample takes time
+    peak.start()
+    said = running.communicate()[0]
+    seconds = time.perf_counter() - began
+    peak.stop.set()
+    peak.join()
+    if running.returncode:
+        raise SystemExit(f"the command ended with status {running.returncode}")
+    return json.loads(said), seconds, peak.mib
 
 
 def prepare_killed(rows: Path, out: Path, arguments: argparse.Namespace, after: float) -> float:
@@ -112,7 +123,7 @@ def main() -> None:
         file, out = folder / "rows.jsonl", folder / "out"
         write_rows(file, arguments.rows, arguments.data)
         rows = load_rows(str(file))  # so that no run below parses the file
-        told, seconds = prepare(file, out, arguments)
+        told, seconds, most_mib = prepare(file, out, arguments)
         again = prepare_killed(file, folder / "killed", arguments, seconds / 3)
         documents, load_seconds, _ = measured(lambda: load_prepared(out))
         starts = {
@@ -137,7 +148,7 @@ def main() -> None:
             f"# Prepared data\n\n{stored['rows']:,} conversations, {stored['tokens']:,} tokens, "
             f"{arguments.num_proc} processes.\n\n"
             f"- prepared in {seconds:,.0f} s ({stored['rows'] / seconds:,.0f} rows/s, "
-            f"all of the command)\n"
+            f"all of the command), with at most {most_mib:,.0f} MiB in all of its processes\n"
             f"- killed after {seconds / 3:,.0f} s, the same command took {again:,.0f} s\n"
             f"- rows {size_of(file)}, prepared {size_of(out)} in {len(stored['shards'])} files\n"
             f"- `load_prepared`: {1000 * load_seconds:,.0f} ms\n\n{table(header, lines)}\n"

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import yaml
 from helpers.prepared import chats
 from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
 
@@ -51,6 +52,55 @@ def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
         assert main(["inspect", "--data", data, *RUN, "--rows", "0", "7"]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
+
+
+def run_of(entries, **more):
+    """Write a YAML file with these `datasets`, and return its documents before training."""
+    settings = {"model_name_or_path": "model", "max_length": 64, "output_dir": "out"}
+    with open("run.yaml", "w") as file:
+        yaml.safe_dump({**settings, "datasets": entries, **more}, file)
+    call = TrainingCommand.from_words(["--config", "run.yaml"]).trainer_call()
+    documents, counts = PreviewedRun.from_call(call).documents()
+    return [(d["input_ids"], d["labels"]) for d in documents], call.args.mixture, counts.after
+
+
+def test_a_mixture_is_prepared_as_its_yaml_file_trains_it(place, capsys):
+    own = {"prompt_template": "{question}\n", "completion_column": "answer", "source": "a.b"}
+    entries = [{"path": "chats.jsonl", "epochs": 0.5}, {"path": "pairs.jsonl", **own}]
+    rows = run_of(entries)
+    assert main(["prepare", "made", "--config", "run.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "chats        20 rows → 20 documents · " in said
+    folders = {name: f"made/{name}".replace(".", "%2E") for name in ("chats", "a.b")}
+    printed = yaml.safe_load(said[said.index("\ndatasets:") :])["datasets"]
+    assert printed == [
+        {"path": folders["chats"], "source": "chats", "epochs": 0.5},
+        {"path": folders["a.b"], "source": "a.b"},
+    ]
+    assert main(["prepare", "made", "--config", "run.yaml"]) == 0
+    assert capsys.readouterr().out.count("\nunchanged ") == 2
+    assert run_of(printed) == rows
+    entries[1]["prompt_template"] = "{question}: "
+    assert run_of(entries) != rows, "the comparison above can fail"
+    assert main(["prepare", "made", "--config", "run.yaml"]) == 2
+    assert "the source 'a.b': made/a%2Eb holds other prepared data (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "more", "said"),
+    [
+        ("made", {"test_split_size": 0.2}, "rows to evaluate: leave out test_split_size and eval"),
+        ("run.yaml", {}, "run.yaml is a file; name a new folder for the sources"),
+        ("made", {"streaming": True, "max_steps": 1}, "the source 'chats': the train dataset is"),
+    ],
+)
+def test_a_mixture_that_cannot_be_prepared_is_one_line(place, capsys, out, more, said):
+    run_of([{"path": "chats.jsonl", "weight": 1}, {"path": "chats.jsonl", "weight": 1}], **more)
+    assert main(["prepare", out, "--config", "run.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert not (place / "made").exists()
 
 
 def test_a_run_with_other_settings_is_refused_in_one_line(place, capsys):

@@ -18,12 +18,14 @@ examples:
   trl-packing prepare chat.jsonl prepared --model M --num_proc 16
   trl-packing prepare prepared --config recipes/lora_8b.yaml
   trl-packing prepare recipes/chat_data.py prepared --config chat.yaml
+  trl-packing prepare prepared --config recipes/sft_mixture.yaml
 Then train, plan or inspect with --dataset_name prepared and the same
 settings.
 
 DATA is a hub id, a file or a folder, and OUT the folder to write. An
 interrupted command continues where it stopped. OUT appears only when it is
-complete.
+complete. The data sets of a mixture become folders in OUT; the command
+prints the entries of `datasets:` that train them.
 
 exit status:
   0  OUT holds the prepared data
@@ -52,27 +54,41 @@ def run(arguments: argparse.Namespace) -> int:
         words += ["--dataset_num_proc", str(arguments.num_proc)]
     quiet_libraries()
     from trl_packing.tools.command.training_command import TrainingCommand, options_of_recipe
-    from trl_packing.tools.prepare.prepare_run import check_place, prepare_run
-    from trl_packing.tools.prepare.text import as_json, as_text
+    from trl_packing.tools.prepare.prepare_run import (
+        check_place,
+        kept_in,
+        prepare_run,
+        prepare_sources,
+    )
+    from trl_packing.tools.prepare.text import as_json, as_text, sources_as_text
 
-    out = check_place(out)  # before the data are loaded
-    command = TrainingCommand.from_words(words)
+    command, options = TrainingCommand.from_words(words), options_of_recipe(words)
+    if "datasets" not in options:
+        out = check_place(out)  # before the data are loaded
     try:
         with _interrupts_this_process_alone():
-            made = prepare_run(command.trainer_call(), out, options=options_of_recipe(words))
+            call = command.trainer_call()
+            is_mixture = isinstance(call.train_dataset, dict)
+            if is_mixture:
+                made = prepare_sources(call, out, options=options)
+            else:
+                made = {"": prepare_run(call, out, options=options)}
     except BaseException as error:
         if not _was_interrupted(error):
             raise
-        is_kept = out.with_name(f"{out.name}.partial").exists()
-        kept = f"the same command continues with what {out}.partial keeps"
-        note(f"interrupted; {kept if is_kept else 'nothing is left behind'}")
+        kept = kept_in(out)
+        continues = f"the same command continues with what {kept} keeps"
+        note(f"interrupted; {continues if kept else 'nothing is left behind'}")
         raise KeyboardInterrupt from error
     if command.why:
         arguments.notes.append(f"prepared as {command.why}")
     if arguments.json:
-        print_json(as_json(made))
+        told = {name: as_json(each) for name, each in made.items()}
+        print_json({"sources": told} if is_mixture else told[""])
+    elif is_mixture:
+        print(sources_as_text(made, call.args.mixture))
     else:
-        print(as_text(made))
+        print(as_text(made[""]))
     return 0
 
 

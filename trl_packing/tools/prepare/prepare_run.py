@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 from datasets import Dataset
@@ -44,7 +43,7 @@ from trl_packing.formatting.tokenized_parts import (
     hash_of_rows,
 )
 from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.prepare.run_sets import run_and_sets_of
+from trl_packing.tools.prepare.run_sets import folder_of, run_and_sets_of, sources_of
 from trl_packing.tools.prepare.workplace import Workplace
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
@@ -125,6 +124,42 @@ def prepare_run(
     return PreparedRun(out, manifest, perf_counter() - started)
 
 
+def prepare_sources(
+    call: TrainerCall, out: Path, *, options: Mapping[str, Any] | None = None
+) -> dict[str, PreparedRun]:
+    """Write each source of a mixture into a folder of its own in `out`.
+
+    Args:
+        call: the arguments of the trainer, with a dictionary as training set.
+        out: holds nothing, or folders of these sources.
+        options: those of a recipe's command line.
+
+    Returns:
+        What is prepared, by source.
+
+    Raises:
+        ValueError: a source cannot be prepared, naming it; those before it are complete.
+    """
+    if out.is_file() or is_prepared(out):
+        found = "is a file" if out.is_file() else "holds other prepared data"
+        raise ValueError(f"{out} {found}; name a new folder for the sources")
+    calls = sources_of(call)
+    folders = {name: check_place(out / folder_of(name)) for name in calls}
+    made = {}
+    for name, each in calls.items():
+        try:
+            made[name] = prepare_run(each, folders[name], options=options)
+        except ValueError as error:
+            raise ValueError(f"the source {name!r}: {error}") from error
+    return made
+
+
+def kept_in(out: Path) -> Path | None:
+    """Return the folder with the finished parts, or sources, of an interrupted command."""
+    places = (out.with_name(f"{out.name}.partial"), out)
+    return next((each for each in places if each.is_dir() and not is_prepared(each)), None)
+
+
 def check_place(out: Path) -> Path:
     """Return `out`, without links, if it can become a folder of prepared data.
 
@@ -189,7 +224,7 @@ def _write_set(
     )
     assert isinstance(documents, Dataset)
     named = PackingOptions.of(run.args).named_columns()
-    folder = result / quote(name, safe="").replace(".", "%2E")
+    folder = result / folder_of(name)
     shards = write_shards(documents, folder, named=named, shard_bytes=shard_bytes)
     columns = [*TOKEN_COLUMNS, *([SEQ_LENGTHS] if SEQ_LENGTHS in documents.column_names else [])]
     tokens = ArrowDocuments(documents, columns)

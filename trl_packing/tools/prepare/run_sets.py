@@ -2,7 +2,12 @@
 
 train_dataset    a data set                      "train"
 eval_dataset     a data set, or {"a": …}         "eval", or "a", …
+train_dataset    {"math": …, "chat": …}          a folder for each, as for a run on it alone
 """
+
+import copy
+from dataclasses import replace
+from urllib.parse import quote
 
 from datasets import Dataset
 
@@ -11,6 +16,37 @@ from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def sources_of(call: TrainerCall) -> dict[str, TrainerCall]:
+    """Return a run for each source of a mixture, by the name of its folder; {} for one data set.
+
+    The documents of a source are the same in the mixture and alone.
+
+    Raises:
+        ValueError: rows are held out, which have no place beside folders of sources.
+    """
+    if not isinstance(call.train_dataset, dict):
+        return {}
+    if call.eval_dataset is not None:
+        raise ValueError(
+            "the sources of a mixture are prepared for training, and this run also has rows to "
+            "evaluate: leave out test_split_size and eval_strategy, or the eval_dataset; in "
+            "Python, rows may be evaluated beside prepared sources"
+        )
+    args = copy.copy(call.args)
+    for setting, value in {"mixture": None, "mixture_temperature": None}.items():
+        setattr(args, setting, value)
+    args.mixture_unit = "documents"
+    return {
+        name: replace(call, args=args, train_dataset=rows)
+        for name, rows in call.train_dataset.items()
+    }
+
+
+def folder_of(name: str) -> str:
+    """Return the name of a source or a set as a single name of a folder."""
+    return quote(name, safe="").replace(".", "%2E")
 
 
 def sets_of(call: TrainerCall) -> dict[str, Dataset]:

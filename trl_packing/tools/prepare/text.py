@@ -5,10 +5,12 @@ written      prepared · 6.4 MB in 1 file · 3 s
 train with   --dataset_name prepared and the same settings; others are refused
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
+
+import yaml
 
 from trl_packing.data.counts import quantity
 from trl_packing.data.prepared import counts_from_json
@@ -20,11 +22,34 @@ _INDENT = 13
 
 def as_text(made: PreparedRun) -> str:
     """Return the lines to print."""
-    return "\n".join(_lines(made))
+    name = f"--dataset_name {made.folder}"
+    last = _line("train with", f"{name} and the same settings; others are refused")
+    return "\n".join([*_lines(made.manifest["sets"], made), last])
 
 
-def _lines(made: PreparedRun) -> Iterator[str]:
-    sets = made.manifest["sets"]
+def sources_as_text(made: Mapping[str, PreparedRun], mixture: Any) -> str:
+    """Return the lines to print for the sources of a mixture, with the entries that name them.
+
+    Args:
+        made: what is prepared, by source.
+        mixture: the setting, whose shares become those of the entries.
+    """
+    lines = [
+        line
+        for name, each in made.items()
+        for line in _lines({name: each.manifest["sets"]["train"]}, each)
+    ]
+    shares = mixture if isinstance(mixture, dict) else {}
+    entries = [
+        {"path": str(each.folder), "source": name, **shares.get(name, {})}
+        for name, each in made.items()
+    ]
+    lines.append(_line("train with", "the same settings and, in place of the entries before:"))
+    text = yaml.safe_dump({"datasets": entries}, sort_keys=False, allow_unicode=True)
+    return "\n".join(lines) + f"\n\n{text.rstrip()}"
+
+
+def _lines(sets: Mapping[str, Any], made: PreparedRun) -> Iterator[str]:
     for name, stored in sets.items():
         share = stored["trained"] / stored["tokens"] if stored["tokens"] else 0
         yield _line(
@@ -41,8 +66,6 @@ def _lines(made: PreparedRun) -> Iterator[str]:
         yield _line("unchanged", f"{size}, of the same rows and settings")
     else:
         yield _line("written", f"{size} · {made.seconds:,.0f} s")
-    name = f"--dataset_name {made.folder}"
-    yield _line("train with", f"{name} and the same settings; others are refused")
 
 
 def _line(name: str, text: str) -> str:
