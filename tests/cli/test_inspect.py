@@ -8,6 +8,7 @@ from datasets import Dataset
 from helpers.tiny import CHATML, save_tiny_model
 
 from trl_packing.cli import main
+from trl_packing.tools.preparations import by_trl
 
 
 @pytest.fixture
@@ -72,6 +73,21 @@ def test_the_comparison_prints_json(command, capsys):
     first, second = found["differences"][0]["sides"]
     assert first["ids"] == second["ids"]
     assert first["labels"] != second["labels"]
+
+
+def test_words_that_libraries_print_do_not_break_the_json(command, capsys, monkeypatch):
+    """DeepSpeed logs to stdout when accelerate imports it, which TRL's trainer causes."""
+
+    class Printing(by_trl.SFTTrainer):
+        def __init__(self, *args, **kwargs):
+            print("[WARNING] Setting accelerator to CPU.")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(by_trl, "SFTTrainer", Printing)
+    assert main([*command, "--against", "trl", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["is_equal"]
+    assert "Setting accelerator" in captured.err
 
 
 def test_a_file_of_settings_changes_the_run(command, capsys, tmp_path):

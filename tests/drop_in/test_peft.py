@@ -5,18 +5,24 @@ import math
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from helpers.drop_in import (
     PackedSFTTrainer,
+    assert_same_run,
     both_modes,
     loss_of_one_step,
     packed_only,
     parameters,
+    sgd_run,
     trainer_for,
     trainer_from_id,
     unchanged,
 )
-from helpers.tiny import tiny_model
+from helpers.tiny import tiny_dataset, tiny_model, tiny_rows, tiny_tokenizer
 from trl import SFTTrainer
+
+from trl_packing import PackedSFTConfig
+from trl_packing.attention import backends
 
 
 def _peft():
@@ -146,6 +152,57 @@ def test_virtual_tokens_give_the_loss_of_trl(tmp_path, kind):
         for cls in (PackedSFTTrainer, SFTTrainer)
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@both_modes
+def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, packing):
+    """An aLoRA adapter starts at the last invocation in each document, not in each packed row."""
+    invocation = tiny_tokenizer()(" are", add_special_tokens=False)["input_ids"]
+    rows = [f"{pair['question']} are {pair['answer']}" for pair in tiny_rows("question_answer", 8)]
+
+    def run(cls, **changes):
+        adapter = _peft().LoraConfig(
+            task_type="CAUSAL_LM",
+            alora_invocation_tokens=invocation,
+            target_modules=["q_proj", "v_proj"],
+        )
+        return sgd_run(
+            tmp_path,
+            cls,
+            dataset=Dataset.from_dict({"text": rows}),
+            model="qwen2",
+            per_device_train_batch_size=8,
+            num_train_epochs=3,
+            learning_rate=10.0,
+            gradient_checkpointing=False,
+            arguments={"peft_config": adapter},
+            **changes,
+        )
+
+    options = {"packing": True, "max_length": 512} if packing else {}
+    theirs, ours = run(SFTTrainer), run(PackedSFTTrainer, **options)
+    assert_same_run(ours, theirs, ("loss", "grad_norm"))
+    if PackedSFTTrainer is not SFTTrainer:
+        assert ours.attention.backend == "padded"
+        monkeypatch.setattr(backends, "invokes_adapter", lambda model: False)
+        with pytest.raises(AssertionError):  # in one row, only the last document has an adapter
+            assert_same_run(run(PackedSFTTrainer, **options), theirs, ("loss", "grad_norm"))
+
+
+@packed_only
+def test_an_activated_adapter_refuses_attention_over_a_whole_row(tmp_path):
+    adapter = _peft().LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    settings = PackedSFTConfig(
+        tmp_path, attention="documents", use_cpu=True, bf16=False, report_to="none"
+    )
+    with pytest.raises(ValueError, match=r"alora_invocation_tokens .*; set attention='auto' or"):
+        PackedSFTTrainer(
+            model=tiny_model("qwen2"),
+            args=settings,
+            train_dataset=tiny_dataset(),
+            processing_class=tiny_tokenizer(),
+            peft_config=adapter,
+        )
 
 
 def test_peft_mistakes_are_refused(tmp_path):

@@ -305,6 +305,12 @@ def test_virtual_tokens_are_refused_also_if_they_come_later(kind, tmp_path):
         first_step(tuned(model), packed(), tmp_path)
 
 
+def test_an_activated_adapter_is_refused():
+    adapter = LoraConfig(task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[5])
+    with pytest.raises(ValueError, match=r"alora_invocation_tokens activate .* PackedSFTTrainer"):
+        enable_packing(get_peft_model(tiny_model("llama"), adapter))
+
+
 # --- what else the model does ---------------------------------------------------------------------
 
 

@@ -232,3 +232,38 @@ def test_the_report_says_what_a_token_counts(tmp_path):
     assert report.loss == "mean over the trained tokens of a step, each with weight loss_weight"
     stream = weighted.to_iterable_dataset()
     assert str(trainer_for(tmp_path, stream, max_steps=1).packing_report.loss) == report.loss
+
+
+class OutOfMemoryAbove2(PackedSFTTrainer):
+    def training_step(self, *args, **kwargs):
+        if self._train_batch_size > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_report_is_on_the_batch_size_that_was_found(tmp_path, packing, capsys):
+    trainer = OutOfMemoryAbove2(
+        tiny_model("llama"),
+        PackedSFTConfig(
+            str(tmp_path),
+            packing=packing,
+            max_length=64,
+            per_device_train_batch_size=8,
+            auto_find_batch_size=True,
+            num_train_epochs=1,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+        ),
+        train_dataset=documents(80),
+        processing_class=tiny_tokenizer(),
+    )
+    first = trainer.packing_report.steps_per_epoch
+    trainer.train()
+    report, size = trainer.packing_report, trainer._train_batch_size
+    assert size <= 2
+    assert report.micro_batch == f"{size} {'bin' if packing else 'document'}{'s' * (size > 1)}"
+    assert report.steps_per_epoch == trainer.state.global_step > first
+    assert str(report) in capsys.readouterr().out

@@ -31,7 +31,7 @@ from trl_packing.attention.requirements import (
     requirements_of,
     varlen_refusal,
 )
-from trl_packing.models.introspection import layer_values, text_config
+from trl_packing.models.introspection import invokes_adapter, layer_values, text_config
 
 __all__ = ["AttentionChoice", "resolve_attention"]
 
@@ -101,15 +101,15 @@ def resolve_attention(
     check_is_backend(attention)
     needs = requirements_of(model, device, dtype)
     native = native_implementation(model)
-    indexed = _choice_for_index(model)
+    only = _choice_for_whole_rows(model)
     if attention == "auto":
-        choice = indexed or _automatic(model, needs)
+        choice = only or _automatic(model, needs)
         slower = tuple(replace(kernel, native=native) for kernel in choice.slower)
         return replace(choice, native=native, slower=slower)
-    if indexed is not None and attention != indexed.backend:
+    if only is not None and attention != only.backend:
         raise ValueError(
-            f"attention={attention!r} cannot be exact on {type(model).__name__}: {indexed.reason}; "
-            f"set attention='auto' or {indexed.backend!r}"
+            f"attention={attention!r} cannot be exact on {type(model).__name__}: {only.reason}; "
+            f"set attention='auto' or {only.backend!r}"
         )
     if attention in NATIVE_ATTENTION:
         return AttentionChoice(attention, None, f"attention={attention!r}", native)
@@ -141,8 +141,8 @@ def refusals(model: nn.Module, *, device: Any, dtype: torch.dtype) -> dict[str, 
     kernels = _kernels(model, requirements_of(model, device, dtype))
     found = {name: refusal for name, (refusal, _, _) in kernels.items()}
     found |= dict.fromkeys(NATIVE_ATTENTION)
-    if (indexed := _choice_for_index(model)) is not None:
-        found |= {name: indexed.reason for name in found if name != indexed.backend}
+    if (only := _choice_for_whole_rows(model)) is not None:
+        found |= {name: only.reason for name in found if name != only.backend}
     return found
 
 
@@ -171,12 +171,17 @@ def _kernels(model: Any, needs: Requirements) -> dict[str, tuple[str | None, str
     }
 
 
-def _choice_for_index(model: Any) -> AttentionChoice | None:
-    """Return rows of equal length for sparse attention that chooses its keys by an index.
+def _choice_for_whole_rows(model: Any) -> AttentionChoice | None:
+    """Return the only exact backend of a model that reads a row as one document, or None.
 
-    The index ranks the keys of the whole row. Other documents, and padding, change the choice for
-    some contents only, which a check on a few documents may miss (transformers 5.23).
+    Sparse attention that chooses its keys by an index ranks those of the whole row. Other
+    documents, and padding, change the choice for some contents only (transformers 5.23). An aLoRA
+    adapter is active from its last invocation in the row on, and computes nothing before it is
+    trained (peft 0.21). A check on a few documents may miss both.
     """
+    if invokes_adapter(model):
+        reason = "alora_invocation_tokens activate the adapter once in each row"
+        return AttentionChoice(padded_rows.NAME, None, reason)
     text = text_config(model)
     for name in ("index_topk", "index_topk_blocks", "indexer_budget"):
         if sizes := [size for size in layer_values(text, name) if size]:

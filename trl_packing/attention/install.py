@@ -23,7 +23,7 @@ from trl_packing.attention.packed_calls import (
     unwrap_packed_calls,
 )
 from trl_packing.attention.requirements import outside_interface
-from trl_packing.models.introspection import rope_thresholds, unwrap_peft
+from trl_packing.models.introspection import invokes_adapter, rope_thresholds, unwrap_peft
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
@@ -84,6 +84,8 @@ def _model_to_pad(model: Any, base: Any) -> Any:
     """Return the model that must see padded rows as a whole, or None if its backbone can."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return model  # puts virtual tokens in front of every row
+    if invokes_adapter(model):
+        return model  # PEFT's forward looks for the invocation in every row
     return base if getattr(base.forward, "scores_native_logits", False) else None
 
 

@@ -109,6 +109,12 @@ def unwrap_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def invokes_adapter(model: Any) -> bool:
+    """Whether an aLoRA adapter of PEFT is active from its last invocation in each row on."""
+    adapters = getattr(model, "peft_config", None) or {}
+    return any(getattr(one, "alora_invocation_tokens", None) for one in adapters.values())
+
+
 def requires(model: nn.Module, argument: str) -> bool:
     """Whether `model.forward` cannot be called without `argument`."""
     parameter = inspect.signature(model.forward).parameters.get(argument)

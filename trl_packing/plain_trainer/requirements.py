@@ -11,7 +11,7 @@ from torch import nn
 from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
-from trl_packing.models.introspection import requires, text_config
+from trl_packing.models.introspection import invokes_adapter, requires, text_config
 from trl_packing.models.state import preserve_state
 from trl_packing.plain_trainer.dataset import PackedDataset
 from trl_packing.recognition.packed_batch import VIRTUAL_TOKENS
@@ -52,6 +52,11 @@ def check_model(model: Any, base: Any) -> None:
         )
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(VIRTUAL_TOKENS)
+    if invokes_adapter(model):
+        raise ValueError(
+            "alora_invocation_tokens activate the adapter once in each row, and a packed row has "
+            "several documents; train it with PackedSFTTrainer"
+        )
 
 
 def check_documents(base: Any, dataset: Any, documents: Sequence[np.ndarray]) -> None:

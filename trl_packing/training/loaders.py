@@ -113,6 +113,7 @@ class PackedLoaders:
     def train(self, parent: Callable[[], Any]) -> DataLoader:
         """Return the training data loader; `parent` is TRL's method for it."""
         self.collators.follow_batch_size()
+        self.report.follow_batch_size()
         with temporarily(self.trainer, data_collator=self.collators.for_data_loader()):
             return self._train(parent)
 

@@ -177,6 +177,7 @@ class RunReport:
         self.sharing = sharing
         self.samples_bins = samples_bins
         self._planned: PackingReport | None = None
+        self._batch_size = self.sampling.batch_size  # for which the epoch is planned
 
     @property
     def current(self) -> PackingReport | None:
@@ -216,7 +217,13 @@ class RunReport:
                 that its constructor sets after ours.
             micro_batches: of an epoch of one rank, if known.
         """
+        self._batch_size = self.sampling.batch_size
         self._planned = self._plan(sampler, micro_batches)
+
+    def follow_batch_size(self) -> None:
+        """Plan the epoch anew if `auto_find_batch_size` has changed the size of micro-batches."""
+        if self._planned is not None and self._batch_size != self.sampling.batch_size:
+            self.plan()
 
     def count_stream(self, counts: PreparationCounts, trained: Counts | None) -> None:
         """Add the counts of a stream that was read, and of what was trained of it."""

@@ -3,6 +3,8 @@
 A real `SFTTrainer` with a tiny model prepares the rows: TRL has no function for it alone.
 """
 
+import sys
+from contextlib import redirect_stdout
 from tempfile import TemporaryDirectory
 
 from datasets import Dataset
@@ -56,7 +58,8 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
         )
     )
     settings = {name: getattr(run.args, name) for name in _SETTINGS}
-    with TemporaryDirectory() as folder:
+    # DeepSpeed, which accelerate imports, prints to stdout, where a command's JSON goes.
+    with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         args = SFTConfig(
             folder, packing=False, use_cpu=True, bf16=False, report_to="none", **settings
         )
