@@ -112,6 +112,15 @@ def test_nothing_is_advised_where_no_setting_makes_more_steps(tmp_path):
     assert ("", "warning: 5 optimizer steps an epoch") in report.lines()
 
 
+def test_one_is_told_in_the_singular(tmp_path):
+    text = str(trainer_for(tmp_path, documents(1), documents_per_step=1).packing_report)
+    assert "1 optimizer step · 1 micro-batch · up to" in text
+    assert "1 document · " in text
+    more = str(trainer_for(tmp_path, documents(2), documents_per_step=2).packing_report)
+    assert "1 optimizer step · 1 micro-batch · up to" in more
+    assert "2 documents · " in more
+
+
 def test_a_micro_batch_beyond_a_bin_is_said(tmp_path):
     report = trainer_for(tmp_path, documents(50), documents_per_step=25).packing_report
     assert "the largest micro-batch seen has" in str(report)

@@ -173,4 +173,5 @@ def _share(part: int, whole: int) -> float:
 
 
 def quantity(number: int, unit: str) -> str:
-    return f"{number:,} {unit}{'s' * (number != 1)}"
+    plural = "es" if unit.endswith("ch") else "s"
+    return f"{number:,} {unit}{plural * (number != 1)}"

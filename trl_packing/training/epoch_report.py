@@ -195,18 +195,20 @@ class PackingReport:
         return line if self.padding is None else f"{line} · {self.padding:.2%} padding in all"
 
     def _epoch(self) -> list[Line]:
-        if self.steps_per_epoch is None:
+        batches = self.micro_batches_per_epoch
+        if self.steps_per_epoch is None or batches is None:
             return []
         most = None if self.tokens_per_micro_batch else self.room or self.largest_micro_batch
         epoch = [
             quantity(self.steps_per_epoch, "optimizer step"),
-            f"{self.micro_batches_per_epoch:,} micro-batches",
+            quantity(batches, "micro-batch"),
             f"up to {most:,} tokens a micro-batch" if most else "",
         ]
         trained = (self.trained_tokens or 0) / self.steps_per_epoch
         ranks = quantity(self.ranks, "rank")
+        documents = f"{self.documents_per_step:,.1f}".removesuffix(".0")
         step = [
-            f"{self.documents_per_step:,.1f}".removesuffix(".0") + " documents",
+            f"{documents} document{'s' * (documents != '1')}",
             f"{trained:,.0f} trained tokens",
             f"{ranks} × {self.accumulation} accumulated × {self.micro_batch}",
         ]
