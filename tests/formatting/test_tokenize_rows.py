@@ -289,6 +289,24 @@ def test_a_formatting_func_gives_the_documents_of_trl(tmp_path):
     assert by_us(rows, chat, **settings) == by_trl(rows, chat, tmp_path, **settings)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3"])
+def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_trl(tmp_path, name):
+    """TRL ignores the function then. No second BOS, and no EOS behind the template's end."""
+    rows, chat = data_set("messages"), tokenizer(name, bos=True)
+
+    def rendered(row):
+        return chat.apply_chat_template(row["messages"], tokenize=False)
+
+    trl = by_trl(rows, chat, tmp_path, formatting_func=rendered)
+    assert by_us(rows, chat, formatting_func=rendered) == trl == by_us(rows, chat)
+    # Control: any other text is the function's own, and ends in EOS.
+    other = by_us(rows, chat, formatting_func=lambda row: rendered(row) + "!")
+    assert [ids[-1] for ids, _ in other] == [chat.eos_token_id] * len(rows)
+    texts = Dataset.from_list([{"messages": ["a", "b"]}, {"messages": ["c"]}])
+    joined = by_us(texts, chat, formatting_func=lambda row: "".join(row["messages"]))
+    assert [chat.decode(ids[-2:]) for ids, _ in joined] == [f"{x}{chat.eos_token}" for x in "bc"]
+
+
 @pytest.mark.parametrize("completion_only", [True, False])
 @pytest.mark.parametrize("masks", [(), ("completion_mask",), ("assistant_masks",), "both"])
 def test_masks_of_tokenized_rows_make_the_labels_of_trl(tmp_path, masks, completion_only):

@@ -19,7 +19,11 @@ from trl import SFTConfig
 from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.formatting.chat_template import ChatTemplate, Conversation
+from trl_packing.formatting.chat_template import (
+    TEMPLATE_ERRORS,
+    ChatTemplate,
+    Conversation,
+)
 from trl_packing.formatting.every_turn import render_every_turn
 from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.messages import trained_messages, without_flags
@@ -180,14 +184,31 @@ class RowFormat:
     # --- text -------------------------------------------------------------------------------------
 
     def _text(self, row: Row) -> Rendered:
-        if self.formatting_func is not None:
+        if self.formatting_func is None:
+            text = string_of(row, self.text_field)
+        else:
             text = self.formatting_func(row)
             if not isinstance(text, str):
                 raise ValueError(f"formatting_func returned {type(text).__name__}, not a string")
-        else:
-            text = string_of(row, self.text_field)
+            if self._is_rendered(text, row):
+                return Rendered(text, self._answers(text), None, True, False)
         text = self._ended(text)
         return Rendered(text, self._answers(text), only_whole=True)
+
+    def _is_rendered(self, text: str, row: Row) -> bool:
+        """Whether `text` is the row's messages as the chat template writes them: it is complete."""
+        if not row.get("messages") or not self.chat.exists:
+            return False
+        try:
+            _, messages, tools = messages_of(
+                row, "messages", template=self.chat.source, calls_tools=self.calls_tools
+            )
+        except (ValueError, *TEMPLATE_ERRORS):  # the function reads messages in another form
+            return False
+        kwargs = row.get("chat_template_kwargs") or {}
+        whole = Conversation(without_flags(messages), tools, kwargs)
+        plain = Conversation(whole.messages, None, {})
+        return text in (self.chat.try_render(whole), self.chat.try_render(plain))
 
     def _prompt_completion(self, row: Row) -> Rendered:
         if self.prompt_template is not None:
