@@ -116,6 +116,8 @@ def test_one_is_told_in_the_singular(tmp_path):
     text = str(trainer_for(tmp_path, documents(1), documents_per_step=1).packing_report)
     assert "1 optimizer step · 1 micro-batch · up to" in text
     assert "1 document · " in text
+    packed = str(trainer_for(tmp_path, documents(3)).packing_report)
+    assert " 1 bin of " in packed
     more = str(trainer_for(tmp_path, documents(2), documents_per_step=2).packing_report)
     assert "1 optimizer step · 1 micro-batch · up to" in more
     assert "2 documents · " in more

@@ -20,6 +20,7 @@ import numpy as np
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
+from trl_packing.data.bos import note_second_bos
 from trl_packing.data.checks import check, check_not_empty, empty_completions
 from trl_packing.data.counting import count_conversations, fit_and_count
 from trl_packing.data.counts import Conversations, PreparationCounts
@@ -110,6 +111,7 @@ def unfitted(
     if isinstance(documents, Dataset) and not rows.are_packed:
         whole = ArrowDocuments(_drop_columns(documents, rules), TOKEN_COLUMNS)
         notes.append(_note_not_found(whole, rows, rules))
+        notes.append(note_second_bos(whole, rules.eos.tokenizer, name))
         num_proc = rules.args.dataset_num_proc
         whole, missing = end_in_eos(whole, rules.eos, num_proc=num_proc, name=name)
         documents = whole.dataset

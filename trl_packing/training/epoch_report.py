@@ -184,8 +184,8 @@ class PackingReport:
             return [("micro-batch", self.micro_batch), ("shapes", self._shapes())]
         packed = f"{self.bins:,} rows"
         if self.utilization is not None:
-            bins = f"{self.bins:,} bins of {self.capacity:,} tokens"
-            packed = f"{bins} · {self.utilization:.2%} filled"
+            bins = quantity(self.bins, "bin")
+            packed = f"{bins} of {self.capacity:,} tokens · {self.utilization:.2%} filled"
         return [("packed into", packed), ("shapes", self._shapes())]
 
     def _shapes(self) -> str:
