@@ -51,9 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
         )
-    for option, path in (("--html", arguments.html), ("--png", arguments.png)):
-        if path is not None:
-            check_can_write(option, path)
+    check_can_write("--html", arguments.html)
+    check_can_write("--png", arguments.png)
     records = [load_run(path) for path in arguments.runs]
     comparison = compare(records, arguments.over)
     if arguments.json:

@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trl_packing.tools.doctor.doctor import diagnose
     from trl_packing.tools.doctor.page import doctor_page
 
-    if arguments.html is not None:
-        check_can_write("--html", arguments.html)
+    check_can_write("--html", arguments.html)
     quiet_libraries()
     transformers_logging.set_verbosity_error()
     diagnosis = diagnose(arguments.words)

@@ -65,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview.preview import preview_losses, preview_rows
 
-    if arguments.html is not None:
-        check_can_write("--html", arguments.html)
+    check_can_write("--html", arguments.html)
     if arguments.against:
         return run_comparison(arguments)
     drawn = arguments.micro_batches or []

@@ -48,9 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview.preview import preview_epoch
 
-    for option, path in (("--html", arguments.html), ("--png", arguments.png)):
-        if path is not None:
-            check_can_write(option, path)
+    check_can_write("--html", arguments.html)
+    check_can_write("--png", arguments.png)
     if arguments.png:
         from trl_packing.tools.plan.plot import figure_class
 

@@ -68,11 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with _interrupts_this_process_alone():
             call = command.trainer_call()
-            is_mixture = isinstance(call.train_dataset, dict)
-            if is_mixture:
-                made = prepare_sources(call, out, options=options)
+            if isinstance(call.train_dataset, dict):
+                sources = prepare_sources(call, out, options=options)
+                text = sources_as_text(sources, call.args.mixture)
+                told = {"sources": {name: as_json(each) for name, each in sources.items()}}
             else:
-                made = {"": prepare_run(call, out, options=options)}
+                made = prepare_run(call, out, options=options)
+                text, told = as_text(made), as_json(made)
     except BaseException as error:
         if not _was_interrupted(error):
             raise
@@ -83,12 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     if command.why:
         arguments.notes.append(f"prepared as {command.why}")
     if arguments.json:
-        told = {name: as_json(each) for name, each in made.items()}
-        print_json({"sources": told} if is_mixture else told[""])
-    elif is_mixture:
-        print(sources_as_text(made, call.args.mixture))
+        print_json(told)
     else:
-        print(as_text(made[""]))
+        print(text)
     return 0
 
 

@@ -19,11 +19,7 @@ from trl import SFTConfig
 from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.formatting.chat_template import (
-    TEMPLATE_ERRORS,
-    ChatTemplate,
-    Conversation,
-)
+from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
 from trl_packing.formatting.every_turn import render_every_turn
 from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.messages import trained_messages, without_flags
@@ -200,15 +196,11 @@ class RowFormat:
         if not row.get("messages") or not self.chat.exists:
             return False
         try:
-            _, messages, tools = messages_of(
-                row, "messages", template=self.chat.source, calls_tools=self.calls_tools
-            )
+            _, _, whole = self._messages(row, "messages")
         except (ValueError, *TEMPLATE_ERRORS):  # the function reads messages in another form
             return False
-        kwargs = row.get("chat_template_kwargs") or {}
-        whole = Conversation(without_flags(messages), tools, kwargs)
         plain = Conversation(whole.messages, None, {})
-        return text in (self.chat.try_render(whole), self.chat.try_render(plain))
+        return any(text == self.chat.try_render(each) for each in (whole, plain))
 
     def _prompt_completion(self, row: Row) -> Rendered:
         if self.prompt_template is not None:
@@ -235,9 +227,7 @@ class RowFormat:
     # --- conversations ----------------------------------------------------------------------------
 
     def _conversation(self, row: Row) -> Rendered:
-        prompt, completion, tools = self._messages(row)
-        kwargs = row.get("chat_template_kwargs") or {}
-        conversation = Conversation(without_flags([*prompt, *completion]), tools, kwargs)
+        prompt, completion, conversation = self._messages(row, self.form(row))
         if not completion:  # nothing to train: such documents are dropped and counted later
             text = self.chat.render(conversation) if prompt else ""
             return Rendered(text, [], adds_special_tokens=False)
@@ -264,9 +254,8 @@ class RowFormat:
 
     def _turns(self, row: Row, form: str) -> list[Rendered]:
         self._check_form(row, form)
-        prompt, completion, tools = self._messages(row)
-        messages, kwargs = [*prompt, *completion], row.get("chat_template_kwargs") or {}
-        conversation = Conversation(without_flags(messages), tools, kwargs)
+        prompt, completion, conversation = self._messages(row, self.form(row))
+        messages = [*prompt, *completion]
         weights = trained_messages(messages, "assistant", first=len(prompt)) if completion else {}
         if weights:
             return render_every_turn(self.chat, conversation, weights)
@@ -280,10 +269,14 @@ class RowFormat:
             return self.chat.render(prompt, generation_prompt=True)
         return None
 
-    def _messages(self, row: Row) -> tuple[list[Any], list[Any], list[Any] | None]:
-        """Return the messages of the prompt, the messages after it, and the tools."""
-        form, template = self.form(row), self.chat.source
-        return messages_of(row, form, template=template, calls_tools=self.calls_tools)
+    def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation]:
+        """Return the messages of the prompt, those after it, and the conversation of both."""
+        prompt, completion, tools = messages_of(
+            row, form, template=self.chat.source, calls_tools=self.calls_tools
+        )
+        kwargs = row.get("chat_template_kwargs") or {}
+        messages = without_flags([*prompt, *completion])
+        return prompt, completion, Conversation(messages, tools, kwargs)
 
 
 def _calls_tools(tokenizer: Any) -> bool:

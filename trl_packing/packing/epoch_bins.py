@@ -9,6 +9,7 @@ packed rows    each is a bin of its own
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +23,7 @@ from trl_packing.packing.places import EpochPlaces
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 
+@dataclass(eq=False)
 class EpochBins:
     """Packs the places of an epoch into bins; the last plan is kept.
 
@@ -41,32 +43,21 @@ class EpochBins:
         number: of bins, the same in every epoch.
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        capacity: int | None,
-        places: EpochPlaces,
-        *,
-        strategy: str,
-        seed: int,
-        shuffle: bool,
-        epochs: int = 1,
-        groups: PrefixGroups | None = None,
-        stages: np.ndarray | None = None,
-        loads: ImageLoads | None = None,
-    ):
-        self.lengths = lengths
-        self.capacity = capacity
-        self.places = places
-        self.strategy = strategy
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epochs = epochs
-        self.groups = groups
-        self.stages = stages
-        self.loads = loads
+    lengths: np.ndarray
+    capacity: int | None
+    places: EpochPlaces
+    _: KW_ONLY
+    strategy: str
+    seed: int
+    shuffle: bool
+    epochs: int = 1
+    groups: PrefixGroups | None = None
+    stages: np.ndarray | None = None
+    loads: ImageLoads | None = None
+    number: int = field(default=0, init=False)  # while bins are counted, no bin is split
+
+    def __post_init__(self) -> None:
         self._plan: tuple[int, PackingPlan] | None = None  # of the epoch of this number
-        self.number = 0  # while they are counted, no bin of a mixture is split
         self.number = self._number_of_each_epoch()
 
     def _number_of_each_epoch(self) -> int:

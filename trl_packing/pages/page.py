@@ -66,13 +66,15 @@ def page(
     return HtmlPage("\n".join(parts))
 
 
-def check_can_write(option: str, path: str) -> None:
+def check_can_write(option: str, path: str | None) -> None:
     """Raise ValueError if a page cannot be written to `path`, or would replace other data.
 
     Args:
         option: its name on the command line.
-        path: of a new file, or of an older page or picture.
+        path: of a new file, or of an older page or picture; None if the option is not given.
     """
+    if path is None:
+        return
     file = Path(path)
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: its folder does not exist; create it first")

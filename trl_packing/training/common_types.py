@@ -10,6 +10,8 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, LargeList, List, Value
 
+from trl_packing.data.stream import class_name
+
 _NAMES = "trl_packing_names"  # a column for a moment, in the place of classes
 
 
@@ -81,8 +83,7 @@ def in_words(each: Any) -> str:
 def _cast(part: Dataset, common: Features) -> Dataset:
     for column, feature in part.features.items():
         if isinstance(feature, ClassLabel) and feature != common[column]:
-            ids = part[column][:]
-            names = [None if id is None or id < 0 else feature.names[id] for id in ids]
+            names = [class_name(number, feature.names) for number in part[column][:]]
             part = part.add_column(_NAMES, names, feature=Value("string"))
             part = part.remove_columns(column).rename_column(_NAMES, column)
     return part.select_columns([*common]).cast(common)

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from datasets import Dataset
 
+from trl_packing.config import PackingOptions
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import IMAGE_COLUMNS
@@ -19,15 +20,13 @@ from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 
 def sources_of(call: TrainerCall) -> dict[str, TrainerCall]:
-    """Return a run for each source of a mixture, by the name of its folder; {} for one data set.
+    """Return a run for each source of a mixture, by its name.
 
     The documents of a source are the same in the mixture and alone.
 
     Raises:
         ValueError: rows are held out, which have no place beside folders of sources.
     """
-    if not isinstance(call.train_dataset, dict):
-        return {}
     if call.eval_dataset is not None:
         raise ValueError(
             "the sources of a mixture are prepared for training, and this run also has rows to "
@@ -35,9 +34,8 @@ def sources_of(call: TrainerCall) -> dict[str, TrainerCall]:
             "Python, rows may be evaluated beside prepared sources"
         )
     args = copy.copy(call.args)
-    for setting, value in {"mixture": None, "mixture_temperature": None}.items():
-        setattr(args, setting, value)
-    args.mixture_unit = "documents"
+    for setting in ("mixture", "mixture_unit", "mixture_temperature"):
+        setattr(args, setting, getattr(PackingOptions, setting))
     return {
         name: replace(call, args=args, train_dataset=rows)
         for name, rows in call.train_dataset.items()
