@@ -17,6 +17,22 @@ import numpy as np
 from trl_packing.packing.epoch import split_bins
 from trl_packing.packing.prefix_groups import PrefixGroups
 
+# Documents of a padded batch with which a run is compared, unless its settings give another number.
+PADDED_BATCH = 8
+
+
+def padded_batch_size(batch_size: int, *, packing: bool) -> int:
+    """Return the documents of a padded micro-batch with which a run is compared.
+
+    One bin a micro-batch is what packing asks for; nobody pads batches of one document. So its
+    padded run has `PADDED_BATCH`. Any other size is taken as it is given.
+
+    Args:
+        batch_size: bins, or documents without packing, of a micro-batch.
+        packing: the run packs documents into bins.
+    """
+    return PADDED_BATCH if packing and batch_size == 1 else batch_size
+
 
 @dataclass(frozen=True, eq=False)
 class DocumentSteps:

@@ -18,6 +18,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
 from trl_packing.packing.curriculum import LENGTH
+from trl_packing.packing.document_steps import padded_batch_size
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
@@ -53,6 +54,7 @@ def plan_report(
     given_in_steps: dict[str, int] | None = None,
     mixture: Mixture | None = None,
     order: str = "",
+    packing: bool = True,
 ) -> PackingReport:
     """Return the report on the first epoch of `sampler`.
 
@@ -67,12 +69,14 @@ def plan_report(
         given_in_steps: as `settings_in_steps` returns it.
         mixture: of the training set; None if its sources are not known.
         order: of the documents, as `order_in_words` returns it.
+        packing: the run packs documents into bins.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps, by_bin = -(-len(sampler) // accumulation), sampler.documents_by_bin()
     lengths, trained = documents.lengths(), documents.num_trained()
     drawn = slice(None) if sampler.draw is None else sampler.draw.documents(0)
     number = documents.num_documents if sampler.draw is None else sampler.num_drawn
+    of_padded = padded_batch_size(size, packing=packing) * accumulation * ranks
     return PackingReport(
         ranks=ranks,
         accumulation=accumulation,
@@ -86,7 +90,7 @@ def plan_report(
         micro_batches_per_epoch=len(sampler) * ranks,
         steps_per_epoch=steps,
         documents_per_step=number / steps,
-        padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
+        padded_documents_per_step=None if sampler.rows else of_padded,
         largest_micro_batch=_largest_micro_batch(sampler),
         loss=loss,
         tokens_per_micro_batch=tokens_per_micro_batch,
@@ -280,6 +284,7 @@ class RunReport:
             given_in_steps=settings_in_steps(args),
             mixture=self.sampling.mixture,
             order=order_in_words(args, sampler),
+            packing=self.sampling.packing,
         )
 
     def _loss(self, columns: list[str]) -> str | None:

@@ -20,6 +20,7 @@ from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import token_columns
 from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.document_order import document_order
+from trl_packing.packing.document_steps import padded_batch_size
 from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups
@@ -229,7 +230,10 @@ def ways_to_batch(lengths: np.ndarray, setup: Setup) -> Sequence[Way]:
     """
     args = setup.args
     given = getattr(args, "documents_per_step", None)
-    padded = setup.changed(packing=False, documents_per_step=None).with_groups(None)
+    size = padded_batch_size(args.per_device_train_batch_size, packing=args.packing)
+    padded = setup.changed(
+        packing=False, documents_per_step=None, per_device_train_batch_size=size
+    ).with_groups(None)
     sampler = padded.sampler(lengths)
     of_padded = sampler.documents_per_step
     assert of_padded is not None
@@ -268,7 +272,7 @@ def _padded(lengths: np.ndarray, sampler: PackedBatchSampler, setup: Setup) -> W
     computed = int((longest * np.diff(np.append(starts, len(drawn)))).sum())
     steps = -(-len(drawn) // per_step)
     return Way(
-        f"padded, {quantity(per_step, 'document')} a step",
+        f"padded in batches of {size}, {quantity(per_step, 'document')} a step",
         steps,
         len(drawn) / steps,
         int(drawn.sum()),

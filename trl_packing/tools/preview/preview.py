@@ -176,6 +176,7 @@ def report_on(
         given_in_steps=settings_in_steps(run.args),
         mixture=mixture_of(documents, run.args),
         order=order_in_words(run.args, sampler),
+        packing=run.args.packing,
     )
     may_group = sampler.groups is None and find_strategy(run.args.packing_strategy).shuffles
     may_group &= sampler.draw is None
