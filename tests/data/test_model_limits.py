@@ -54,6 +54,12 @@ def test_evaluation_sets_are_looked_at_before_training(tmp_path, bad, sentence):
         trainer_for(tmp_path, [GOOD] * 8, sets)
 
 
+def test_the_first_documents_of_an_evaluation_stream_are_looked_at_before_training(tmp_path):
+    bad, sentence = BAD["an id beyond"]
+    with pytest.raises(ValueError, match=f"document 31 of the eval dataset {sentence}"):
+        trainer_for(tmp_path, [GOOD] * 8, stream(with_bad(bad)))
+
+
 @bad_rows
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 @pytest.mark.parametrize("skips", [False, True], ids=["prepared", "as it is"])
@@ -111,6 +117,16 @@ def test_documents_beyond_learned_positions_are_named(tmp_path, streamed):
         tmp_path, rows, model="gpt2", changes={"n_positions": 48}, max_length=48, max_steps=1
     )
     cut.train()
+
+
+@pytest.mark.parametrize("positions", [4, 16])
+def test_a_model_with_few_learned_positions_is_checked_and_trained(tmp_path, positions):
+    rows = [{"input_ids": [7, 8, 9, 5][:n], "labels": [7, 8, 9, 5][:n]} for n in (4, 3, 2, 4)]
+    changes = {"n_positions": positions}
+    trainer = trainer_for(
+        tmp_path, Dataset.from_list(rows), model="gpt2", changes=changes, max_length=positions
+    )
+    assert trainer.train().global_step == 40
 
 
 @pytest.mark.parametrize(

@@ -441,6 +441,12 @@ def test_a_missing_source_column_is_refused_before_training(tmp_path):
         evaluator(tiny_model("llama"), tiny_documents(), tmp_path, source_column="origin")
 
 
+def test_a_null_source_is_refused_before_training(tmp_path):
+    rows = [{**row, "source": None if i == 1 else "a"} for i, row in enumerate(tiny_documents())]
+    with pytest.raises(ValueError, match="row 1 of an evaluation set has no 'source'"):
+        evaluator(tiny_model("llama"), Dataset.from_list(rows), tmp_path, source_column="source")
+
+
 def test_the_sources_of_a_stream_are_refused(tmp_path):
     stream = Dataset.from_list(with_sources(tiny_documents())).to_iterable_dataset()
     with pytest.raises(ValueError, match="a stream tells them only by being read; load"):

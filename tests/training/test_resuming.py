@@ -312,6 +312,18 @@ def test_a_stream_cannot_go_on_with_an_epoch_that_was_planned(saved, tmp_path):
         trainer.train(resume_from_checkpoint=f"{saved().args.output_dir}/checkpoint-3")
 
 
+def test_a_data_set_cannot_go_on_with_a_stream(tmp_path):
+    streamed = trainer_for(tmp_path / "then", max_steps=12)
+    streamed.train_dataset = streamed.train_dataset.to_iterable_dataset()
+    streamed.train()
+    checkpoint = f"{streamed.args.output_dir}/checkpoint-3"
+    with pytest.raises(ValueError, match=r"was saved on a stream.*ignore_data_skip=True"):
+        trainer_for(tmp_path / "now").train(resume_from_checkpoint=checkpoint)
+    anew = trainer_for(tmp_path / "anew", ignore_data_skip=True)
+    anew.train(resume_from_checkpoint=checkpoint)
+    assert missed_and_repeated(documents_of(anew))[1] == []
+
+
 def test_a_finished_run_has_nothing_left(saved, tmp_path, caplog):
     last = saved().state.max_steps
     resumed = resume(saved(), last, tmp_path, per_device_train_batch_size=2)

@@ -11,6 +11,7 @@ checked before a model runs on it: in one pass over the Arrow table, or document
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -24,6 +25,8 @@ from trl_packing.models.introspection import text_config
 
 # Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}
+
+_OF_STREAM = 100  # documents of a stream that are read before training
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ class ModelLimits:
         columns = [c for c in ("input_ids", "labels", SEQ_LENGTHS) if c in present]
         if "input_ids" in columns:
             self.check_documents(ArrowDocuments(dataset, columns), f"of the {name} dataset")
+
+    def check_first(self, stream: datasets.IterableDataset, name: str) -> None:
+        """Raise ValueError if one of the first documents of a stream exceeds a limit."""
+        for number, document in enumerate(islice(stream, _OF_STREAM)):
+            if "input_ids" in document:
+                self.check_document(document, f"document {number} of the {name} dataset")
 
     def check_documents(
         self, documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
@@ -133,7 +142,7 @@ NO_LIMITS = ModelLimits()
 
 def limits_of(model: Any) -> ModelLimits:
     """Return the limits of `model`, which must not be wrapped or sharded yet."""
-    return ModelLimits(_vocabulary(model), _learned_positions(model))
+    return ModelLimits(_vocabulary(model), learned_positions(model))
 
 
 def _vocabulary(model: Any) -> int | None:
@@ -143,7 +152,7 @@ def _vocabulary(model: Any) -> int | None:
     return getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the local shape is empty
 
 
-def _learned_positions(model: Any) -> int | None:
+def learned_positions(model: Any) -> int | None:
     """Return the number of learned positions, if a module and the config agree on it; else None."""
     stated = getattr(text_config(model), "max_position_embeddings", None)
     for name, module in model.named_modules():

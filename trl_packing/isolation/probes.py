@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
+from trl_packing.data.model_limits import learned_positions
 from trl_packing.models.introspection import length_constants, rope_thresholds
 
 SHORT = "short documents"
@@ -52,17 +53,18 @@ def probes(
             forward. Sparse attention that selects keys by an index fails there, on some contents.
     """
     rng = np.random.default_rng(0)
-    draw = random_tokens(model, rng)
+    draw, positions = random_tokens(model, rng), learned_positions(model) or max_length + _ROOM
+    few, most_room = min(MIN_TOKENS, positions // 2), min(_ROOM, positions)
     # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
     # B; and as many tokens as B, which share a forward of equal lengths.
-    before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(MIN_TOKENS)], []]
-    made = [Probe(SHORT, before, draw(MIN_TOKENS), _ROOM)]
+    before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
+    made = [Probe(SHORT, before, draw(few), most_room)]
     given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
     if given and len(given[-1]) > 1:
         longest = given[-1]
         # As short as the data's shortest document: a model that treats rows with the longest
         # document differently shows it on a document at the other side of a threshold.
-        least = max(MIN_TOKENS, len(given[0]))
+        least = max(few, len(given[0]))
         other = next((d for d in given if len(d) >= least), longest)[:least]
     else:
         reach = [c for c in length_constants(model) if c < max_length]
@@ -73,8 +75,9 @@ def probes(
         longest, other = draw(max(reach) + beyond), draw(19)
     size = len(longest)
     # In the contaminated layout, B continues the document before it and needs room.
-    room = max(size, _ROOM)
-    other, most = other[: room - 13], longest[: room - 13]
+    room = max(size, most_room)
+    behind = max(room - 13, room // 2)
+    other, most = other[:behind], longest[:behind]
     made.append(Probe(f"after {size:,} tokens", [[longest]], other, room))
     # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
     shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
@@ -100,7 +103,10 @@ def _alike(draw: Callable[[int], np.ndarray], length: int, room: int) -> list[Pr
 
 
 def random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
-    """Return a function that draws a number of tokens which `model` can read and predict."""
+    """Return a function that draws a number of tokens which `model` can read and predict.
+
+    It draws fewer tokens where the model has learned fewer positions.
+    """
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     size = getattr(embeddings, "num_embeddings", None) or next(
         (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2
@@ -118,4 +124,5 @@ def random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.nd
     size = min(size, getattr(head, "out_features", None) or size)
     usable = np.setdiff1d(np.arange(size), [i for i in special if isinstance(i, int)])
     usable = usable if len(usable) > 1 else np.arange(size)
-    return lambda length: rng.choice(usable, length).astype(np.int64)
+    most = learned_positions(model)
+    return lambda length: rng.choice(usable, min(length, most or length)).astype(np.int64)

@@ -25,7 +25,7 @@ from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loss.sources import check_source_column
+from trl_packing.loss.sources import Sources
 from trl_packing.loss.weighted_forward import check_weights_can_be_used
 from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
@@ -241,7 +241,7 @@ def check_weights_and_sources(
             check_weights_can_be_used(compute_loss_func, columns_of(dataset))
     for dataset in eval_datasets:
         if options.source_column is not None and dataset is not None:
-            check_source_column(dataset, options.source_column)
+            Sources.of(dataset, options.source_column)  # refuses missing ones
         if isinstance(dataset, Dataset):
             documents_of(dataset, compute_loss_func)  # refuses damaged weights
 

@@ -212,8 +212,10 @@ class ResumedEpochs:
             checkpoint: the folder to resume from; None for a new run.
 
         Raises:
-            ValueError: it was saved within a packed epoch, and now nothing is packed by lengths.
+            ValueError: it was saved within a packed epoch, and now nothing is packed by lengths; or
+                it was saved on a stream, and now the training set is none.
         """
+        self._refuse_position_of_stream(checkpoint)
         if self._resumed is not None:
             epoch, behind, _ = self._resumed
             rest = self.rest_of(epoch)
@@ -238,6 +240,16 @@ class ResumedEpochs:
         # A stream has no length from which `Trainer` could compute the epoch.
         epoch, steps = self.stream.load(self._stream_file(checkpoint))
         return epoch, steps * self.sampling.accumulation
+
+    def _refuse_position_of_stream(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.stream is not None or self.trainer.args.ignore_data_skip:
+            return
+        if any(Path(checkpoint).glob("stream_*.json")):
+            raise ValueError(
+                f"{checkpoint} was saved on a stream, whose documents come in another order than "
+                "those of a data set, so those left to train are unknown. Resume with the stream, "
+                "or set ignore_data_skip=True to restart the epoch"
+            )
 
     def begin_epoch(
         self, epoch: int, numbers: dict[str, int], *, epochs_trained: int, skipped: int

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from datasets import IterableDataset
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
@@ -87,6 +88,8 @@ class RunData:
         """Raise ValueError for evaluation sets with ids or lengths that the model cannot read."""
         for name, dataset in self.evaluated().items():
             limits.check(dataset, name)
+            if isinstance(dataset, IterableDataset):
+                limits.check_first(dataset, name)
 
     def packing_requested(self) -> bool:
         """Return whether packed or padding-free rows were requested."""
