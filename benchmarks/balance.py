@@ -23,7 +23,7 @@ import numpy as np
 from machine import provenance, publish, table
 
 from trl_packing.packing.bins import PackingPlan, pack
-from trl_packing.packing.epoch import steps_from_plan
+from trl_packing.packing.epoch import arranged_bins, costs_of_bins
 from trl_packing.packing.sampler import PackedBatchSampler
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
@@ -74,17 +74,16 @@ class Bins:
 
     def steps(self, ranks: int, window: int, *, accumulation: int = 1, seed: int = 0) -> np.ndarray:
         """Return the bins of all full steps, (steps, ranks × accumulation)."""
-        steps = steps_from_plan(
+        squares = self.lengths.astype(np.int64) ** 2
+        bins, _ = arranged_bins(
             self.plan,
-            self.lengths,
-            num_ranks=ranks,
-            accumulation=accumulation,
+            costs_of_bins(self.plan, squares, ATTENTION_COST),
+            slots=ranks * accumulation,
             bins_per_batch=1,
-            attention_cost=ATTENTION_COST,
-            balance_window=window,
+            window=window,
             rng=np.random.default_rng(seed),
         )
-        bins = steps.bins.reshape(-1, ranks * accumulation)
+        bins = bins.reshape(-1, ranks * accumulation)
         assert len(np.unique(bins)) == bins.size, "a bin is in two steps"
         return bins
 

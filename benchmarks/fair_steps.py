@@ -25,7 +25,7 @@ from machine import provenance, publish, table
 
 from trl_packing.packing.bins import PackingPlan, pack
 from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import steps_from_plan
+from trl_packing.packing.epoch import arranged_bins, costs_of_bins
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
 DOCUMENTS = 1_000_000
@@ -94,18 +94,17 @@ class Documents:
 
     def steps(self, plan: PackingPlan, size: int, *, fair: bool) -> np.ndarray:
         """Return the bins of all full steps, (steps, size)."""
-        steps = steps_from_plan(
+        bins, _ = arranged_bins(
             plan,
-            self.lengths,
-            num_ranks=RANKS,
-            accumulation=size // RANKS,
+            costs_of_bins(plan, self.lengths.astype(np.int64) ** 2, ATTENTION_COST),
+            slots=size,
             bins_per_batch=1,
-            attention_cost=ATTENTION_COST,
-            balance_window=64,
+            window=64,
             rng=np.random.default_rng(0),
             sources=self.sources if fair else None,
+            lengths=self.lengths,
         )
-        bins = steps.bins.reshape(-1, size)
+        bins = bins.reshape(-1, size)
         assert len(np.unique(bins)) == bins.size, "a bin is in two steps"
         return bins
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from trl_packing import PackedBatchSampler, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.curriculum import numbers_of, stages_of
-from trl_packing.packing.epoch import steps_from_plan
 
 CAPACITY = 64
 RNG = np.random.default_rng(0)
@@ -147,27 +146,6 @@ def test_bins_stay_full_where_stages_mix_lengths():
     made = sampler(DIFFICULTY)
     plain = PackedBatchSampler(LENGTHS, CAPACITY)
     assert made.num_bins <= 1.04 * plain.num_bins
-
-
-def test_stages_of_one_are_the_epoch_without_stages():
-    """Balancing and packing in stages are those of a whole epoch."""
-    plan = PackedBatchSampler(LENGTHS, CAPACITY).plan()
-    size = len(plan) // 8 * 8
-    common = {
-        "num_ranks": 4,
-        "accumulation": 2,
-        "bins_per_batch": 1,
-        "attention_cost": 0.01,
-        "balance_window": 64,
-    }
-    assert size > 0
-    apart, one = (
-        steps_from_plan(plan, LENGTHS, **common, rng=np.random.default_rng(3), stages=stages)
-        for stages in (None, np.zeros(len(LENGTHS), np.int64))
-    )
-    if len(plan) % 8 == 0:
-        assert np.array_equal(apart.bins, one.bins)
-    assert sorted(apart.bins.ravel().tolist()) == sorted(one.bins.ravel().tolist())
 
 
 # --- the numbers ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from trl_packing.packing import fair_steps
 from trl_packing.packing.balance import COSTLY_FROM
 from trl_packing.packing.bins import pack
 from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import steps_from_plan
+from trl_packing.packing.epoch import arranged_bins, costs_of_bins
 from trl_packing.packing.fair_steps import (
     excess_of_bins,
     excess_of_documents,
@@ -43,18 +43,18 @@ def shares_of_steps(steps, lengths, sources) -> np.ndarray:
 
 def packed(lengths, sources, *, fair: bool, ranks=2, accumulation=4, attention_cost=1e-4):
     """Return the micro-batches of an epoch of bins, (micro-batches), without the last step."""
-    steps = steps_from_plan(
-        pack(lengths, CAPACITY, seed=(0, 0)),
-        lengths,
-        num_ranks=ranks,
-        accumulation=accumulation,
+    plan = pack(lengths, CAPACITY, seed=(0, 0))
+    full, _ = arranged_bins(
+        plan,
+        costs_of_bins(plan, lengths.astype(np.int64) ** 2, attention_cost),
+        slots=ranks * accumulation,
         bins_per_batch=1,
-        attention_cost=attention_cost,
-        balance_window=64,
+        window=64,
         rng=np.random.default_rng(0),
         sources=sources if fair else None,
+        lengths=lengths,
     )
-    return list(steps)[: len(steps.bins)]
+    return [plan[i] for i in full.ravel()]
 
 
 def in_steps(batches, slots: int = 8) -> list[np.ndarray]:

@@ -10,13 +10,11 @@ drawn once, from the seed. So all epochs have equally many bins.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.packing.balance import balanced_order
 from trl_packing.packing.bins import PackingPlan
 
 #: The value of the setting `curriculum` that orders by tokens.
@@ -119,49 +117,3 @@ def pack_stages(
         tokens.append(plan.tokens)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
     return PackingPlan(np.concatenate(indices), offsets, np.concatenate(tokens), plan.capacity)
-
-
-def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:
-    """Return `order` with its elements by stage; those of a stage keep their order.
-
-    Args:
-        order: documents or bins, some of all, ``(N,)`` integers.
-        stages: of all documents or bins.
-    """
-    return order[np.argsort(stages[order], kind="stable")]
-
-
-def balanced_in_stages(
-    costs: np.ndarray,
-    *,
-    stages: np.ndarray,
-    tokens: np.ndarray,
-    documents: np.ndarray,
-    slots: int,
-    bins_per_batch: int,
-    window: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Return the order of the bins of an epoch, in which only steps of a stage exchange bins.
-
-    The arguments are those of `balanced_order`, with bins stage after stage, and `stages`, the
-    stage of each bin, ``(bins,)``.
-    """
-    size = slots * bins_per_batch
-    steps = stages[: len(stages) // size * size].reshape(-1, size)
-    # A step that holds bins of two stages exchanges none, so no bin of the next stage comes early.
-    is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
-    begins = [0, *(np.flatnonzero(is_other) + 1) * size, steps.size]
-    parts = []
-    for start, stop in pairwise(begins):
-        order = balanced_order(
-            costs[start:stop],
-            tokens=tokens[start:stop],
-            documents=documents[start:stop],
-            slots=slots,
-            bins_per_batch=bins_per_batch,
-            window=window,
-            rng=rng,
-        )
-        parts.append(start + order)
-    return np.concatenate(parts)

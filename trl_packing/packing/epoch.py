@@ -1,152 +1,334 @@
-"""Arrange the bins of an epoch in optimizer steps, and these in micro-batches.
+"""One epoch: its documents in the order of training, cut into micro-batches and optimizer steps.
 
-bins            in random order, the full steps balanced (balance.py)
-of a mixture    exchanged between steps until all hold their share of each source (fair_steps.py)
-full steps      slots × bins_per_batch bins each; a slot is one micro-batch of one rank
-last step       the remaining bins, split until every rank has equally many micro-batches
+    places    0 1 2 3 4 5 6 7             of an epoch: all documents once, or those of a mixture
+    bins      5 2 | 7 | 0 3 | 6 1 4       documents that share a row; or each document alone
+    epoch     7 5 2 | 0 3 | 6 1 | 4       places in the order of training
+    ends          3     5     7   8       of micro-batches; `slots` of them make an optimizer step
+
+`arranged_bins` makes steps of equally many bins, balanced (balance.py), and those of a mixture fair
+(fair_steps.py). `epoch_of_documents` cuts a drawn order into steps of equally many
+documents. Either depends on ranks × accumulation alone, up to the micro-batches of the last step:
+as few as hold what is left, equally many on every rank.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
 from trl_packing.packing.balance import COSTLY_FROM, arranged, balanced_order
 from trl_packing.packing.bins import PackingPlan
-from trl_packing.packing.curriculum import balanced_in_stages, in_stages
 from trl_packing.packing.fair_steps import excess_of_bins, exchange_between_steps
+from trl_packing.packing.prefix_groups import PrefixGroups
+
+# Documents of a padded batch with which a run is compared, unless its settings give another number.
+PADDED_BATCH = 8
 
 
 @dataclass(frozen=True, eq=False)
-class PackedSteps:
-    """The micro-batches of all ranks in an epoch; documents are looked up on access.
+class EpochPlan:
+    """The micro-batches of all ranks in an epoch; `epoch[i]` are the documents of one of them.
 
     Attributes:
-        plan: the bins of the epoch.
-        bins: bins of each micro-batch of the full steps, (micro-batches, bins_per_batch).
-        last: documents of each micro-batch of the last step.
+        places: in the order of training, ``(places,)`` int64; without a mixture, documents.
+        documents: the document at each of them, ``(places,)`` int64.
+        ends: where each micro-batch ends, ``(micro-batches,)`` int64.
+        slots: micro-batches of an optimizer step; the last step may have fewer.
     """
 
-    plan: PackingPlan
-    bins: np.ndarray
-    last: list[np.ndarray]
+    places: np.ndarray
+    documents: np.ndarray
+    ends: np.ndarray
+    slots: int
 
     def __len__(self) -> int:
-        return len(self.bins) + len(self.last)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[i] for i in range(len(self)))
-
-    def most_documents(self) -> int:
-        """Return the largest number of documents in a micro-batch."""
-        in_full = np.diff(self.plan.offsets)[self.bins].sum(1)
-        return max(int(in_full.max(initial=0)), max(map(len, self.last), default=0))
-
-    def documents_in_first(self, number: int) -> np.ndarray:
-        """Return the documents of the first `number` micro-batches, in any order."""
-        is_taken = np.zeros(len(self.plan), bool)
-        is_taken[self.bins[:number]] = True
-        in_full = self.plan.indices[np.repeat(is_taken, np.diff(self.plan.offsets))]
-        return np.concatenate([in_full, *self.last[: max(number - len(self.bins), 0)]])
+        return len(self.ends)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return the documents of a micro-batch."""
-        if index >= len(self.bins):
-            return self.last[index - len(self.bins)]
-        return np.concatenate([self.plan[i] for i in self.bins[index]])
+        return self.documents[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(np.split(self.documents, self.ends[:-1]))
+
+    @property
+    def num_steps(self) -> int:
+        return -(-len(self) // self.slots)
+
+    @property
+    def step_ends(self) -> np.ndarray:
+        """Where each optimizer step ends, ``(steps,)``."""
+        return self.ends[np.minimum(np.arange(1, self.num_steps + 1) * self.slots, len(self)) - 1]
+
+    def places_in_first_steps(self, number: int) -> np.ndarray:
+        """Return the places of the first `number` optimizer steps."""
+        return self.places[: self.ends[min(number * self.slots, len(self)) - 1] if number else 0]
 
 
-def steps_from_plan(
-    plan: PackingPlan,
-    lengths: np.ndarray,
-    *,
-    num_ranks: int,
-    accumulation: int,
-    bins_per_batch: int,
-    attention_cost: float,
-    balance_window: int,
-    rng: np.random.Generator | None,
-    squares: np.ndarray | None = None,
-    stages: np.ndarray | None = None,
-    image_costs: np.ndarray | None = None,
-    sources: np.ndarray | None = None,
-) -> PackedSteps:
-    """Return the micro-batches of an epoch.
-
-    The remaining bins form the last step: as few micro-batches per rank as hold them, of equal
-    size. Each step's bins therefore depend on ranks × accumulation alone.
+def packed_epoch(
+    bins: PackingPlan, full: np.ndarray, left: np.ndarray, num_ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places of an epoch in the order of training, and the ends of its micro-batches.
 
     Args:
-        plan: the bins of the epoch.
-        lengths: tokens of each document, (documents,) integers.
+        bins: of the places of the epoch.
+        full: bins of each micro-batch of the full steps, as `arranged_bins` returns them.
+        left: the other bins. They form the last step: as few micro-batches per rank as hold them,
+            and bins are split if these are too few.
         num_ranks: data-parallel ranks.
-        accumulation: micro-batches that a rank accumulates in a step.
-        bins_per_batch: bins in a micro-batch.
-        attention_cost: c in the cost of a bin, tokens + c · Σ len².
-        balance_window: steps that exchange bins, as in `balanced_order`.
-        rng: shuffles the bins; None keeps the order of the plan.
-        squares: len² of each document, where it computes less than all of its pairs of tokens.
-        stages: of each document, whose bins come stage after stage; None draws all bins at once.
-        image_costs: of the vision tower for each document, in tokens; None without images.
-        sources: of each document of a mixture, (documents,) integers, which `rng` then shuffles;
-            None without a mixture.
     """
-    slots = num_ranks * accumulation
-    bins = np.arange(len(plan)) if rng is None else rng.permutation(len(plan))
+    number = -(-len(left) // (full.shape[-1] * num_ranks)) * num_ranks
+    last = _dealt_evenly([bins[i] for i in left], number)
+    sizes = np.diff(bins.offsets)[full].sum(-1).ravel()
+    places = np.concatenate([_places_of(bins, full.ravel()), *last])
+    return places, np.cumsum([*sizes.tolist(), *map(len, last)], dtype=np.int64)
+
+
+def arranged_bins(
+    bins: PackingPlan,
+    costs: np.ndarray,
+    *,
+    slots: int,
+    bins_per_batch: int,
+    window: int,
+    rng: np.random.Generator | None,
+    stages: np.ndarray | None = None,
+    sources: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bins of the full steps, (steps, slots, bins_per_batch), and the bins left over.
+
+    Args:
+        bins: of the places of an epoch.
+        costs: of each bin, (bins,) integers.
+        slots: micro-batches of a step, ranks × accumulation.
+        bins_per_batch: bins in a micro-batch.
+        window: steps that exchange bins, as in `balanced_order`.
+        rng: shuffles the bins; None keeps the order of the plan.
+        stages: of each place; bins of a stage come after those of the stages before it, and only
+            they change places.
+        sources: of each place of a mixture, which has `lengths` and is shuffled.
+        lengths: tokens of each place of a mixture.
+    """
+    size = slots * bins_per_batch
+    order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
+    num_full = len(order) - len(order) % size
+    cuts = [0, len(order)]
     if stages is not None:
-        stages = stages[plan.indices[plan.offsets[:-1]]]  # of each bin
-        bins = in_stages(bins, stages)
-    num_full = len(bins) - len(bins) % (slots * bins_per_batch)
-    full, left = bins[:num_full].reshape(-1, bins_per_batch), bins[num_full:]
-    if rng is not None and len(full):
-        balance = balanced_order
-        if stages is not None:
-            balance = partial(balanced_in_stages, stages=stages[bins])
-        costs = _costs(plan, lengths, attention_cost, squares, image_costs)
-        order = balance(
-            costs[bins],
-            tokens=plan.tokens[bins],
-            documents=np.diff(plan.offsets)[bins],
-            slots=slots,
-            bins_per_batch=bins_per_batch,
-            window=balance_window,
-            rng=rng,
-        )
-        full = bins[order].reshape(full.shape)
-        if sources is not None:
-            bins = np.concatenate([full.ravel(), left])
-            bins = _fair(bins, slots * bins_per_batch, plan, lengths, sources, costs, rng)
-            steps = bins[:num_full].reshape(-1, slots * bins_per_batch)
-            full, left = arranged(steps, costs, slots).reshape(full.shape), bins[num_full:]
-    num_last = -(-len(left) // (bins_per_batch * num_ranks)) * num_ranks
-    return PackedSteps(plan, full, _dealt_evenly([plan[i] for i in left], num_last))
+        stages = stages[bins.indices[bins.offsets[:-1]]]  # of each bin
+        order = in_stages(order, stages)
+        # A step with bins of two stages exchanges none: no bin of the next stage comes early.
+        steps = stages[order[:num_full]].reshape(-1, size)
+        is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
+        cuts = [0, *((np.flatnonzero(is_other) + 1) * size).tolist(), num_full]
+    full, left = order[:num_full].reshape(-1, slots, bins_per_batch), order[num_full:]
+    if rng is None or not len(full):
+        return full, left
+    documents = np.diff(bins.offsets)
+    parts = [order[start:stop] for start, stop in pairwise(cuts)]
+    options = {"slots": slots, "bins_per_batch": bins_per_batch, "window": window, "rng": rng}
+    orders = [
+        balanced_order(costs[p], tokens=bins.tokens[p], documents=documents[p], **options)
+        for p in parts
+    ]
+    full = np.concatenate([part[order] for part, order in zip(parts, orders, strict=True)])
+    if sources is None:
+        return full, left
+    assert lengths is not None
+    order = np.concatenate([full.ravel(), left])
+    order = _fair(order, size, bins, lengths, sources, costs, rng)
+    return arranged(order[:num_full].reshape(-1, size), costs, slots), order[num_full:]
+
+
+def _places_of(bins: PackingPlan, chosen: np.ndarray) -> np.ndarray:
+    """Return the places of some bins, bin after bin, int64."""
+    sizes = np.diff(bins.offsets)[chosen]
+    shift = bins.offsets[chosen] - (np.cumsum(sizes) - sizes)
+    return bins.indices[np.repeat(shift, sizes) + np.arange(sizes.sum())].astype(np.int64)
+
+
+def costs_of_bins(
+    bins: PackingPlan, squares: np.ndarray, attention_cost: float, other: np.ndarray | None = None
+) -> np.ndarray:
+    """Return tokens + c · Σ len² of each bin, in whole tokens, and the cost of its images.
+
+    Args:
+        bins: of the places of an epoch.
+        squares: len² of each place, (places,) integers; less where it shares a prefix.
+        attention_cost: c.
+        other: cost of the images of each place, integers; None without images.
+    """
+    sums = np.add.reduceat(squares[bins.indices], bins.offsets[:-1])
+    costs = bins.tokens + (attention_cost * sums).astype(np.int64)
+    if other is None:
+        return costs
+    return costs + np.add.reduceat(other[bins.indices], bins.offsets[:-1])
 
 
 def _fair(
-    bins: np.ndarray,
+    order: np.ndarray,
     size: int,
-    plan: PackingPlan,
+    bins: PackingPlan,
     lengths: np.ndarray,
     sources: np.ndarray,
     costs: np.ndarray,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Return `bins` in steps of `size` that hold about equal shares of each source."""
-    bin_of = np.repeat(np.arange(len(plan)), np.diff(plan.offsets))
-    documents = plan.indices
+    """Return bins in steps of `size` that hold about equal shares of each source."""
+    bin_of = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
     # Bins of ordinary cost change places whatever they cost, as in balance.py; costly bins if their
     # costs differ by less than 1 % of the median.
     median = int(np.median(costs))
     ordinary = int(COSTLY_FROM * median)
     return exchange_between_steps(
-        bins,
+        order,
         size,
-        excess=excess_of_bins(sources[documents], lengths[documents], bin_of, len(plan)),
+        excess=excess_of_bins(sources[bins.indices], lengths[bins.indices], bin_of, len(bins)),
         keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
         rng=rng,
     )
+
+
+def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:
+    """Return `order` with its elements by stage; those of a stage keep their order."""
+    return order[np.argsort(stages[order], kind="stable")]
+
+
+# --- steps of documents -----------------------------------------------------------------------
+
+
+def epoch_of_documents(
+    order: np.ndarray,
+    costs: np.ndarray,
+    *,
+    documents_per_step: int,
+    num_ranks: int,
+    accumulation: int,
+    groups: PrefixGroups | None = None,
+    saved: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places of an epoch in the order of training, and the ends of its micro-batches.
+
+    A step takes the next `documents_per_step` of `order` and divides them into micro-batches of
+    about equal cost. Groups of documents with a common prefix come in one micro-batch where that
+    leaves enough for the others.
+
+    Args:
+        order: places as they are drawn, ``(places,)``; those of a group are neighbors.
+        costs: of each place alone, ``(places,)`` floats.
+        documents_per_step: documents in a full step.
+        num_ranks: data-parallel ranks.
+        accumulation: micro-batches that a rank accumulates in a full step.
+        groups: of documents with common prefixes.
+        saved: with groups, the cost that each place saves behind the one before it.
+    """
+    num_full = len(order) // documents_per_step * documents_per_step
+    parts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for places, per_step in ((order[:num_full], documents_per_step), (order[num_full:], 0)):
+        if not len(places):
+            continue
+        steps = places.reshape(-1, per_step or len(places))
+        number = num_ranks * micro_batches_per_rank(
+            steps.shape[1], documents_per_step, accumulation
+        )
+        if groups is None:
+            dealt = [_equal_cost(costs[steps], number)]
+        else:
+            assert saved is not None
+            dealt = [_groups_of_equal_cost(step, costs, saved, groups, number) for step in steps]
+        at = np.concatenate([chosen for chosen, _ in dealt])
+        parts.append(np.take_along_axis(steps, at, 1).ravel())
+        sizes.extend(found.ravel() for _, found in dealt)
+    return np.concatenate(parts), np.cumsum(np.concatenate(sizes))
+
+
+def padded_batch_size(batch_size: int, *, packing: bool) -> int:
+    """Return the documents of a padded micro-batch with which a run is compared.
+
+    One bin a micro-batch is what packing asks for; nobody pads batches of one document. So its
+    padded run has `PADDED_BATCH`. Any other size is taken as it is given.
+
+    Args:
+        batch_size: bins, or documents without packing, of a micro-batch.
+        packing: the run packs documents into bins.
+    """
+    return PADDED_BATCH if packing and batch_size == 1 else batch_size
+
+
+def micro_batches_per_rank(num_documents: int, documents_per_step: int, accumulation: int) -> int:
+    """Return how many micro-batches each rank runs for a step of `num_documents`."""
+    return -(-num_documents * accumulation // documents_per_step)
+
+
+def _equal_cost(costs: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divide the elements of each row into parts of about equal cost.
+
+    Longest processing time first (Graham 1969): the costliest element to the cheapest part, within
+    4/3 of the best possible maximum.
+
+    Args:
+        costs: (steps, elements).
+        number: of parts.
+
+    Returns:
+        The elements of each row, part after part, (steps, elements), and the elements of each part,
+        (steps, number).
+    """
+    by_cost = np.argsort(-costs, axis=1, kind="stable")
+    part_of, rows = np.empty_like(by_cost), np.arange(len(costs))
+    sums, sizes = np.zeros((len(costs), number)), np.zeros((len(costs), number), np.int64)
+    for at in range(costs.shape[1]):
+        cheapest = sums.argmin(1)
+        part_of[:, at] = cheapest
+        sums[rows, cheapest] += costs[rows, by_cost[:, at]]
+        sizes[rows, cheapest] += 1
+    by_part = np.argsort(part_of, axis=1, kind="stable")
+    return np.take_along_axis(by_cost, by_part, 1), sizes
+
+
+def _groups_of_equal_cost(
+    step: np.ndarray, costs: np.ndarray, saved: np.ndarray, groups: PrefixGroups, number: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Do the same with one step of groups, which are cut where one costs more than the mean."""
+    cuts = np.flatnonzero(np.diff(groups.numbers[step])) + 1
+    parts, of_parts = _parts(costs[step], saved[step], cuts, number)
+    dealt, sizes = _equal_cost(of_parts[None], number)
+    ordered = [parts[i] for i in dealt[0]]
+    ends = np.cumsum(sizes[0])
+    lengths = np.concatenate([[0], np.cumsum([*map(len, ordered)])])
+    return np.concatenate(ordered)[None], np.diff(lengths[np.concatenate([[0], ends])])[None]
+
+
+def _parts(
+    costs: np.ndarray, saved: np.ndarray, cuts: np.ndarray, number: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return groups of a step, cut where one costs more than a mean micro-batch, and their costs.
+
+    Args:
+        costs: of each document alone, ``(documents,)``.
+        saved: what it costs less behind the one before it in its group.
+        cuts: where groups begin, but the first.
+        number: micro-batches of the step.
+    """
+    costs_before = np.concatenate([[0], np.cumsum(costs - saved)]).tolist()
+
+    def cost(part: np.ndarray) -> float:
+        return costs_before[part[-1] + 1] - costs_before[part[0]] + saved[part[0]]
+
+    todo = np.split(np.arange(len(costs)), cuts)[::-1]
+    limit, parts = sum(map(cost, todo)) / number, []
+    while todo:
+        part = todo.pop()
+        if len(part) > 1 and cost(part) > limit:
+            todo += [part[len(part) // 2 :], part[: len(part) // 2]]
+        else:
+            parts.append(part)
+    parts = split_bins(parts, number)
+    return parts, np.array([cost(part) for part in parts])
+
+
+# --- more bins --------------------------------------------------------------------------------
 
 
 def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> PackingPlan:
@@ -154,7 +336,7 @@ def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> Packi
 
     Args:
         plan: the bins of an epoch.
-        lengths: tokens of each document, (documents,) integers.
+        lengths: tokens of each place, ``(places,)`` integers.
         number: bins that are wanted.
     """
     if len(plan) >= number:
@@ -164,38 +346,6 @@ def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> Packi
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     tokens = np.add.reduceat(lengths[indices], offsets[:-1], dtype=np.int64)
     return PackingPlan(indices, offsets, tokens, plan.capacity)
-
-
-def _costs(
-    plan: PackingPlan,
-    lengths: np.ndarray,
-    attention_cost: float,
-    squares: np.ndarray | None,
-    image_costs: np.ndarray | None,
-) -> np.ndarray:
-    """Return tokens + c · Σ len² + the tower's cost of each bin, in whole tokens."""
-    if squares is None:
-        squares = lengths[plan.indices].astype(np.int64)
-        squares *= squares
-    else:
-        squares = squares[plan.indices]
-    squares = np.add.reduceat(squares, plan.offsets[:-1])
-    costs = plan.tokens + (attention_cost * squares).astype(np.int64)
-    if image_costs is None:
-        return costs
-    return costs + np.add.reduceat(image_costs[plan.indices], plan.offsets[:-1])
-
-
-def _dealt_evenly(bins: list[np.ndarray], number: int) -> list[np.ndarray]:
-    """Return `number` micro-batches of about equally many bins, split if there are too few."""
-    bins = split_bins(bins, number)
-    sizes = [(len(bins) + i) // number for i in reversed(range(number))]
-    ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    return [_concatenated(bins[e - n : e]) for n, e in zip(sizes, ends, strict=True)]
-
-
-def _concatenated(bins: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(bins) if bins else np.empty(0, dtype=np.int64)
 
 
 def split_bins(
@@ -227,3 +377,14 @@ def split_bins(
             for new in (at, len(bins) - 1):
                 heappush(fullest, (-len(bins[new]), new))
     return bins
+
+
+def _dealt_evenly(bins: Sequence[np.ndarray], number: int) -> list[np.ndarray]:
+    """Return `number` micro-batches of about equally many bins, split if there are too few."""
+    bins = split_bins(bins, number)
+    sizes = [(len(bins) + i) // number for i in reversed(range(number))]
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    return [
+        np.concatenate([np.empty(0, np.int64), *bins[e - n : e]])
+        for n, e in zip(sizes, ends, strict=True)
+    ]

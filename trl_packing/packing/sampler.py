@@ -15,20 +15,28 @@ Bins and steps are made of places, and micro-batches are yielded as documents.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.bins import PackingPlan
-from trl_packing.packing.curriculum import in_stages
+from trl_packing.packing.bins import PackingPlan, find_strategy, pack
+from trl_packing.packing.curriculum import pack_stages
 from trl_packing.packing.document_order import document_order
-from trl_packing.packing.document_steps import DocumentSteps, micro_batches_per_rank
 from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import PackedSteps, steps_from_plan
-from trl_packing.packing.epoch_bins import EpochBins
+from trl_packing.packing.epoch import (
+    EpochPlan,
+    arranged_bins,
+    costs_of_bins,
+    epoch_of_documents,
+    in_stages,
+    micro_batches_per_rank,
+    packed_epoch,
+    with_more_bins,
+)
 from trl_packing.packing.group_order import keep_groups_together
 from trl_packing.packing.image_loads import ImageLoads
-from trl_packing.packing.places import EpochPlaces
+from trl_packing.packing.patch_bins import PatchBins
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 
@@ -133,27 +141,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.documents_multiple_of = 1  # an epoch leaves out the documents beyond a multiple of it
         if drop_last and documents_per_step:
             self.documents_multiple_of = self._documents_of_a_padded_batch(documents_per_step)
-        self.places = EpochPlaces(self.lengths, draw)
-        self.num_drawn = len(self.places)
+        self.num_drawn = len(self.lengths) if draw is None else len(draw)
         self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
-        self._steps: PackedSteps | DocumentSteps | None = None
-        self._steps_epoch: int | None = None
         self.resumed_epoch: ResumedEpoch | None = None
-        self._bins: EpochBins | None = None
-        if not documents_per_step:
-            self._bins = EpochBins(
-                self.lengths,
-                None if rows else capacity,
-                self.places,
-                strategy=strategy,
-                seed=seed,
-                shuffle=shuffle,
-                epochs=epochs,
-                groups=groups,
-                stages=stages,
-                loads=loads,
-            )
+        self._drawn: tuple[int, EpochPlan] | None = None
+        self._bins: tuple[int, PackingPlan] | None = None
+        self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
+        if documents_per_step is None:
+            self.num_bins = self._most_bins()
 
     def _check(self, allow_idle_ranks: bool) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
@@ -204,11 +200,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return self.num_ranks * self.accumulation
 
     @property
-    def num_bins(self) -> int | None:
-        """Return the bins of an epoch; None if nothing is packed into bins."""
-        return None if self._bins is None else self._bins.number
-
-    @property
     def tokens_per_batch(self) -> int | None:
         """Return the capacity of a micro-batch in tokens, None if micro-batches are not bins."""
         if self.documents_per_step is not None or self.capacity is None:
@@ -231,51 +222,53 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def __iter__(self) -> Iterator[list[int]]:
         if self.resumed_epoch is not None and self.epoch == self.resumed_epoch.epoch:
             yield from self.resumed_epoch
-        elif self.documents_per_step is not None:
-            for micro_batches in self.steps():
-                yield from micro_batches[self.rank :: self.num_ranks]
-        else:
-            packed = self._packed_steps()
-            if len(packed) != len(self) * self.num_ranks:
-                raise RuntimeError(
-                    f"epoch {self.epoch} of the mixture needs {len(packed):,} micro-batches, but "
-                    f"only {self.epochs:,} epochs were planned, of {len(self) * self.num_ranks:,}"
-                )
-            for at in range(self.rank, len(packed), self.num_ranks):
-                yield self.documents_at(packed[at]).tolist()
+            return
+        drawn = self.drawn()
+        if len(drawn) != len(self) * self.num_ranks:
+            raise RuntimeError(
+                f"epoch {self.epoch} of the mixture needs {len(drawn):,} micro-batches, but only "
+                f"{self.epochs:,} epochs were planned, of {len(self) * self.num_ranks:,}"
+            )
+        for at in range(self.rank, len(drawn), self.num_ranks):
+            yield drawn[at].tolist()
 
-    def documents_at(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the documents at some places of this epoch; without a mixture, they are equal."""
-        return self.places.documents_at(np.asarray(places), self.epoch)
+    # --- the epoch ----------------------------------------------------------------------------
+
+    def drawn(self) -> EpochPlan:
+        """Return this epoch, which is kept until the next one is drawn."""
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            by_documents = self.documents_per_step is not None
+            places, ends = self._draw_documents() if by_documents else self._draw_bins()
+            documents = places if self.draw is None else self._documents(self.epoch)[places]
+            slots = self.num_ranks * self.accumulation
+            self._drawn = self.epoch, EpochPlan(places, documents, ends, slots)
+        return self._drawn[1]
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
-        if self.documents_per_step is not None:
-            return [np.asarray(documents, np.int64) for step in self.steps() for documents in step]
-        return [self.documents_at(places) for places in self._packed_steps()]
+        return list(self.drawn())
 
     def some_micro_batches(self, number: int) -> list[np.ndarray]:
-        """Return about `number` of them, evenly spread over the epoch; all if there are fewer."""
-        if self.documents_per_step is None:
-            packed = self._packed_steps()
-            some = [packed[at] for at in _evenly_spread(len(packed), number)]
-        else:
-            steps = self._document_steps()
-            chosen = _evenly_spread(len(steps), -(-number // self._slots))
-            some = [np.asarray(places) for at in chosen for places in steps[at]]
-        return [self.documents_at(places) for places in some]
+        """Return up to `number` of them, evenly spread over the epoch."""
+        drawn = self.drawn()
+        total = len(drawn)
+        return [drawn[i] for i in np.linspace(0, total - 1, min(number, total)).astype(int)]
 
     def plan(self) -> PackingPlan | None:
         """Return the bins of this epoch; None with documents_per_step."""
-        if self._bins is None:
+        if self.documents_per_step is not None:
             return None
-        plan = self._bins.plan(self.epoch)
-        return plan if self.draw is None else replace(plan, indices=self.documents_at(plan.indices))
+        bins = self._bins_of(self.epoch)
+        if self.draw is None:
+            return bins
+        return replace(bins, indices=self._documents(self.epoch)[bins.indices])
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """Yield the micro-batches of all ranks, step by step, with documents_per_step."""
-        for step in self._document_steps():
-            yield [self.documents_at(places).tolist() for places in step]
+        """Yield the micro-batches of all ranks, step by step."""
+        drawn = self.drawn()
+        for first in range(0, len(drawn), drawn.slots):
+            stop = min(first + drawn.slots, len(drawn))
+            yield [drawn[at].tolist() for at in range(first, stop)]
 
     def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
@@ -286,110 +279,171 @@ class PackedBatchSampler(BatchRebalanceSampler):
         running = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
         return np.diff(running[offsets])
 
+    def documents_at(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the documents at some places of this epoch; without a mixture, they are equal."""
+        places = np.asarray(places, np.int64)
+        return places if self.draw is None else self._documents(self.epoch)[places]
+
     def places_in_first_steps(self, number: int) -> np.ndarray:
         """Return the places of this epoch's first `number` optimizer steps, in any order."""
-        if self.documents_per_step is not None:
-            return np.asarray(self._document_steps().documents_in_first(number), np.int64)
-        return np.asarray(self._packed_steps().documents_in_first(number * self._slots), np.int64)
+        return self.drawn().places_in_first_steps(number)
 
     def most_documents(self) -> int:
         """Return the largest number of documents in a micro-batch of this epoch."""
-        if self.documents_per_step is not None:
-            return max(map(len, self.micro_batches()))
-        return self._packed_steps().most_documents()
+        return int(np.diff(self.drawn().ends, prepend=0).max(initial=0))
 
     def tokens_of_bins(self) -> int | None:
         """Return the tokens in all bins of epoch 0; None if nothing is packed into bins.
 
         With `groups` they are those that rows with shared prefixes compute.
         """
-        return None if self._bins is None else int(self._bins.plan(0).tokens.sum())
+        return None if self.num_bins is None else int(self._bins_of(0).tokens.sum())
 
     def groups_per_step(self) -> float | None:
         """Return the mean number of `groups` with a document in a step; None without groups."""
         if self.groups is None:
             return None
-        if self.documents_per_step is None:  # a group lies in one bin
-            return len(self.groups.tokens) / -(-len(self) // self.accumulation)
-        steps = self._document_steps()
-        step = np.arange(len(steps.order)) // self.documents_per_step
-        numbers = step * len(self.groups.tokens) + self.groups.numbers[steps.order]
-        return len(np.unique(numbers)) / len(steps)
+        drawn = self.drawn()
+        step = np.repeat(np.arange(drawn.num_steps), np.diff(drawn.step_ends, prepend=0))
+        pairs = step * len(self.groups.tokens) + self.groups.numbers[drawn.places]
+        return len(np.unique(pairs)) / drawn.num_steps
 
     def documents_by_bin(self) -> np.ndarray | None:
         """Return the number of documents in each bin of epoch 0, None if nothing is packed here."""
-        if self._bins is None or self.rows:
-            return None
-        return np.diff(self._bins.plan(0).offsets)
+        return None if self.num_bins is None or self.rows else np.diff(self._bins_of(0).offsets)
 
-    # --- drawing an epoch ---------------------------------------------------------------------
+    def at_places(self, values: np.ndarray) -> np.ndarray:
+        """Return values of the documents ``(documents,)`` as those of this epoch's places."""
+        return values if self.draw is None else values[self._documents(self.epoch)]
 
-    def _packed_steps(self) -> PackedSteps:
-        assert self._bins is not None
-        if not isinstance(self._steps, PackedSteps) or self._steps_epoch != self.epoch:
-            self._steps = steps_from_plan(
-                self._bins.plan(self.epoch),
-                self.places.lengths(self.epoch),
-                num_ranks=self.num_ranks,
-                accumulation=self.accumulation,
-                bins_per_batch=self.bins_per_batch,
-                # The lengths of documents inside rows are not known here.
-                attention_cost=0.0 if self.rows else self.attention_cost,
-                balance_window=self.balance_window,
-                rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
-                squares=None if self.groups is None else self.groups.squares,
-                stages=self.stages,
-                image_costs=self._image_costs(),
-                sources=self._sources(),
-            )
-            self._steps_epoch = self.epoch
-        return self._steps
+    def _documents(self, epoch: int) -> np.ndarray:
+        """Return the document at each place of a mixture, ascending."""
+        assert self.draw is not None
+        return self.draw.documents(epoch)
 
-    def _document_steps(self) -> DocumentSteps:
-        assert self.documents_per_step is not None
-        if not isinstance(self._steps, DocumentSteps) or self._steps_epoch != self.epoch:
-            lengths = self.places.lengths(self.epoch)
-            if self.draw is None or self.sampling == "group_by_length":
-                order = document_order(
-                    self.sampling,
-                    lengths,
-                    seed=self.seed,
-                    epoch=self.epoch,
-                    documents_per_rank=max(self.documents_per_step // self.num_ranks, 1),
-                )
-            else:
-                order = self.places.fair_order(self.epoch, self.documents_per_step)
-            order = order[: self.num_used]
-            if self.stages is not None:
-                order = in_stages(order, self.stages)
-            if self.groups is not None:
-                order = keep_groups_together(order, self.groups, self.documents_per_step)
-            self._steps = DocumentSteps(
-                order,
-                lengths,
-                self.documents_per_step,
-                self.num_ranks,
-                self.accumulation,
-                self.attention_cost,
-                self.groups,
-                self._image_costs(),
-            )
-            self._steps_epoch = self.epoch
-        return self._steps
+    # --- bins ---------------------------------------------------------------------------------
 
-    def _sources(self) -> np.ndarray | None:
-        """Return the source at each place of this epoch; None without a mixture."""
+    def _most_bins(self) -> int:
+        """Return the bins of each epoch: those of the fullest one, if they draw other documents."""
         draw = self.draw
-        return None if draw is None else self.places.values(draw.source_ids, self.epoch)
+        if draw is None or draw.is_same_every_epoch:
+            return len(self._bins_of(0))
+        # If documents are sorted first, no seed changes the number of bins.
+        seeded = find_strategy(self.strategy).order_dependent
+        return max(
+            len(self._pack(draw.documents(epoch), (self.seed, epoch) if seeded else None))
+            for epoch in range(max(self.epochs, 1))
+        )
 
-    def _image_costs(self) -> np.ndarray | None:
-        """Return the cost of the images at each place of this epoch; None without images."""
-        return None if self.loads is None else self.places.values(self.loads.costs, self.epoch)
+    def _bins_of(self, epoch: int) -> PackingPlan:
+        """Return the bins of an epoch, of its places; those of the last one are kept."""
+        is_new = self.shuffle and not find_strategy(self.strategy).order_dependent
+        if self.rows or not is_new:
+            epoch = 0 if self.draw is None or self.draw.is_same_every_epoch else epoch
+        if self._bins is None or self._bins[0] != epoch:
+            self._bins = epoch, self._pack_epoch(epoch)
+        return self._bins[1]
 
+    def _pack_epoch(self, epoch: int) -> PackingPlan:
+        seed = (self.seed, epoch) if self.shuffle else None
+        if self.rows:
+            tokens = self.lengths.astype(np.int64)
+            offsets = np.arange(len(tokens) + 1)
+            return PackingPlan(offsets[:-1], offsets, tokens, int(tokens.max(initial=0)))
+        if self.groups is not None:
+            assert self.capacity is not None
+            return self.groups.pack(self.capacity, self.strategy, seed)
+        if self.stages is not None:
+            return pack_stages(self.stages, self._pack, seed)
+        if self.draw is None:
+            return self._pack(None, seed)
+        documents = self.draw.documents(epoch)
+        number = self.num_bins or 0  # while bins are counted, none is split
+        return with_more_bins(self._pack(documents, seed), self.lengths[documents], number)
 
-def _evenly_spread(total: int, number: int) -> list[int]:
-    """Return up to `number` of `total` places, first and last among them."""
-    return np.linspace(0, total - 1, min(number, total)).astype(int).tolist()
+    def _pack(self, documents: np.ndarray | None, seed: Sequence[int] | None) -> PackingPlan:
+        """Return the bins of some documents, which it counts from 0 as they are given."""
+        assert self.capacity is not None
+        if self.loads is None or self.loads.most_patches is None:
+            lengths = self.lengths if documents is None else self.lengths[documents]
+            return pack(lengths, self.capacity, self.strategy, seed)
+        return self._patch_bins(documents).pack(seed)
+
+    def _patch_bins(self, documents: np.ndarray | None) -> PatchBins:
+        if documents is None:
+            return self._all_patch_bins
+        loads = self.loads
+        assert loads is not None
+        assert self.capacity is not None
+        assert loads.most_patches is not None
+        amounts = self.lengths[documents], loads.patches[documents]
+        return PatchBins(*amounts, self.capacity, loads.most_patches, self.strategy)
+
+    @cached_property
+    def _all_patch_bins(self) -> PatchBins:
+        return self._patch_bins(np.arange(len(self.lengths)))
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _draw_bins(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of this epoch, by bins, and the ends of micro-batches."""
+        bins, lengths = self._bins_of(self.epoch), self.at_places(self.lengths)
+        squares = lengths.astype(np.int64) ** 2 if self.groups is None else self.groups.squares
+        draw, loads = self.draw, self.loads
+        images = None if loads is None else self.at_places(loads.costs)
+        # The lengths of documents inside rows are not known here.
+        attention_cost = 0.0 if self.rows else self.attention_cost
+        full, left = arranged_bins(
+            bins,
+            costs_of_bins(bins, squares, attention_cost, images),
+            slots=self.num_ranks * self.accumulation,
+            bins_per_batch=self.bins_per_batch,
+            window=self.balance_window,
+            rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
+            stages=self.stages,
+            sources=None if draw is None else self.at_places(draw.source_ids),
+            lengths=lengths,
+        )
+        return packed_epoch(bins, full, left, self.num_ranks)
+
+    def _draw_documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of this epoch, step by step, and the ends of micro-batches."""
+        lengths, per_step = self.at_places(self.lengths), self.documents_per_step
+        assert per_step is not None
+        if self.draw is None or self.sampling == "group_by_length":
+            per_rank = max(per_step // self.num_ranks, 1)
+            order = document_order(
+                self.sampling,
+                lengths,
+                seed=self.seed,
+                epoch=self.epoch,
+                documents_per_rank=per_rank,
+            )
+        else:
+            order = self.draw.fair_order(
+                self._documents(self.epoch), lengths, epoch=self.epoch, documents_per_step=per_step
+            )
+        order = order[: self.num_used]
+        if self.stages is not None:
+            order = in_stages(order, self.stages)
+        if self.groups is not None:
+            order = keep_groups_together(order, self.groups, per_step)
+        costs = lengths + self.attention_cost * lengths.astype(float) ** 2
+        if self.loads is not None:
+            costs += self.at_places(self.loads.costs)
+        saved = None
+        if self.groups is not None:
+            depths = self.groups.depths.astype(float)
+            saved = depths + self.attention_cost * depths**2
+        return epoch_of_documents(
+            order,
+            costs,
+            documents_per_step=per_step,
+            num_ranks=self.num_ranks,
+            accumulation=self.accumulation,
+            groups=self.groups,
+            saved=saved,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,14 +43,14 @@ class ImageCounts:
         if loads is None:
             return None
         batches = sampler.some_micro_batches(_MOST_BATCHES)
-        places, epoch = sampler.places, sampler.epoch  # a mixture draws some documents repeatedly
-        images, tokens = places.values(loads.images, epoch), places.values(loads.tokens, epoch)
-        patches = places.values(loads.patches, epoch)
+        # A mixture draws some documents repeatedly.
+        images, tokens = sampler.at_places(loads.images), sampler.at_places(loads.tokens)
+        patches = sampler.at_places(loads.patches)
         return cls(
             images=int(images.sum()),
             documents=int((images > 0).sum()),
             tokens=int(tokens.sum()),
-            share=float(tokens.sum() / places.lengths(epoch).sum()),
+            share=float(tokens.sum() / sampler.at_places(sampler.lengths).sum()),
             patches=int(patches.sum()),
             most_patches=max(int(loads.patches[np.asarray(batch)].sum()) for batch in batches),
             limit=loads.most_patches and max(loads.most_patches, int(patches.max())),

@@ -20,8 +20,8 @@ from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import token_columns
 from trl_packing.packing.curriculum import LENGTH
 from trl_packing.packing.document_order import document_order
-from trl_packing.packing.document_steps import padded_batch_size
 from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.sampler import PackedBatchSampler
