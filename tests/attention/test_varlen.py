@@ -10,7 +10,6 @@ from helpers.dense import (
     TOLERANCE,
     assert_equals_dense,
     boundaries,
-    dense_attention,
     inputs,
     with_keywords,
 )
@@ -20,36 +19,9 @@ from helpers.tiny import WINDOW, tiny_model
 from trl_packing.attention import varlen as torch_varlen
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
+from trl_packing.attention.interface import KernelOptions
 
 varlen_attention = with_keywords(torch_varlen.varlen_attention)
-
-
-@pytest.fixture
-def varlen_calls(monkeypatch):
-    """Make `varlen_attn` compute from its arguments, and keep them."""
-    calls = []
-
-    def varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
-    ):
-        calls.append(
-            {
-                "cu_seqlens": (cu_seq_q, cu_seq_k),
-                "longest": (max_q, max_k),
-                "scale": scale,
-                "window": window_size,
-            }
-        )
-        assert enable_gqa or query.shape[1] == key.shape[1], "as torch 2.12 asks for"
-        assert all(x.is_contiguous() for x in (query, key, value))
-        left, right = window_size
-        assert right == 0, "causal"
-        return dense_attention(
-            query, key, value, cu_seq_q, scale=scale, window=left + 1 if left >= 0 else None
-        )
-
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
-    return calls
 
 
 @pytest.fixture
@@ -62,13 +34,11 @@ VARLEN_OPTIONS = [{}, {"window": 1}, {"window": 4}, {"window": 64}]
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("options", VARLEN_OPTIONS, ids=str)
-def test_varlen_attention_equals_dense_attention(options, kv_heads, varlen_calls):
+def test_varlen_attention_equals_dense_attention(options, kv_heads, flash_calls):
     assert_equals_dense(varlen_attention, inputs(kv_heads=kv_heads), **options)
-    (call,) = varlen_calls
-    assert call["window"] == (options.get("window", 0) - 1, 0)
-    assert call["scale"] == 0.4
-    assert call["longest"] == (30, 30)
-    assert all(torch.equal(x, boundaries()) for x in call["cu_seqlens"])
+    left = options.get("window", 0) - 1
+    b = boundaries().tolist()
+    assert flash_calls == [(b, b, 30, 30, left, left < 0)]
 
 
 @pytest.mark.parametrize("options", VARLEN_OPTIONS, ids=str)
@@ -85,31 +55,73 @@ def test_varlen_attention_refuses_what_the_kernel_lacks(options):
         varlen_attention(*inputs(), boundaries(), scale=0.4, **options)
 
 
-def test_torch_2_11_is_not_asked_for_enable_gqa(monkeypatch):
-    def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
-        return dense_attention(query, key, value, cu_q, scale=scale)
+_QUERY_TO_WINDOW = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, "
+    "SymInt max_k, float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, "
+    "SymInt? window_size_left=None, SymInt? window_size_right=None, Tensor? seqused_k=None"
+)
+# Releases differ in optional arguments behind the window; the last one is torch's main branch.
+SCHEMAS = {
+    "2.10 and 2.11": _QUERY_TO_WINDOW + ", Tensor? alibi_slopes=None",
+    "2.12 to 2.14": _QUERY_TO_WINDOW
+    + ", Tensor? alibi_slopes=None, Tensor? block_table=None, int? num_splits=None",
+    "2.15 and later": _QUERY_TO_WINDOW
+    + ", Tensor? alibi_slopes=None, Tensor? k_cache=None, Tensor? v_cache=None, "
+    "Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None, Tensor? page_table=None, "
+    "Tensor? block_table=None, int? num_splits=None",
+}
 
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
-    assert_equals_dense(varlen_attention, inputs())
+
+@pytest.mark.parametrize("torch_version", SCHEMAS)
+def test_every_torch_takes_the_arguments_that_the_kernel_is_called_with(torch_version, flash_calls):
+    schema = torch._C.parse_schema(
+        f"aten::_flash_attention_forward({SCHEMAS[torch_version]}) -> (Tensor, Tensor, Tensor, "
+        "Tensor, Tensor)"
+    )
+    double, calls = torch.ops.aten._flash_attention_forward, []
+
+    def forward(*given, **named):
+        arguments = {argument.name: argument for argument in schema.arguments}
+        positional = [name for name, argument in arguments.items() if not argument.kwarg_only]
+        assert len(given) == len(positional)
+        assert all(arguments[name].kwarg_only for name in named)
+        calls.append(dict(zip(positional, given, strict=True)) | named)
+        return double(*given, **named)
+
+    torch.ops.aten._flash_attention_forward = forward  # `flash_calls` puts the op back
+    assert_equals_dense(varlen_attention, inputs(), window=4)
+    (call,) = calls
+    assert (call["max_q"], call["max_k"]) == (30, 30)
+    assert (call["dropout_p"], call["is_causal"], call["return_debug_mask"]) == (0.0, False, False)
+    named = (call["scale"], call["window_size_left"], call["window_size_right"])
+    assert named == (0.4, 3, 0)
 
 
-def test_torch_s_varlen_attention_takes_the_arguments_we_give():
-    """The doubles above have the signature of the installed torch."""
-    parameters = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
-    positional = list(parameters)[:7]
-    assert positional == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size"} <= parameters.keys()
-    for op, names in (
-        (torch.ops.aten._flash_attention_forward, "max_q max_k dropout_p is_causal"),
-        (torch.ops.aten._flash_attention_backward, "out logsumexp cum_seq_q cum_seq_k max_q max_k"),
-    ):
-        schema = [argument.name for argument in op.default._schema.arguments]
-        assert " ".join(schema).count(names) == 1
-        assert {"scale", "window_size_left", "window_size_right"} <= set(schema)
+def test_the_installed_torch_has_one_of_these_schemas():
+    installed = str(torch.ops.aten._flash_attention_forward.default._schema)
+    assert _QUERY_TO_WINDOW in installed
+    backward = [a.name for a in torch.ops.aten._flash_attention_backward.default._schema.arguments]
+    assert " ".join(backward).startswith(
+        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
+    )
+
+
+def test_a_call_asks_the_aten_op_alone(flash_calls, monkeypatch):
+    """Torch 2.10 knows no scale in `varlen_attn`, and 2.15 would take cuDNN: neither is asked."""
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a signature is inspected, or the Python custom op called")
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", refuse)
+    monkeypatch.setattr(inspect, "signature", refuse)
+    query, key, value = inputs()
+    options = KernelOptions(0.4)
+    torch_varlen.varlen_attention(query, key, value, boundaries(), options, 30).sum().backward()
+    assert len(flash_calls) == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss"])
-def test_models_on_torch_varlen_equal_their_documents_alone(name, varlen_calls, flash_calls):
+def test_models_on_torch_varlen_equal_their_documents_alone(name, flash_calls):
     model, reference = tiny_model(name), tiny_model(name)
     fallback = "_over_eager" if name == "gpt_oss" else ""
     install_attention(model, AttentionChoice("varlen", torch_varlen.NAME + fallback, "a test"))
@@ -120,13 +132,11 @@ def test_models_on_torch_varlen_equal_their_documents_alone(name, varlen_calls, 
         output.square().mean().backward()
     for (parameter, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=10 * TOLERANCE, msg=parameter)
-    if name == "gpt_oss":
-        assert [call[4] for call in flash_calls] == [WINDOW - 1, -1], "a window, then none"
-        assert not varlen_calls
-    else:
-        lefts = {"llama": [-1, -1], "mistral": [WINDOW - 1] * 2, "gemma3_text": [WINDOW - 1, -1]}
-        assert [call["window"] for call in varlen_calls] == [(left, 0) for left in lefts[name]]
-        assert {call["longest"] for call in varlen_calls} == {(20, 20)}
-        for call in varlen_calls:
-            assert call["cu_seqlens"][0].tolist() == [0, 3, 23, 24, 33]
-            assert call["cu_seqlens"][0].dtype == torch.int32
+    lefts = {
+        "llama": [-1, -1],
+        "mistral": [WINDOW - 1] * 2,
+        "gemma3_text": [WINDOW - 1, -1],
+        "gpt_oss": [WINDOW - 1, -1],
+    }
+    b = [0, 3, 23, 24, 33]
+    assert flash_calls == [(b, b, 20, 20, left, left < 0) for left in lefts[name]]

@@ -45,6 +45,36 @@ def install(monkeypatch) -> list[tuple]:
         d_value = torch.einsum("hqk,qhd->khd", p, grad).unflatten(1, (kv_heads, group)).sum(2)
         return torch.einsum("hqk,khd->qhd", d_scores, keys), d_key, d_value
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    class Differentiable(torch.autograd.Function):
+        """As the op is, by its own backward."""
+
+        @staticmethod
+        def forward(ctx, q, k, v, *options):
+            out, lse, *states = forward(q, k, v, *options[:-1], **options[-1])
+            ctx.save_for_backward(q, k, v, out, lse, *states[:2])
+            ctx.options = options
+            return out, lse, *states
+
+        @staticmethod
+        def backward(ctx, grad, *_):
+            *tensors, rng_state, unused = ctx.saved_tensors
+            *spans, dropout_p, is_causal, _, named = ctx.options
+            found = backward(
+                grad.contiguous(),
+                *tensors,
+                *spans,
+                dropout_p,
+                is_causal,
+                rng_state,
+                unused,
+                **named,
+            )
+            return *found, *(None for _ in ctx.options)
+
+    monkeypatch.setattr(
+        torch.ops.aten,
+        "_flash_attention_forward",
+        lambda *args, **named: Differentiable.apply(*args, named),
+    )
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     return calls

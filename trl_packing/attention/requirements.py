@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl_packing.attention import flash_attn, varlen
+from trl_packing.attention import flash_attn
 from trl_packing.models.introspection import layer_configs, layer_values, text_config
 
 
@@ -133,7 +133,7 @@ def varlen_refusal(needs: Requirements) -> str | None:
     for key, value in sorted(needs.head_sizes):
         if key % 8 or value != key:
             return f"torch varlen cannot take head_dim {key} with {value}"
-    return _half_precision_refusal(needs, varlen.MAX_HEAD_DIM)
+    return _half_precision_refusal(needs, flash_attn.MAX_HEAD_DIM)
 
 
 def _half_precision_refusal(needs: Requirements, max_head_dim: int) -> str | None:

@@ -1,10 +1,11 @@
 """PyTorch's built-in FlashAttention-2 over cu_seqlens: CUDA from sm80, bf16 and fp16.
 
-`torch.nn.attention.varlen` (torch >= 2.10) takes the boundaries directly. It has no dropout and no
-soft-cap. Attention sinks are exact on top of it, because the kernel returns its log-sum-exp.
+`aten._flash_attention_forward` takes the boundaries directly, and has the same arguments from torch
+2.10 to 2.15. `torch.nn.attention.varlen` around it has not: 2.10 knows no scale, and 2.15 prefers
+cuDNN, which builds a graph for every row. The kernel has no dropout here and no soft-cap. Attention
+sinks are exact on top of it, because it returns its log-sum-exp.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -16,15 +17,9 @@ from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share
 
 NAME = "packed_varlen"
 
-MAX_HEAD_DIM = 256
-
 
 def unavailable() -> str | None:
     """Return why this machine cannot run the kernel, or None if it can."""
-    try:
-        from torch.nn.attention import varlen  # noqa: F401
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen (2.10 has)"
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -62,53 +57,36 @@ def varlen_attention(
             f"torch's varlen attention has no soft-cap and no dropout (got softcap={softcap}, "
             f"dropout={dropout}); set attention='documents'"
         )
-    longest = _longest(cu_seqlens, max_length)
-    spans = (cu_seqlens, cu_seqlens, longest, longest)
+    longest = longest_k = _longest(cu_seqlens, max_length)
+    cu_seqlens_k = cu_seqlens
     if keys is not None:
-        spans = (
-            cu_seqlens,
-            keys.cu_seqlens_k,
-            longest,
-            _longest(keys.cu_seqlens_k, keys.max_length),
-        )
-    # The kernel counts the tokens to the left of the query; the model counts the query too.
-    left = -1 if not window else window - 1
+        cu_seqlens_k = keys.cu_seqlens_k
+        longest_k = _longest(cu_seqlens_k, keys.max_length)
+    spans = (cu_seqlens, cu_seqlens_k, longest, longest_k)
     query, key, value = (x.contiguous() for x in (query, key, value))
-    if sinks is not None or keys is not None:
-        index = None if keys is None else keys.key_index
-        return _Attention.apply(query, key, value, sinks, index, spans, scale, left)
-    return _varlen_attn(query, key, value, spans, scale, left)
+    if sinks is None and keys is None:
+        return _forward(query, key, value, spans, scale, window)[0]
+    index = None if keys is None else keys.key_index
+    return _Attention.apply(query, key, value, sinks, index, spans, scale, window)
 
 
 def _longest(cu_seqlens: Tensor, known: int | None) -> int:
     return int(cu_seqlens.diff().max()) if known is None else int(known)
 
 
-def _varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: tuple[Tensor, Tensor, int, int],
-    scale: float,
-    left: int,
-) -> Tensor:
-    from torch.nn.attention import varlen
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, spans: tuple[Any, ...], scale: float, window: Any
+) -> Any:
+    """Return the output, the log-sum-exp and two states of the backward; it is differentiable."""
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, *spans, 0.0, not window, False, **_options(scale, window)
+    )[:4]
 
-    options: dict[str, Any] = {}
-    # torch 2.12 requires enable_gqa for grouped heads; 2.11 does not have the argument.
-    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    output = varlen.varlen_attn(
-        query,
-        key,
-        value,
-        *spans,
-        scale=scale,
-        window_size=(left, 0),
-        **options,
-    )
-    assert isinstance(output, Tensor)  # a tuple only if the log-sum-exp is requested
-    return output
+
+def _options(scale: float, window: int | None) -> dict[str, Any]:
+    # The kernel counts the tokens to the left of the query; the model counts the query too.
+    left = window - 1 if window else -1
+    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
 class _Attention(torch.autograd.Function):
@@ -119,50 +97,33 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, key_index, spans, scale, left):
-        out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
-            query,
-            *_gathered(key, value, key_index),
-            *spans,
-            0.0,
-            left < 0,
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=0,
-        )
+    def forward(ctx, query, key, value, sinks, key_index, spans, scale, window):
+        out, lse, *states = _forward(query, *_gathered(key, value, key_index), spans, scale, window)
         if sinks is not None:
             with_sinks = lse_with_sinks(lse, sinks)
             out = out * share_of_keys(lse, with_sinks).to(out.dtype)
             lse = with_sinks
-        ctx.save_for_backward(
-            query, key, value, out, lse, sinks, key_index, *spans[:2], rng, unused
-        )
-        ctx.options = (spans[2:], scale, left)
+        ctx.save_for_backward(query, key, value, out, lse, sinks, key_index, *spans[:2], *states)
+        ctx.options = (spans[2:], scale, window)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        (query, key, value, out, lse, sinks, index, cu_seqlens_q, cu_seqlens_k, rng, unused) = (
-            ctx.saved_tensors
-        )
-        longest, scale, left = ctx.options
+        query, key, value, out, lse, sinks, index, *boundaries, rng, unused = ctx.saved_tensors
+        longest, scale, window = ctx.options
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             query,
             *_gathered(key, value, index),
             out,
             lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            *boundaries,
             *longest,
             0.0,
-            left < 0,
+            not window,
             rng,
             unused,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=0,
+            **_options(scale, window),
         )
         if index is not None:
             d_key, d_value = (sum_over_segments(x, index, key.shape[0]) for x in (d_key, d_value))
