@@ -15,6 +15,7 @@ from trl_packing.attention import varlen as torch_varlen
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
 from trl_packing.isolation.fallback import with_fallbacks
+from trl_packing.tools.doctor.backends import Trial, Trials, advice
 
 
 class OutsideTransformers(nn.Module):
@@ -137,19 +138,16 @@ def test_on_cuda_flash_attn_comes_first_then_torch_varlen_then_documents(cuda):
     assert half == AttentionChoice("documents", "packed_documents", "cuda, float16")
 
 
-WIDE_VALUES = "cannot take head_dim 8 with 16"
-
 REFUSALS = [
     # model, changes to it, dtype, why flash-attn is not taken, why torch varlen is not
     ("llama", {}, torch.float32, "the dtype is torch.float32", "the dtype is torch.float32"),
-    ("llama", {"head_dim": 264}, None, "head_dim 264 is above 256", "head_dim 264 is above 256"),
-    ("llama", {"head_dim": 12}, None, None, "cannot take head_dim 12 with 12"),
     ("llama", {"attention_dropout": 0.1}, None, None, "no dropout and the model sets 0.1"),
     ("gpt2_dropout", {}, None, None, "no dropout and the model sets 0.1"),
     ("gemma2", {}, None, None, "no soft-cap"),
-    ("deepseek_v3", {"v_head_dim": 16}, None, WIDE_VALUES, WIDE_VALUES),
-    ("deepseek_v3", {"v_head_dim": 4}, None, None, "cannot take head_dim 8 with 4"),
-    ("gpt_oss", {}, None, "flash-attn has no attention sinks", None),
+    ("gpt_oss", {}, None, "flash_attention_2 has no attention sinks", None),
+    # a trial finds these
+    ("llama", {"head_dim": 264}, None, None, None),
+    ("deepseek_v3", {"v_head_dim": 4}, None, None, None),
 ]
 
 
@@ -171,15 +169,6 @@ def test_a_kernel_that_would_not_be_exact_is_passed_over_and_refused_by_name(
     assert choose(name, **options).backend == expected
     without_flash = "documents" if no_varlen else "varlen"
     assert cuda()(name, **options).backend == without_flash
-
-
-def test_the_widest_head_of_any_layer_decides(cuda):
-    """gemma4 has heads of 512 in some layers, of 256 in the others and in its config."""
-    model = tiny_model("llama")
-    model.model.layers[1].self_attn.head_dim = 512
-    cuda(flash="flash_attention_2")
-    choice = resolve_attention(model, device="cuda", dtype=torch.bfloat16)
-    assert choice.backend == "documents"
 
 
 def test_what_cannot_run_on_this_machine_says_why(cuda):
@@ -227,57 +216,38 @@ def test_installed_flash_attention_is_found_newest_first(monkeypatch):
 ALL = list(flash_attn.VERSIONS)
 
 TAKEN = [
-    # compute capability, model, changes to it, the version that auto takes of all installed
-    ((8, 0), "llama", {}, "flash_attention_3"),
-    ((8, 6), "llama", {}, "flash_attention_3"),
-    ((8, 9), "llama", {}, "flash_attention_3"),
-    ((9, 0), "llama", {}, "flash_attention_4"),
-    ((10, 0), "llama", {}, "flash_attention_4"),
-    ((12, 0), "llama", {}, "flash_attention_4"),
-    ((13, 0), "llama", {}, "flash_attention_2"),
-    ((7, 5), "llama", {}, "documents"),
-    # heads of 256 and of 192, beyond 128 from sm100
-    ((9, 0), "llama", {"head_dim": 256}, "flash_attention_4"),
-    ((10, 0), "llama", {"head_dim": 256}, "flash_attention_2"),
-    ((12, 0), "llama", {"head_dim": 192}, "flash_attention_2"),
-    ((10, 0), "llama", {"head_dim": 128}, "flash_attention_4"),
-    ((9, 0), "llama", {"head_dim": 12}, "flash_attention_2"),
+    # compute capability, model, changes to it, the versions that auto tries of all installed
+    ((8, 0), "llama", {}, [2, 3]),
+    ((8, 9), "llama", {}, [2, 3]),
+    ((9, 0), "llama", {}, [3, 4, 2]),
+    ((10, 0), "llama", {}, [4, 2]),
+    ((12, 0), "llama", {}, [4, 2]),
+    ((7, 5), "llama", {}, []),
     # dropout, which transformers silently leaves out for versions 3 and 4
-    ((9, 0), "llama", {"attention_dropout": 0.1}, "flash_attention_2"),
-    ((9, 0), "gpt2_dropout", {}, "flash_attention_2"),
-    # soft-cap: no backward in version 4
-    ((9, 0), "gemma2", {}, "flash_attention_3"),
-    ((10, 0), "gemma2", {}, "flash_attention_2"),
-    ((9, 0), "gemma2", {"attention_dropout": 0.1}, "documents"),
+    ((9, 0), "llama", {"attention_dropout": 0.1}, [2]),
+    ((9, 0), "gpt2_dropout", {}, [2]),
+    ((9, 0), "gemma2", {"attention_dropout": 0.1}, []),
+    # transformers passes sinks to version 4 alone, and not to version 2 or 3
+    ((10, 0), "gpt_oss", {}, [4]),
 ]
 
 
 @pytest.mark.parametrize(("capability", "name", "overrides", "expected"), TAKEN)
-def test_auto_takes_the_newest_version_that_can_train(capability, name, overrides, expected, cuda):
-    assert cuda(flash=ALL, capability=capability)(name, **overrides).backend == expected
+def test_auto_tries_the_versions_of_a_gpu_from_fast_to_slow(
+    capability, name, overrides, expected, cuda
+):
+    choice = cuda(flash=ALL, capability=capability)(name, **overrides)
+    tried = [way.backend for way in with_fallbacks(choice) if way.backend in ALL]
+    assert tried == [f"flash_attention_{version}" for version in expected]
 
 
-def test_a_version_that_cannot_train_here_is_refused_by_name(cuda):
-    for capability, name, reason in (
-        ((8, 6), "flash_attention_4", "older than sm90"),
-        ((10, 0), "flash_attention_3", "version 3 has no kernels for sm100"),
-        ((13, 0), "flash_attention_4", "version 4 has no kernels for sm130"),
-    ):
-        with pytest.raises(ValueError, match=f"attention='{name}' cannot be exact on .*{reason}"):
-            cuda(flash=ALL, capability=capability)(attention=name)
-
-
-@pytest.mark.parametrize("asked", ["0", "1"])
-def test_a_deterministic_run_gets_a_version_that_can_be(asked, cuda, monkeypatch):
-    """transformers asks the kernel for it by this variable, which `full_determinism` sets."""
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", asked)
-    taken = {
-        (12, 0): cuda(flash=ALL, capability=(12, 0))().backend,
-        (9, 0): cuda(flash=ALL, capability=(9, 0))().backend,
-        (8, 0): cuda(flash=ALL, capability=(8, 0))(head_dim=256).backend,
-    }
-    versions = {"0": (4, 4, 3), "1": (2, 4, 2)}[asked]
-    assert list(taken.values()) == [f"flash_attention_{version}" for version in versions]
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_the_doctor_and_auto_agree_about_the_fastest_version(capability, cuda):
+    first = cuda(flash=ALL, capability=capability)().backend
+    trials = Trials("llama", "cuda", "bfloat16", tuple(Trial(n, "exact") for n in ALL), first)
+    assert advice(trials, capability) == (
+        f"nothing to install: {first} is the fastest exact backend here"
+    )
 
 
 def test_a_model_that_transformers_keeps_from_flash_attention_gets_varlen(cuda, monkeypatch):
@@ -305,8 +275,9 @@ def test_after_a_kernel_come_the_other_kernels_and_then_the_model_s_own_mask(cud
         return [way.backend for way in with_fallbacks(choice)]
 
     own = ["model", "mask", "padded", "equal_lengths"]
-    assert order(flash=ALL) == [*ALL, "varlen", "documents", *own]
-    assert order(flash=ALL, capability=(8, 0)) == [*ALL[1:], "varlen", "documents", *own]
+    four, three, two = ALL
+    assert order(flash=ALL) == [three, four, two, "varlen", "documents", *own]
+    assert order(flash=ALL, capability=(8, 0)) == [two, three, "varlen", "documents", *own]
     assert order() == ["varlen", "documents", *own]
     assert order(capability=(7, 5)) == ["documents", *own]
 

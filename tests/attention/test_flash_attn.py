@@ -210,13 +210,13 @@ def test_a_kernel_with_a_right_backward_is_kept(gpu, monkeypatch, tmp_path):
 
 
 def test_the_next_version_is_tried_before_varlen(gpu, monkeypatch, tmp_path):
-    """Both are the double: version 4 has a broken backward, version 3 is not found on import."""
+    """Both are the double, whose backward is broken."""
     gpu(4, 3)
     flash_attn_double.install(monkeypatch, 4, "raises")
     trainer, seen, batch = trainer_for("llama", tmp_path)
     assert_exact("llama", trainer, seen, batch)
     tried = [reason.split()[0] for reason in trainer.attention.reason.split("; ")]
-    assert tried == ["flash_attention_4", "flash_attention_3", "varlen"]
+    assert tried == ["flash_attention_3", "flash_attention_4", "varlen"]
     assert trainer.attention.backend == "documents"
 
 

@@ -159,7 +159,7 @@ def _kernels(model: Any, needs: Requirements) -> dict[str, tuple[str | None, str
     }
     return flash | {
         "varlen": (
-            varlen.unavailable() or varlen_refusal(needs),
+            varlen_refusal(needs),
             implementation_name(varlen.NAME, fallback),
             "no flash-attn package needed",
         ),
@@ -193,11 +193,15 @@ def _choice_for_whole_rows(model: Any) -> AttentionChoice | None:
 def _automatic(model: Any, needs: Requirements) -> AttentionChoice:
     """Return the fastest kernel that can be exact on `model`, with the slower ones."""
     current = current_implementation(model)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     installed = flash_attn.installed()
+    names = [name for name in flash_attn.versions_for(capability) if name in installed]
+    found = _kernels(model, needs)
     kernels = [
         AttentionChoice(backend, implementation, reason)
-        for backend, (refusal, implementation, reason) in _kernels(model, needs).items()
-        if refusal is None and (backend in installed or backend not in flash_attn.VERSIONS)
+        for backend in (*names, "varlen", "documents")
+        for refusal, implementation, reason in [found[backend]]
+        if refusal is None
     ]
     if flash_attn.is_flash_attention(current):
         if needs.sinks and flash_attn.drops_sinks(str(current)):

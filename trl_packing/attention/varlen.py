@@ -18,15 +18,6 @@ from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share
 NAME = "packed_varlen"
 
 
-def unavailable() -> str | None:
-    """Return why this machine cannot run the kernel, or None if it can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than sm80"
-    return None
-
-
 def varlen_attention(
     query: Tensor,
     key: Tensor,

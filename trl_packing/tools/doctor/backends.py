@@ -210,7 +210,7 @@ def advice(trials: Trials, capability: tuple[int, int] | None) -> str:
         )
     if capability < (8, 0):
         return "nothing to install: FlashAttention needs an NVIDIA GPU from sm80 (A100, RTX 30)"
-    best, oldest = _BEST_ON.get(capability[0], "flash_attention_4"), "flash_attention_2"
+    best, oldest = flash_attn.versions_for(capability)[0], "flash_attention_2"
     if chosen == best:
         return f"nothing to install: {chosen} is the fastest exact backend here"
     if chosen == "varlen" and best == oldest:
@@ -223,9 +223,6 @@ def advice(trials: Trials, capability: tuple[int, int] | None) -> str:
             return f"{_INSTALL[name]}; {chosen} is used until then"
     return f"nothing to install: {best} is not possible ({trials[best].reason})"
 
-
-# By the first number of the compute capability: Ampere and Ada, Hopper.
-_BEST_ON = {8: "flash_attention_2", 9: "flash_attention_3"}
 
 _INSTALL = {
     "flash_attention_4": "pip install flash-attn-4 (written for sm90 to sm120)",
