@@ -354,9 +354,40 @@ def test_flags_of_later_rows_count_for_the_first(tmp_path):
     assert documents(trainer) != documents(trainer_for(tmp_path / "null", flagged(None, 8)))
 
 
-def test_a_stream_whose_first_flags_are_null_says_what_it_trains(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        trainer = trainer_for(tmp_path, stream_of(flagged(None)))
-    asked = trainer_for(tmp_path / "asked", flagged(None), train_on="assistant")
-    assert documents(trainer) == documents(asked)
-    assert "null in its first row: the assistant's turns are trained" in caplog.text
+def test_a_stream_whose_first_flags_are_null_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"null in its first row.* set train_on='assistant'"):
+        trainer_for(tmp_path, stream_of(flagged(None)))
+    trainer_for(tmp_path, stream_of(flagged(None)), train_on="assistant")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "One two three."},
+        {"prompt": "One", "completion": " two."},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    ],
+    ids=["text", "prompt", "messages"],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_token_weights_beside_rows_without_tokens_are_refused(tmp_path, row, is_stream):
+    rows = Dataset.from_list([row | {"loss_weights": [1.0, 0.5]}] * 4)
+    with pytest.raises(ValueError, match=r"'loss_weights'.* 'loss_weight', .*tokenized rows"):
+        trainer_for(tmp_path, rows.to_iterable_dataset() if is_stream else rows)
+
+
+def test_flags_that_trl_would_ignore_are_refused(tmp_path):
+    class OwnTokenizer(type(tiny_tokenizer())):
+        def __call__(self, *args, **options):
+            return super().__call__(*args, **options)
+
+    own = tiny_tokenizer(chat=True)
+    own.__class__ = OwnTokenizer
+    with pytest.raises(ValueError, match="'train' or 'weight' of messages cannot be used"):
+        trainer_for(tmp_path, flagged(0.5), tokenizer=own)
+    trainer_for(tmp_path, flagged(None), tokenizer=own)
+
+
+def test_flags_beside_a_response_template_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="both say what is trained"):
+        trainer_for(tmp_path, flagged(0.5), response_template="<|im_start|>assistant")

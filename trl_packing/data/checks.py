@@ -4,6 +4,7 @@ An error names the row, the column and the remedy here; a model would fail deep 
 something else.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.documents.weight_columns import document_weights_from_rows
+from trl_packing.formatting.message_flags import has_flags
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
@@ -60,12 +62,13 @@ def check_is_one_set(dataset: Any, reason: str) -> None:
 def check(rows: UserRows, rules: Preparation) -> None:
     """Raise ValueError for anything that `rows` and the settings alone rule out."""
     dataset, name, eos = rows.dataset, rows.name, rules.eos
+    check_weights_have_tokens(rows.columns, name)
     if rows.formatting_func is None and rules.options.prompt_template is None:
         check_columns(dataset, name, rules.args.dataset_text_field)
     if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in rows.columns:
         document_weights_from_rows(dataset, f"the {name} dataset")
     if not rows.are_tokenized and rules.needs_trl:
-        _check_options_of_trl(rules, name)
+        _check_options_of_trl(rows, rules)
         check_eos(dataset, eos.tokenizer, name)
     if rows.are_tokenized:
         _check_one_source_of_labels(rows, rules)
@@ -80,16 +83,19 @@ def check(rows: UserRows, rules: Preparation) -> None:
         _ = eos.eos_id  # raises without one
 
 
-def _check_options_of_trl(rules: Preparation, name: str) -> None:
-    """Raise ValueError for settings that TRL's preparation does not have."""
-    for setting in ("train_on", "response_template", "prompt_template"):
-        value = getattr(rules.options, setting)
-        if value is not None:
-            raise ValueError(
-                f"{setting}={value!r} cannot be used on the {name} dataset: "
-                f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its "
-                "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
-            )
+def _check_options_of_trl(rows: UserRows, rules: Preparation) -> None:
+    """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
+    names = ("train_on", "response_template", "prompt_template")
+    given = {name: getattr(rules.options, name) for name in names}
+    ignored = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if rules.row_format.flags_decide and has_flags(rows.dataset, next(iter(rows.dataset))):
+        ignored.append("'train' or 'weight' of messages")
+    if ignored:
+        raise ValueError(
+            f"{ignored[0]} cannot be used on the {rows.name} dataset: "
+            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its "
+            "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
+        )
 
 
 def _check_one_source_of_labels(rows: UserRows, rules: Preparation) -> None:
@@ -148,6 +154,16 @@ def empty_completions(dataset: AnyDataset, column: str, name: str) -> str | None
         f"{number:,} of {len(dataset):,} rows of the {name} dataset have an empty {column!r}: of "
         "these, only the end (EOS) is trained"
     )
+
+
+def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
+    """Raise ValueError if rows that are not tokenized have one weight per token."""
+    if TOKEN_WEIGHTS in columns and "input_ids" not in columns:
+        raise ValueError(
+            f"the {name} dataset has {TOKEN_WEIGHTS!r}, one weight per token, but no 'input_ids'; "
+            f"give each document one number, {DOCUMENT_WEIGHT!r}, or each message a 'weight', or "
+            "pass tokenized rows"
+        )
 
 
 def check_eos(dataset: AnyDataset, tokenizer: Any, name: str) -> None:

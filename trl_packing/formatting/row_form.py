@@ -9,6 +9,7 @@
 Messages may have ShareGPT's keys and roles. They are converted here.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,11 +46,20 @@ def form_of(row: Row, text_field: str) -> str:
     # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
     # conversation repeats its beginning (ultrachat_200k).
     if row.get("prompt") is not None and (messages is None or row.get("completion") is not None):
-        return "prompt messages" if isinstance(row["prompt"], list) else "prompt"
+        if isinstance(row["prompt"], list):
+            return "prompt messages"
+        _check_not_json(row["prompt"], row.get("completion"))
+        return "prompt"
     if messages is not None:
         return "messages"
     if row.get(text_field) is not None:
         return "text"
+    for name in ("messages", "conversations"):
+        if isinstance(row.get(name), str):
+            raise ValueError(
+                f"its {name!r} is a text; if it is JSON, read it before: "
+                f"dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+            )
     raise ValueError(f"it has nothing to train on: {_contents(row)}")
 
 
@@ -91,6 +101,25 @@ def string_of(row: Row, column: str) -> str:
         got = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value):.60}"
         raise ValueError(f"its {column!r} is {got}; make it a string, or remove the row")
     return value
+
+
+def _check_not_json(prompt: Any, completion: Any) -> None:
+    """Raise ValueError if both are the JSON text of messages, as a CSV file stores them."""
+    if _is_json_of_messages(prompt) and _is_json_of_messages(completion):
+        raise ValueError(
+            "its 'prompt' and 'completion' are messages as JSON text; read them before: "
+            "dataset.map(lambda row: {name: json.loads(row[name]) for name in ('prompt', "
+            "'completion')})"
+        )
+
+
+def _is_json_of_messages(text: Any) -> bool:
+    if not isinstance(text, str) or not text.lstrip().startswith("["):
+        return False
+    try:
+        return all(isinstance(m["role"], str) and "content" in m for m in json.loads(text))
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _name_of_messages(row: Row) -> str | None:

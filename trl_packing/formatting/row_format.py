@@ -21,6 +21,7 @@ from trl.chat_template_utils import supports_tool_calling
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
 from trl_packing.formatting.every_turn import render_every_turn
+from trl_packing.formatting.message_flags import flag_of
 from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.messages import trained_messages, without_flags
 from trl_packing.formatting.prompt_template import PromptTemplate, field_text
@@ -228,6 +229,8 @@ class RowFormat:
 
     def _conversation(self, row: Row) -> Rendered:
         prompt, completion, conversation = self._messages(row, self.form(row))
+        if self.flags_decide and self.train_on is None:
+            self._check_no_flags([*prompt, *completion])
         if not completion:  # nothing to train: such documents are dropped and counted later
             text = self.chat.render(conversation) if prompt else ""
             return Rendered(text, [], adds_special_tokens=False)
@@ -251,6 +254,16 @@ class RowFormat:
         answers, only_whole = self._answers(text), self.answers is not None
         untrained = self._untrained(conversation, len(prompt))
         return Rendered(text, answers, untrained, only_whole, False)
+
+    def _check_no_flags(self, messages: list[Any]) -> None:
+        """Raise ValueError for a flag where the rows before, of a stream, were read without one."""
+        for number, message in enumerate(messages):
+            if flag := flag_of(message):
+                raise ValueError(
+                    f"message {number} has {flag}={message[flag]!r}, but messages of the first row "
+                    "have no 'train' or 'weight', so everything was trained up to here; set "
+                    "train_on='assistant', where they count, or 'all', where they do not"
+                )
 
     def _turns(self, row: Row, form: str) -> list[Rendered]:
         self._check_form(row, form)

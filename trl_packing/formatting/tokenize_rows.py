@@ -26,7 +26,7 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.documents.bad_rows import BadRows, lone_surrogate
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE, TOKEN_WEIGHTS, TURN
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
-from trl_packing.formatting.message_flags import has_flags, says_what_is_trained
+from trl_packing.formatting.message_flags import flag_of, has_flags, messages_in
 from trl_packing.formatting.printable import escape_hidden, quote
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
@@ -93,7 +93,8 @@ def documents_from_rows(
     first = next(iter(dataset.with_format(None)))
     flagged = has_flags(dataset, first)
     if flagged and row_format.flags_decide:
-        row_format = _train_assistant(row_format, first, name)
+        _check_first_flags(dataset, first, row_format, name)
+        row_format = replace(row_format, train_on="assistant")
     try:
         row_format.check(first)
     except ValueError as error:
@@ -172,15 +173,21 @@ def _dtypes_of(
     return types | _DTYPES
 
 
-def _train_assistant(row_format: RowFormat, first: Mapping[str, Any], name: str) -> RowFormat:
-    """Return `row_format` for messages with "train" or "weight"; warn if the first has none."""
-    if not says_what_is_trained(first):
-        logger.warning(
-            f"messages of the {name} dataset have 'train' or 'weight', null in its first "
-            "row: the assistant's turns are trained, and others as they say; set train_on "
-            "to train something else"
+def _check_first_flags(
+    dataset: Dataset | IterableDataset, first: Mapping[str, Any], row_format: RowFormat, name: str
+) -> None:
+    """Raise ValueError if it is not known, or said twice, what messages with flags train."""
+    if isinstance(dataset, IterableDataset) and not any(map(flag_of, messages_in(first))):
+        raise ValueError(
+            f"messages of the {name} stream have 'train' or 'weight', null in its first row, so it "
+            "is not known whether they decide what is trained; set train_on='assistant', where "
+            "they count, or 'all', where they do not"
         )
-    return replace(row_format, train_on="assistant")
+    if row_format.answers is not None:
+        raise ValueError(
+            f"messages of the {name} dataset have 'train' or 'weight', and response_template is "
+            "set: both say what is trained; remove one"
+        )
 
 
 def _warn_of_tools(first: Mapping[str, Any], row_format: RowFormat, name: str) -> None:
@@ -210,7 +217,7 @@ def _prepare_batch(
     # A fast tokenizer releases the interpreter lock, so the next rows are rendered meanwhile.
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
         parts = []
-        rendered = _render_all(rows, indices, form, row_format, name)
+        rendered = _render_all(rows, indices, form, row_format, name, TOKEN_WEIGHTS in columns)
         while chunk := list(islice(rendered, _AT_ONCE)):
             found = [indices[number] for number, _, _ in chunk]
             texts = [document for _, _, document in chunk]
@@ -237,6 +244,7 @@ def _render_all(
     form: str,
     row_format: RowFormat,
     name: str,
+    weighted: bool,
 ) -> Iterator[tuple[int, int, Rendered]]:
     """Yield the place of a row in the batch, the number of a turn, and its text.
 
@@ -245,6 +253,12 @@ def _render_all(
     for place, row in enumerate(rows):
         which = f"row {indices[place]} of the {name} dataset"
         for turn, document in enumerate(_rendered(row, form, row_format, which)):
+            if not weighted and any(weight != 1 for *_, weight in document.spans or ()):
+                raise ValueError(
+                    f"{which}: a message has a weight other than 0 and 1, but messages of the "
+                    "first row have none, so there is no column for it; give them one, too (1 is "
+                    "the default)"
+                )
             yield place, turn if document.spans else -1, document
 
 

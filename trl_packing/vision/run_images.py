@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.checks import check_is_one_set
+from trl_packing.data.checks import check_is_one_set, check_weights_have_tokens
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_ROW, document_columns
@@ -235,6 +235,7 @@ class RunImages:
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
         check_settings(dataset, rules, name)
+        check_weights_have_tokens(dataset.column_names, name)
         chat = ChatTemplate(processor.tokenizer, chat_template or template_of(processor))
         placeholders = Placeholders(processor, self._patch_size)
         row_format = replace(rules.row_format, chat=chat)

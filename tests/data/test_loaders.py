@@ -1,0 +1,163 @@
+"""Rows through any loader give the same documents, labels and weights, or one sentence."""
+
+import csv
+import json
+
+import datasets
+import pyarrow as pa
+import pytest
+from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
+from helpers.prepared import settings
+from helpers.tiny import tiny_model, tiny_tokenizer
+
+from trl_packing import PackedSFTTrainer, load_prepared
+from trl_packing.cli import main
+
+
+def said(*flags):
+    """Return a conversation whose messages carry these flags, user and assistant in turn."""
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[n % 2], "content": f"This is part {n}.", **flag}
+        for n, flag in enumerate(flags)
+    ]
+
+
+PLAIN = [{"messages": said({}, {}, {}, {})}, {"messages": said({}, {})}]
+ROWS = {
+    "plain": PLAIN,
+    "first": [{"messages": said({}, {"weight": 0}, {}, {"weight": 1})}, *PLAIN],
+    "later": [*PLAIN, {"messages": said({}, {"weight": 0}, {}, {})}],
+    "half": [*PLAIN, {"messages": said({}, {"weight": 0.5}, {}, {})}, *PLAIN],
+    "trained users": [*PLAIN, {"messages": said({"train": True}, {"train": False}, {}, {})}],
+    "nulls": [{"messages": said({"train": None}, {"weight": None})}, *PLAIN],
+    "quoted": [*PLAIN, {"messages": said({}, {"content": 'The key "weight" of {"train": 1}.'})}],
+    "completions": [
+        {"prompt": each["messages"][:1], "completion": each["messages"][1:]}
+        for each in (*PLAIN, {"messages": said({}, {}, {"train": True}, {"weight": 2})})
+    ],
+}
+
+
+def json_lines(rows, folder):
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def from_csv(rows, folder):
+    with (folder / "rows.csv").open("w") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({name: json.dumps(row[name]) for name in row} for row in rows)
+    return load_dataset("csv", data_files=str(folder / "rows.csv"), split="train")
+
+
+def from_json(rows, folder):
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return load_dataset("json", data_files=str(folder / "rows.json"), split="train")
+
+
+def from_parquet(rows, folder):
+    Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+    return load_dataset("parquet", data_files=str(folder / "rows.parquet"), split="train")
+
+
+def from_disk(rows, folder):
+    from_jsonl(rows, folder).save_to_disk(folder / "saved")
+    return datasets.load_from_disk(folder / "saved")
+
+
+def from_jsonl(rows, folder, **options):
+    file = str(json_lines(rows, folder))
+    return load_dataset("json", data_files=file, split="train", cache_dir=str(folder), **options)
+
+
+def sliced(rows, folder):
+    """Rows among others that carry all flags, of a table in chunks."""
+    others = [{name: said({"train": True}, {"weight": 3}) for name in rows[0]}]
+    table = from_jsonl([*others, *rows, *others], folder)
+    chunked = concatenate_datasets([table, table]).select([*range(len(rows) + 2), 0])
+    return chunked.select(range(1, len(rows) + 1))
+
+
+def chunked(rows, folder):
+    tables = [Dataset.from_list(rows).data.slice(n, 1).table for n in range(len(rows))]
+    return Dataset(pa.concat_tables(tables))
+
+
+LOADERS = {
+    "json": from_json,
+    "jsonl": from_jsonl,
+    "parquet": from_parquet,
+    "csv": from_csv,
+    "saved": from_disk,
+    "sliced": sliced,
+    "chunked": chunked,
+    "generator": lambda rows, folder: Dataset.from_generator(lambda: iter(rows)),
+    "stream": lambda rows, folder: from_jsonl(rows, folder, streaming=True),
+    "stream of a table": lambda rows, folder: Dataset.from_list(rows).to_iterable_dataset(),
+    "stream of a generator": lambda rows, folder: IterableDataset.from_generator(
+        lambda: iter(rows)
+    ),
+}
+
+
+def documents(rows, **changes):
+    """Return the ids, labels and weights of the documents that a run trains."""
+    args = settings(max_steps=1, max_length=512, **changes)
+    trainer = PackedSFTTrainer(
+        tiny_model(), args, train_dataset=rows, processing_class=tiny_tokenizer(chat=True)
+    )
+    return [
+        (list(row["input_ids"]), list(row["labels"]), weights_of(row))
+        for row in trainer.train_dataset
+    ]
+
+
+def documents_or_sentence(rows, **changes):
+    try:
+        return documents(rows, **changes)
+    except ValueError as error:
+        return str(error)
+
+
+def weights_of(row):
+    trained = [label != -100 for label in row["labels"]]
+    return list(row.get("loss_weights") or map(float, trained))
+
+
+@pytest.mark.parametrize("train_on", [None, "assistant", "every_turn"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_every_loader_gives_the_same_documents_or_one_sentence(tmp_path, rows, train_on):
+    if train_on == "every_turn" and '"train": true' in json.dumps(rows):
+        pytest.skip("it trains no user")
+    wanted = documents(Dataset.from_list(rows), train_on=train_on)
+    for name, load in LOADERS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        found = documents_or_sentence(load(rows, folder), train_on=train_on)
+        if not isinstance(found, str):
+            assert found == wanted, name
+        elif name == "csv":
+            assert "JSON" in found
+        else:
+            assert name.startswith("stream"), f"{name}: {found}"
+            assert rows != PLAIN
+            assert "first row" in found
+
+
+def test_flags_in_a_later_row_are_read_and_decide():
+    """Control: they change what is trained."""
+    flagged, plain = (documents(Dataset.from_list(ROWS[name])) for name in ("later", "plain"))
+    assert plain[0][1] == plain[0][0]
+    assert flagged[0][1].count(-100) > len(flagged[0][0]) / 3
+
+
+@pytest.mark.parametrize("name", ["later", "half", "completions"])
+def test_prepared_rows_are_those_of_the_run(tmp_path, name):
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    data, out = json_lines(ROWS[name], tmp_path), tmp_path / "out"
+    arguments = ["--model", str(tmp_path / "model"), "--max_length", "512"]
+    assert main(["prepare", str(data), str(out), *arguments]) == 0
+    assert documents(load_prepared(out)) == documents(Dataset.from_list(ROWS[name]))
