@@ -1,5 +1,9 @@
 """A setting with a value of the wrong type is refused at once, in one sentence."""
 
+import dataclasses
+import math
+
+import numpy as np
 import pytest
 from trl import SFTConfig
 
@@ -24,7 +28,6 @@ HERE = {"use_cpu": True, "bf16": False}
         ("response_field", [None, ["a"]]),
         ("source_column", [3, ["a"]]),
         ("curriculum", [3, ["a"]]),
-        ("curriculum_order", [None, "up"]),
         ("overlap_tokens", ["8", 0.5, True]),
         ("attention", [None, 2]),
         ("packing_strategy", [None, 3, ["bfd"]]),
@@ -81,6 +84,60 @@ def test_the_settings_of_trl_are_looked_at_too(tmp_path):
     config = SFTConfig(str(tmp_path), **HERE, max_length="16")
     with pytest.raises(ValueError, match="max_length='16' must be a whole number, or None"):
         check_options(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("per_device_train_batch_size", 2.5),
+        ("gradient_accumulation_steps", "2"),
+        ("num_train_epochs", float("nan")),
+        ("num_train_epochs", float("inf")),
+        ("max_steps", "3"),
+        ("max_steps", 3.0),
+        ("seed", None),
+        ("learning_rate", "1e-4"),
+        ("learning_rate", float("nan")),
+        ("weight_decay", None),
+        ("warmup_steps", float("nan")),
+        ("remove_unused_columns", "False"),
+        ("gradient_checkpointing", "no"),
+        ("dataset_text_field", 5),
+        ("mixture_temperature", True),
+    ],
+)
+def test_an_inherited_setting_of_another_type_is_named(tmp_path, name, value):
+    with pytest.raises(ValueError, match=rf"^{name}=\S+ (must be|has no end)"):
+        PackedSFTConfig(str(tmp_path), **HERE, **{name: value})
+    config = PackedSFTConfig(str(tmp_path), **HERE)
+    setattr(config, name, value)  # as a recipe or a user may do later
+    with pytest.raises(ValueError, match=rf"^{name}="):
+        check_options(config)
+
+
+def test_numbers_that_libraries_make_and_switches_as_numbers_pass(tmp_path):
+    made = {"max_steps": np.int64(3), "learning_rate": np.float32(1e-4), "max_grad_norm": math.inf}
+    config = PackedSFTConfig(str(tmp_path), **HERE, **made, gradient_checkpointing=1)
+    check_options(config)
+
+
+def test_every_setting_of_one_type_is_checked(tmp_path):
+    """The negative control of the two lists above: an object is no value of any of them."""
+    passed = [
+        field.name
+        for field in dataclasses.fields(PackedSFTConfig)
+        if field.type in ("int", "float", "bool", int, float, bool)
+        and not raises(lambda name=field.name: PackedSFTConfig(**(HERE | {name: object()})))
+    ]
+    assert passed == []
+
+
+def raises(make):
+    try:
+        make()
+    except ValueError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize(

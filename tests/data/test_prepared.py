@@ -210,7 +210,6 @@ def test_every_part_of_a_tokenizer_is_hashed():
 NOT_COMPARED = {
     "attention",
     "curriculum",
-    "curriculum_order",
     "dataset_num_proc",
     "documents_per_step",
     "eval_packing",

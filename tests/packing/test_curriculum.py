@@ -178,6 +178,21 @@ def test_a_column_without_numbers_is_refused(column, problem):
         numbers_of(ArrowDocuments(dataset, ["input_ids"]), "hard")
 
 
+def test_a_minus_begins_with_the_largest(tmp_path):
+    options = {"max_length": 32, "isolation_check": "off", "report_to": "none", **SETTINGS}
+    trainer = PackedSFTTrainer(
+        tiny_model(),
+        PackedSFTConfig(str(tmp_path), curriculum="-length", **options),
+        train_dataset=Dataset.from_list([{"input_ids": [7] * n} for n in DOCUMENTS]),
+        processing_class=tiny_tokenizer(),
+    )
+    batches = list(trainer.get_train_dataloader().batch_sampler)
+    longest = [max(DOCUMENTS[i] for i in batch) for batch in batches]
+    assert longest[0] == max(DOCUMENTS)
+    assert longest[-1] == min(longest)
+    assert "by length, longest first" in str(trainer.packing_report)
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 SETTINGS = {"use_cpu": True, "bf16": False}
@@ -186,8 +201,6 @@ SETTINGS = {"use_cpu": True, "bf16": False}
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"curriculum_order": "descending"}, "has no effect without curriculum"),
-        ({"curriculum": "length", "curriculum_order": "up"}, "choose one of"),
         ({"curriculum": "length", "prefix_sharing": "group"}, "both say which documents"),
         (
             {"curriculum": "length", "train_sampling_strategy": "sequential"},

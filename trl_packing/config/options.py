@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
-from trl_packing.packing.curriculum import LENGTH, ORDERS
+from trl_packing.packing.curriculum import LENGTH, column_of
 
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "overlap", "error")
 PREFIX_SHARING = ("off", "bin", "group")
@@ -134,14 +134,9 @@ class PackingOptions:
         default=None,
         metadata={
             "help": "Order the documents of an epoch by their tokens ('length'), or by a column of "
-            "numbers, in up to 64 stages; each stage is drawn at random. Default: no order."
+            "numbers, in up to 64 stages; each stage is drawn at random. The smallest numbers come "
+            "first, with a minus before the name ('-length') the largest. Default: no order."
         },
-    )
-    curriculum_order: str = choice(
-        "ascending",
-        "With curriculum: 'ascending' begins with the smallest numbers, 'descending' with the "
-        "largest.",
-        ORDERS,
     )
     static_shapes: bool = field(
         default=False,
@@ -209,5 +204,6 @@ class PackingOptions:
 
     def named_columns(self) -> list[str]:
         """Return the columns of a data set that settings name, with a value for each document."""
-        order = None if self.curriculum == LENGTH else self.curriculum
-        return [name for name in (self.source_column, order) if name is not None]
+        order = self.curriculum and column_of(self.curriculum)
+        named = (self.source_column, None if order == LENGTH else order)
+        return [name for name in named if name is not None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import SFTConfig
 
-from trl_packing.config.checks import check_options
+from trl_packing.config.checks import check_options, check_types
 from trl_packing.config.options import PackingOptions, choice
 from trl_packing.packing.bins import STRATEGIES
 
@@ -45,6 +45,7 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         self._packing_is_default = self.packing is None
         if self.packing is None:
             self.packing = self.max_length is not None
+        check_types(self)
         if args.greater_is_better is None and _names_a_loss(args.metric_for_best_model):
             args.greater_is_better = False
         for name in self._VALID_DICT_FIELDS:
@@ -65,10 +66,10 @@ def _check_json(name: str, value: Any) -> None:
             raise ValueError(f"{name}={value!r} is not JSON ({error})") from error
 
 
-def _names_a_loss(metric: str | None) -> bool:
+def _names_a_loss(metric: Any) -> bool:
     """Whether `metric` is a perplexity, or the loss of a source, so that smaller is better.
 
     transformers 5.23 recognizes only names that end in "loss". By other losses, it would keep the
     worst model.
     """
-    return metric is not None and re.search(r"(^|_)(perplexity$|loss_)", metric) is not None
+    return isinstance(metric, str) and bool(re.search(r"(^|_)(perplexity$|loss_)", metric))

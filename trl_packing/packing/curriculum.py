@@ -20,11 +20,14 @@ from trl_packing.packing.bins import PackingPlan
 #: The value of the setting `curriculum` that orders by tokens.
 LENGTH = "length"
 
-ORDERS = ("ascending", "descending")
-
 # More stages are closer to a sorted epoch. Fewer have fuller bins: one of a stage may stay half
 # empty.
 _MOST_STAGES, _BINS_OF_A_STAGE = 64, 64
+
+
+def column_of(curriculum: str) -> str:
+    """Return the column, or "length", that a curriculum names; a minus before it may turn it."""
+    return curriculum.removeprefix("-")
 
 
 def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
@@ -32,20 +35,22 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
 
     Args:
         documents: the training set.
-        curriculum: "length", or a column of `documents.dataset` with a number for each.
+        curriculum: "length", or a column of `documents.dataset` with a number for each; a minus
+            before it says that the largest come first.
 
     Raises:
         ValueError: there is no such column, or it does not hold numbers.
     """
-    if curriculum == LENGTH:
+    name = column_of(curriculum)
+    if name == LENGTH:
         return documents.lengths()
     dataset = documents.dataset
-    if curriculum not in dataset.column_names:
+    if name not in dataset.column_names:
         raise ValueError(
             f"curriculum={curriculum!r}, but the training set has no such column: it has "
             f"{dataset.column_names}; name one of them, or set curriculum='length'"
         )
-    column: Any = dataset.data.column(curriculum)
+    column: Any = dataset.data.column(name)
     stored = column.to_numpy()
     if stored.dtype.kind not in "iufb":
         raise ValueError(
@@ -56,7 +61,7 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
     if np.isnan(numbers).any():
         row = int(np.argmax(np.isnan(numbers)))
         raise ValueError(
-            f"document {row} of the training set has no {curriculum!r} (it is null or NaN), which "
+            f"document {row} of the training set has no {name!r} (it is null or NaN), which "
             "curriculum names; fill it in, or drop the row"
         )
     return numbers

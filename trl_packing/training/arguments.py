@@ -29,7 +29,7 @@ from trl_packing.loss.sources import Sources
 from trl_packing.loss.weighted_forward import check_weights_can_be_used
 from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.curriculum import LENGTH
+from trl_packing.packing.curriculum import LENGTH, column_of
 from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 logger = get_logger(__name__)
@@ -126,7 +126,8 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         Overflow.from_args(args, args.packing)
     curriculum = PackingOptions.of(args).curriculum
     for record in records_of(train_dataset):
-        if curriculum not in (None, LENGTH, *(train_dataset.column_names or ())):
+        column = curriculum and column_of(curriculum)
+        if column not in (None, LENGTH, *(train_dataset.column_names or ())):
             raise ValueError(
                 f"curriculum={curriculum!r}, but {record.folder} was prepared without this column; "
                 f"run `trl-packing prepare` again with curriculum={curriculum!r}"

@@ -17,7 +17,7 @@ from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
-from trl_packing.packing.curriculum import LENGTH
+from trl_packing.packing.curriculum import LENGTH, column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
@@ -126,13 +126,12 @@ def order_in_words(args: Any, sampler: PackedBatchSampler) -> str:
     options = PackingOptions.of(args)
     if sampler.stages is None:
         return ""
-    ends = {
-        "ascending": ("smallest", "shortest"),
-        "descending": ("largest", "longest"),
-    }[options.curriculum_order]
-    first = ends[options.curriculum == LENGTH]
+    curriculum = str(options.curriculum)
+    name, ends = column_of(curriculum), ("smallest", "shortest")
+    if curriculum.startswith("-"):
+        ends = ("largest", "longest")
     stages = len(np.unique(sampler.stages))
-    return f"by {options.curriculum}, {first} first · {quantity(stages, 'stage')}, each random"
+    return f"by {name}, {ends[name == LENGTH]} first · {quantity(stages, 'stage')}, each random"
 
 
 def _micro_batch_words(sampler: PackedBatchSampler) -> str:

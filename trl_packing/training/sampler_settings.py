@@ -241,7 +241,6 @@ class SamplerSettings:
             "mixture": None if mixture is None else mixture.settings(),
             "overlap_tokens": overflow.overlap,
             "curriculum": options.curriculum,
-            "curriculum_order": options.curriculum and options.curriculum_order,
             "max_patches": options.max_patches,
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "dataloader_drop_last": args.dataloader_drop_last,
@@ -274,7 +273,7 @@ class SamplerSettings:
             numbers,
             lengths,
             capacity=self.args.max_length if has_bins else None,
-            descending=self.options.curriculum_order == "descending",
+            descending=str(self.options.curriculum).startswith("-"),
             seed=packing_seed(self.args),
         )
 

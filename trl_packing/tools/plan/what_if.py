@@ -83,7 +83,9 @@ class Setup:
             rows=rows,
             groups=self.groups,
             draw=self.draw,
-            numbers=lengths if getattr(args, "curriculum", None) == LENGTH else None,
+            numbers=lengths
+            if getattr(args, "curriculum", None) in (LENGTH, f"-{LENGTH}")
+            else None,
             loads=loads,
         )
 
