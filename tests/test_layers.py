@@ -22,7 +22,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "recognition": ({"documents"}, {"numpy", "torch", "transformers"}),
     "models": ({"recognition"}, {"numpy", "torch", "transformers"}),
     "packing": ({"documents", "models"}, {"numpy", "torch", "transformers"}),
-    "config": ({"documents", "packing"}, {"trl"}),
+    "config": ({"documents", "packing"}, {"numpy", "transformers", "trl"}),
     "attention": ({"documents", "models", "recognition"}, {"numpy", "torch", "transformers"}),
     "loss": (
         {"documents", "models", "recognition"},
