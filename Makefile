@@ -9,7 +9,7 @@ OLDEST := $(VENV)-oldest
 # Tests in which other libraries do the work: each seam (trl_packing/seams.py) runs in one of them.
 # Full-size configurations are those that the newest transformers publishes.
 TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/test_*.py)) \
-	$(addprefix tests/,drop_in $(addsuffix .py,test_seams test_versions tools/exactness/test_tiny_models \
+	$(addprefix tests/,drop_in $(addsuffix .py,test_seams test_versions architectures/test_tiny_models \
 	formatting/test_tokenize_rows loss/test_evaluation training/test_exact loss/test_lm_head \
 	training/test_metrics plain_trainer/test_enable training/test_resume streaming/test_loader \
 	streaming/test_reader))
@@ -42,7 +42,7 @@ notebook-outputs: $(READY)  ## run the notebooks offline and store their outputs
 	$(BIN)/python notebooks/execute.py
 
 matrix: $(READY)  ## every architecture of the installed transformers, about 8 minutes
-	$(BIN)/trl-packing verify --matrix --output docs/compatibility.md
+	PYTHONPATH=tests $(BIN)/python -m architectures --output docs/compatibility.md
 
 check: lint types test
 
@@ -70,7 +70,6 @@ samples: $(READY)  ## the sample pages of the docs, about 3 minutes
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/sft_packed.py --max_steps 60 --logging_steps 2 --output_dir outputs/sample
 	cp outputs/sample/run.html docs/samples/
-	$(BIN)/trl-packing doctor --model HuggingFaceTB/SmolLM2-135M-Instruct --max_length 1024 --html docs/samples/doctor.html
 
 bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idle machine
 	$(BIN)/python benchmarks/pack.py --output benchmarks/results/pack.md

@@ -13,8 +13,10 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,9 @@ from machine import provenance, publish, table
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from architectures.tiny_step import tiny_tokenizer
 
 CAPACITY = 1024
 VOCABULARY = 1024

@@ -8,9 +8,11 @@ through an epoch without a model, in the main process and in turns. Each must de
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 from datasets import Dataset
 from machine import provenance, publish, table
@@ -18,7 +20,9 @@ from step import documents, model
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from architectures.tiny_step import tiny_tokenizer
 
 NUM_TOKENS, ROWS = 4096, 1000
 

@@ -23,6 +23,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from architectures.tiny_step import tiny_tokenizer
 
 # (tokens a row, vocabulary, dtype, promised ratio)
 CASES = [

@@ -65,7 +65,6 @@ METHODS = {
 
 FUNCTIONS = {
     "accelerate.utils.broadcast_object_list": "object_list, from_process",
-    "transformers.PreTrainedModel._from_config": "config, kwargs",
     "transformers.Trainer._get_output_dir": "self, trial",
     "transformers.Trainer.get_cp_size": "self",
     "transformers.Trainer.get_sp_size": "self",
@@ -104,7 +103,6 @@ FUNCTIONS = {
     "trl.trainer.utils.global_then_local_main_first": "",
     "trl.trainer.utils.maybe_gather_lm_head_ctx": "params",
     "torch.ops.aten._flash_attention_backward": None,
-    "torch.ops.aten._local_scalar_dense": None,
     "torch.ops.aten._flash_attention_forward": None,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": None,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": None,
@@ -138,7 +136,6 @@ ATTRIBUTES = {
     "_starting_state_dict": "datasets.IterableDataset",
     "_fingerprint": "datasets.Dataset",
     "_indices": "datasets.Dataset",
-    "_supports_sdpa": "transformers.PreTrainedModel",
     "_can_set_attn_implementation": "transformers.PreTrainedModel",
     "_attn_implementation_internal": "transformers.PreTrainedConfig",
     "_local_mapping": "transformers.AttentionInterface",
@@ -154,9 +151,6 @@ NAMES = (
     "accelerate.logging.get_logger",
     "datasets.exceptions.DatasetGenerationError",
     "datasets.fingerprint.Hasher",
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._pytree.tree_leaves",
     "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

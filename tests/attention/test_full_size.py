@@ -11,6 +11,15 @@ from contextlib import suppress
 
 import pytest
 import torch
+from architectures.tiny_models import (
+    NotBuilt,
+    full_size_model,
+    names,
+    tiny_config,
+    tiny_model,
+    vision_names,
+)
+from architectures.tiny_tables import VARIANTS
 
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import PADDED, resolve_attention
@@ -22,15 +31,6 @@ from trl_packing.models.introspection import (
     text_config,
 )
 from trl_packing.packing.static_shapes import StaticShapes
-from trl_packing.tools.exactness.tiny_models import (
-    NotBuilt,
-    full_size_model,
-    names,
-    tiny_config,
-    tiny_model,
-    vision_names,
-)
-from trl_packing.tools.exactness.tiny_tables import VARIANTS
 
 # Of each, the attention to try on a GPU in bf16 and the lengths at which it changes, by its model card.
 BY_HAND = {

@@ -245,7 +245,7 @@ def test_a_backward_is_tried_on_a_row_with_shared_prefixes(backward, fault, monk
 @pytest.mark.parametrize("backend", NATIVE_ATTENTION)
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_attention_with_one_set_of_boundaries_refuses(name, backend):
-    from trl_packing.tools.exactness.tiny_models import tiny_model as any_model
+    from architectures.tiny_models import tiny_model as any_model
 
     model = any_model(name)
     install_attention(model, AttentionChoice(backend, None, "a test", "sdpa"))

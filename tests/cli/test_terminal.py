@@ -132,7 +132,6 @@ def test_names_of_files_columns_and_options_are_shown_as_text(attack, folder, ca
         ["inspect", *model, *data, "--chat_template_path", f"./{text}.jinja"],
         ["verify", "--model", f"./{text}"],
         ["verify", *model, "--dtype", text],
-        ["verify", "--matrix", "--only", text],
         ["compare", text, f"{text}2"],
         [text],
     ):

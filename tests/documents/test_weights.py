@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.by_hand import (
     LAYOUTS,
@@ -28,8 +30,6 @@ from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.documents.weights import document_weight, weigh_tokens
 from trl_packing.packing.batch_weights import WeightedPaddedCollator
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 MODES = ("document", "sqrt")
 DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]

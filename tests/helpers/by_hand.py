@@ -11,13 +11,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
 
 from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import tiny_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
 
 TOLERANCE = 1e-4  # relative, float32; without the weights, gradients are off by tens of percent
 LEARNING_RATE = 0.05  # of plain SGD, in runs that tell their parameters and not their gradients

@@ -1,6 +1,7 @@
 """Tiny models that leak, or leak beyond a threshold, and the documents to probe them with."""
 
 import torch
+from architectures import tiny_models as architectures
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +19,6 @@ from trl_packing import (
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.boundaries import boundaries_of_row
 from trl_packing.loss.lm_head import add_trained_positions_head
-from trl_packing.tools.exactness import tiny_models as architectures
 
 
 class AddMeanOfBatch(nn.Module):

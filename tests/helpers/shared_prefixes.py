@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from architectures.tiny_models import DOCUMENT_IDS, tiny_model
+from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
@@ -22,8 +24,6 @@ from helpers.one_step import ONE_STEP, Keep
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.host_row import host_row
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.tools.exactness.tiny_models import DOCUMENT_IDS, tiny_model
-from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
 
 #: Families of the proof. `qwen3_moe` trains without the balance of its experts.
 FAMILIES = (

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from architectures import tiny_processors
+from architectures.tiny_processors import PINPOINTS
 from datasets import Dataset
 from PIL import Image
 
 from helpers.tiny import tiny_tokenizer
-from trl_packing.tools.exactness import tiny_processors
-from trl_packing.tools.exactness.tiny_processors import PINPOINTS
 
 NAMES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_next", "llava_onevision"),

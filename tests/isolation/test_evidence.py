@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.leaks import AddRowMean, hopeless, with_layer
 from helpers.tiny import tiny_tokenizer
@@ -12,8 +14,6 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.evidence import Checked, brief
 from trl_packing.isolation.fallback import Refusal
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 MEASURED = IsolationReport(
     "isolated", 0.0, 6.8e-4, 20.3, "short documents", "LlamaForCausalLM", "documents", "training"

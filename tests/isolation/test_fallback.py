@@ -15,6 +15,13 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import (
+    StepResult,
+    one_at_a_time,
+    packed_step,
+    tiny_documents,
+)
 from datasets import Dataset
 from helpers.leaks import hopeless
 from helpers.tiny import tiny_model as tiny_model_with
@@ -34,13 +41,6 @@ from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.packed_calls import unwrap_packed_calls
 from trl_packing.isolation.fallback import install_first_exact, with_fallbacks
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import (
-    StepResult,
-    one_at_a_time,
-    packed_step,
-    tiny_documents,
-)
 
 TOLERANCE = 1e-5
 LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here

@@ -9,6 +9,8 @@ import logging
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.tiny import tiny_tokenizer
 
@@ -16,8 +18,6 @@ import trl_packing.isolation.fallback
 import trl_packing.isolation.guard
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
 from trl_packing.data.model_limits import NO_LIMITS
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 LEAKS = "documents LEAK into each other"
 

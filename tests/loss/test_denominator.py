@@ -6,12 +6,12 @@ Qwen-VL), and averages the balance of experts over micro-batches, whatever they 
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import one_at_a_time, packed_step, tiny_documents
 from helpers.combinations import combined
 from torch import nn
 
 from trl_packing import PackedCollator
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import one_at_a_time, packed_step, tiny_documents
 
 TOLERANCE = 1e-5  # relative, float32; a wrong denominator is off by tens of percent
 

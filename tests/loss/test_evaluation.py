@@ -8,6 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import tiny_documents
 from datasets import ClassLabel, Dataset, Features
 from helpers.by_hand import (
     LOSSES,
@@ -25,8 +27,6 @@ from helpers.tiny import tiny_model as small_model
 from trl_packing import PackedSFTConfig
 from trl_packing.loss.evaluation import EvaluationSums, perplexity
 from trl_packing.loss.sources import Sources, SourceTargets
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 MODES = ("token", "document", "sqrt")
 SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.by_hand import (
     LAYOUTS,
@@ -32,8 +34,6 @@ from trl import SFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.step_loss import StepLoss
 from trl_packing.loss.weighted_forward import WeightedLabelSmoother, scale_of_weights
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 # --- a step ---------------------------------------------------------------------------------------
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packing.models.flops import NotCountable, model_flops
 from trl_packing.packing.tree_row import share_prefixes
-from trl_packing.tools.exactness.tiny_models import tiny_model
 
 T = 24
 

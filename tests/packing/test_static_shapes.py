@@ -11,6 +11,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from architectures import tiny_models as architectures
 from datasets import Dataset
 from helpers import flash_attn_double
 from helpers.distributed.train import Scenario, run, run_on_ranks
@@ -27,7 +28,6 @@ from trl_packing.attention.interface import KernelOptions, register_packed_kerne
 from trl_packing.attention.sdpa_by_document import sdpa_by_document
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.static_shapes import StaticShapes
-from trl_packing.tools.exactness import tiny_models as architectures
 
 TOLERANCE = 1e-5
 SHAPES = StaticShapes(num_tokens=64, max_length=32, num_documents=8, longest_tail=32)

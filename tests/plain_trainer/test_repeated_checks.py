@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import tiny_models as architectures
+from architectures.tiny_step import tiny_documents
 from helpers.plain_runs import (
     packing_of,
 )
@@ -17,8 +19,6 @@ from trl_packing import (
     PackedCollator,
     enable_packing,
 )
-from trl_packing.tools.exactness import tiny_models as architectures
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 
 @pytest.mark.parametrize("is_embedded", [False, True], ids=["ids", "embedded"])

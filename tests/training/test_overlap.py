@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.by_hand import assert_same_step, by_hand, one_step, weighted
 from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
@@ -13,7 +14,6 @@ from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 OVERLAP = {"overflow": "overlap", "overlap_tokens": 6}

@@ -6,11 +6,11 @@ test_prefix_gradients.py.
 
 import numpy as np
 import pytest
+from architectures.tiny_models import DOCUMENT_IDS
 from helpers.by_hand import by_hand
 from helpers.shared_prefixes import build_model, one_shared_step, relative_error
 
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.tools.exactness.tiny_models import DOCUMENT_IDS
 
 TOLERANCE = 5e-6  # float32 sums in another order: 1.8e-6 on other CPUs; a fault is above 1e-3
 CAPACITY = 128

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
 from helpers.by_hand import LOSSES, SMOOTHING, losses_of_tokens
 from helpers.one_step import ONE_STEP
@@ -16,7 +17,6 @@ from helpers.shared_prefixes import build_model, forked_documents
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.packing import tree_row
-from trl_packing.tools.exactness.tiny_step import tiny_tokenizer
 
 TOLERANCE = 2e-6
 

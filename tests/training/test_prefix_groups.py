@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from architectures import tiny_models as architectures
 from datasets import Dataset
 from helpers.by_hand import by_hand
 from helpers.distributed.same_steps import Run, on_ranks, trained
@@ -18,7 +19,6 @@ from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.exactness import tiny_models as architectures
 from trl_packing.training import prefix_sharing
 
 OPTIONS = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from architectures import tiny_models as architectures
 from datasets import Dataset
 from helpers.tiny import tiny_model, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
@@ -11,7 +12,6 @@ from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing import tree_row
 from trl_packing.packing.collator import DataCollatorWithFlattening
 from trl_packing.packing.prefix_tree import PrefixTree
-from trl_packing.tools.exactness import tiny_models as architectures
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.user_loss import UserLoss
 

@@ -8,6 +8,8 @@ import itertools
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
+from architectures.tiny_step import tiny_documents
 from datasets import ClassLabel, Dataset
 from helpers.by_hand import LOSSES, TOLERANCE, by_hand, one_step, trainer_for, weighted
 from helpers.distributed.same_steps import documents_of
@@ -15,9 +17,6 @@ from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.shared_prefixes import build_model, forked_documents, one_shared_step
 from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
-
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import tiny_documents
 
 SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
 WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]

@@ -6,6 +6,7 @@ themselves (`.item()` of entropy and accuracy, the check for NaN); that is their
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model as architecture
 from datasets import Dataset
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from helpers.waits import Waits, counted_waits
@@ -15,7 +16,6 @@ import trl_packing
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.loss.lm_head import use_native_head
 from trl_packing.models.introspection import unwrap_peft
-from trl_packing.tools.exactness.tiny_models import tiny_model as architecture
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 STEPS = 2

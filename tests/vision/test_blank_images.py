@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import tiny_processors, tiny_vision
 from helpers.vision import noise, tiny_processor, tiny_vision_model
 
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.exactness import tiny_processors, tiny_vision
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.blank_images import (
     StillTower,

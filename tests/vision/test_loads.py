@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from architectures import tiny_processors, tiny_vision
 from datasets import Dataset
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, noise
@@ -12,7 +13,6 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing.image_loads import ImageLoads
-from trl_packing.tools.exactness import tiny_processors, tiny_vision
 from trl_packing.training.image_counts import ImageCounts
 from trl_packing.vision import families
 from trl_packing.vision.placeholders import Placeholders

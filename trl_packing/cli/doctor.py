@@ -2,17 +2,16 @@
 
 import argparse
 import shutil
-from pathlib import Path
 
 from trl_packing.cli.output import print_json, quiet_libraries
 from trl_packing.cli.run_options import add_run_arguments
 
-HELP = "test this machine: versions, devices, attention backends, memory of a model"
+HELP = "test this machine: versions, devices, attention backends, a recipe"
 
 EPILOG = """\
 examples:
   trl-packing doctor
-  trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096 --html a.html
+  trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096
   trl-packing doctor recipes/lora.py --config recipes/lora_8b.yaml
 
 exit status:
@@ -25,7 +24,6 @@ exit status:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.epilog = EPILOG
-    parser.add_argument("--html", metavar="FILE", help="write a page too")
     add_run_arguments(parser, "doctor")
 
 
@@ -33,16 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 1 if training would fail."""
     from transformers.utils import logging as transformers_logging
 
-    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.doctor.doctor import diagnose
-    from trl_packing.tools.doctor.page import doctor_page
 
-    check_can_write("--html", arguments.html)
     quiet_libraries()
     transformers_logging.set_verbosity_error()
     diagnosis = diagnose(arguments.words)
-    if arguments.html:
-        Path(arguments.html).write_text(doctor_page(diagnosis), encoding="utf-8")
     if arguments.json:
         print_json(diagnosis.as_json())
     else:

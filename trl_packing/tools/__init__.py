@@ -6,7 +6,7 @@ plan/ rows/     the epoch and its packed rows, with their pages
 preparations/   two preparations of one data set
 runs/           runs that were trained
 doctor/         this machine
-exactness/      one model, or every architecture
+exactness/      whether one model keeps documents apart
 
 Belongs here: code that prints, previews or verifies. Does not: code that training needs.
 

@@ -1,6 +1,6 @@
 """The model types whose documents with images are packed, and why others are not."""
 
-#: Each type is trained packed in `tests/tools/exactness/test_images.py` and in the matrix of
+#: Each type is trained packed in `tests/architectures/test_images.py` and in the matrix of
 #: docs/compatibility.md: loss and gradients equal those of its documents one at a time.
 FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni_thinker"),

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from architectures.tiny_models import tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed.train import end_rank
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.tools.exactness.tiny_models import tiny_model
 
 
 def sharded(model):

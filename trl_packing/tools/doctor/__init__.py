@@ -1,7 +1,6 @@
-"""Test this machine: versions, devices, backends, memory of a model.
+"""Test this machine: versions, devices, attention backends, and which settings stop on it.
 
-Belongs here: findings about a machine, and the arithmetic of memory. Does not: checks that
-training itself makes.
+Belongs here: findings about a machine. Does not: checks that training itself makes.
 
 Read `doctor.py` first.
 """

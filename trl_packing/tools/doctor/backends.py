@@ -1,10 +1,4 @@
-"""Every attention backend, tried on this machine: a forward and a backward of a tiny model.
-
-    each document alone, float32, the untouched model     the reference
-    all documents in one packed row, by the backend       the trial
-    the same row without boundaries                       the control: a leak, which must be seen
-
-The chosen backend is also tried on a row whose documents compute their common prefixes once.
+"""Every attention backend, tried on this machine: the isolation check on a tiny random Llama.
 
 Verdicts: ``"exact"`` (within rounding), ``"differs"``, ``"refused"`` (it cannot be exact, and says
 why), ``"not installed"``, ``"error"``.
@@ -15,32 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packing.attention import flash_attn
-from trl_packing.attention.backends import (
-    CHOICES,
-    refusals,
-    resolve_attention,
-)
-from trl_packing.attention.install import install_attention, take_prefix_keys
-from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
-from trl_packing.isolation.fallback import with_fallbacks
-from trl_packing.isolation.measure import NOISE_FACTOR
-from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.exactness.shared_step import shared_documents
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_step import (
-    Documents,
-    StepResult,
-    one_at_a_time,
-    rounding_tolerance,
-    tiny_documents,
-)
+from trl_packing.attention.backends import CHOICES, refusals, resolve_attention
+from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, with_fallbacks
+from trl_packing.tools.exactness.verify import VerifiedModel
 
 # Kernels that compute in half precision only. The others are tried in float32, where a leak is
 # furthest above rounding.
 HALF_PRECISION = (*flash_attn.VERSIONS, "varlen")
+
+_MAX_LENGTH = 128  # tokens of a row of the trial
 
 
 @dataclass(frozen=True)
@@ -51,9 +31,7 @@ class Trial:
         backend: its name.
         verdict: one of those above.
         reason: why it was refused, or the error; empty if it ran.
-        difference: largest relative difference of logits, loss and gradients from the reference;
-            of loss and gradients in a row that shares prefixes.
-        tolerance: the largest difference that rounding explains.
+        difference: the largest difference of a logit between packed and alone.
         leak: the difference if documents see each other.
     """
 
@@ -61,8 +39,21 @@ class Trial:
     verdict: str
     reason: str = ""
     difference: float | None = None
-    tolerance: float | None = None
     leak: float | None = None
+
+    @classmethod
+    def of(cls, backend: str, result: CheckResult) -> "Trial":
+        """Return the trial with this result of a check."""
+        if isinstance(result, Refusal):
+            return cls(backend, "error", result.error)
+        return cls(backend, "exact" if result else "differs", "", result.difference, result.leak)
+
+    @property
+    def numbers(self) -> str:
+        """The verdict and its reason or its evidence, in words."""
+        if self.difference is None:
+            return self.verdict + f": {self.reason}" * bool(self.reason)
+        return f"{self.verdict}, by {self.difference:.0e} (a leak: {self.leak:.1g})"
 
 
 @dataclass(frozen=True)
@@ -70,15 +61,13 @@ class Trials:
     """The results of all backends, from fast to slow.
 
     Attributes:
-        architecture: of the tiny model.
-        device: where it ran.
+        device: where they ran.
         dtype: in which the run computes, half precision or float32.
         trials: the results.
         chosen: the backend that a run takes; None if none is exact.
         prefixes: a row of it that shares prefixes; None if none was tried.
     """
 
-    architecture: str
     device: str
     dtype: str
     trials: tuple[Trial, ...]
@@ -89,107 +78,61 @@ class Trials:
         return next(trial for trial in self.trials if trial.backend == backend)
 
 
-def try_backends(
-    device: str, dtype: torch.dtype, *, architecture: str = "llama", model: Any = None
-) -> Trials:
+def tiny_llama() -> LlamaForCausalLM:
+    """Return a random model of two layers on the CPU; random numbers elsewhere stay as they are."""
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+def try_backends(device: str, dtype: torch.dtype, model: Any = None) -> Trials:
     """Try all backends.
 
     Args:
         device: a device of torch.
         dtype: in which the run computes attention.
-        architecture: a model type of `tiny_models`.
         model: the model of the run, which may be on the meta device; its sizes refuse backends too.
     """
-    tiny = tiny_model(architecture).to(device)
-    reasons = refusals(tiny if model is None else model, device=device, dtype=dtype)
-    comparison = _Comparison(tiny, tiny_documents())
-    trials = [_trial(comparison, name, reasons.get(name), dtype) for name in CHOICES[1:]]
+    tiny = tiny_llama().to(device)
+    run = tiny if model is None else model
+    reasons = refusals(run, device=device, dtype=dtype)
+    trials = tuple(_trial(tiny, name, reasons.get(name), dtype) for name in CHOICES[1:])
     exact = {trial.backend for trial in trials if trial.verdict == "exact"}
-    first = resolve_attention(tiny if model is None else model, device=device, dtype=dtype)
-    chosen = next((c.backend for c in with_fallbacks(first) if c.backend in exact), None)
-    return Trials(
-        architecture=architecture,
-        device=device,
-        dtype=str(dtype).removeprefix("torch."),
-        trials=tuple(trials),
-        chosen=chosen,
-        prefixes=None if chosen is None else _trial_of_prefixes(tiny, chosen, dtype),
-    )
+    choices = with_fallbacks(resolve_attention(run, device=device, dtype=dtype))
+    chosen = next((c.backend for c in choices if c.backend in exact), None)
+    name = str(dtype).removeprefix("torch.")
+    return Trials(device, name, trials, chosen, chosen and trial_of_prefixes(tiny, chosen, dtype))
 
 
-class _Comparison:
-    """Documents of a tiny model, alone; and how far rounding and a leak move them, by dtype."""
-
-    def __init__(self, model: Any, documents: Documents) -> None:
-        self.model = model
-        self.documents = documents
-        self.exact = one_at_a_time(model, self.documents)
-        self._limits: dict[torch.dtype, tuple[float, float]] = {}
-
-    def limits(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return the largest difference that rounding explains, and the difference of a leak."""
-        if dtype not in self._limits:
-            model = copy.deepcopy(self.model).to(dtype)
-            tolerance = rounding_tolerance(self.model, self.documents, self.exact)
-            if dtype != torch.float32:
-                rounded = one_at_a_time(model, self.documents)
-                tolerance = max(tolerance, NOISE_FACTOR * max(rounded.distance(self.exact)))
-            together = {
-                key: [token for document in self.documents for token in document[key]]
-                for key in ("input_ids", "labels")
-            }
-            leak = max(one_at_a_time(model, [together]).distance(self.exact))
-            self._limits[dtype] = tolerance, leak
-        return self._limits[dtype]
-
-
-def _trial(comparison: _Comparison, name: str, refusal: str | None, dtype: torch.dtype) -> Trial:
+def _trial(tiny: Any, name: str, refusal: str | None, dtype: torch.dtype) -> Trial:
     if name in flash_attn.VERSIONS and name not in flash_attn.installed():
         return Trial(name, "not installed", refusal or "")
     if refusal is not None:
         return Trial(name, "refused", refusal)
-    return _tried(comparison, name, dtype, PackedCollator())
+    model = _in_dtype(tiny, name, dtype)
+    choice = resolve_attention(model, name)
+    options = {"training": True, "gradients": True, "max_length": _MAX_LENGTH}
+    return Trial.of(name, check_backend(model, choice, **options))
 
 
-def _trial_of_prefixes(model: Any, name: str, dtype: torch.dtype) -> Trial:
+def trial_of_prefixes(tiny: Any, name: str, dtype: torch.dtype) -> Trial:
     """Return the result of a row that computes the common prefixes of its documents once."""
-    if (refusal := take_prefix_keys(model, name)) is not None:
-        return Trial(name, "refused", refusal)
-    comparison = _Comparison(model, shared_documents())
-    return _tried(comparison, name, dtype, PackedCollator(shares_prefixes=True))
+    model = _in_dtype(tiny, name, dtype)
+    check_backend(model, resolve_attention(model, name), max_length=_MAX_LENGTH)  # installs it
+    return Trial.of(name, VerifiedModel(model, "", name, _MAX_LENGTH).verify_prefixes(name).result)
 
 
-def _tried(
-    comparison: _Comparison, name: str, dtype: torch.dtype, collator: PackedCollator
-) -> Trial:
-    dtype = dtype if name in HALF_PRECISION else torch.float32
-    tolerance, leak = comparison.limits(dtype)
-    model = copy.deepcopy(comparison.model).to(dtype).train()
-    try:
-        install_attention(model, resolve_attention(model, name))
-        packed = _packed(model, collator(comparison.documents))
-    except Exception as error:  # kernels raise all kinds of errors
-        first_line = (str(error).splitlines() or [""])[0]
-        return Trial(name, "error", f"{type(error).__name__}: {first_line}")
-    # A token of a row that shares prefixes stands for those of several documents.
-    distance = packed.distance_of_step if collator.shares_prefixes else packed.distance
-    difference = max(distance(comparison.exact))
-    verdict = "exact" if difference <= min(tolerance, leak / 2) else "differs"
-    return Trial(name, verdict, "", difference, tolerance, leak)
-
-
-def _packed(model: Any, row: dict[str, Any]) -> StepResult:
-    """Return the step of all documents in one packed row."""
-    batch = {k: v.to(model.device) if torch.is_tensor(v) else v for k, v in row.items()}
-    labels = batch.pop("labels")[0, 1:]
-    given, _ = batch.pop(TOKEN_WEIGHTS, None), batch.pop(TARGET_COUNTS, None)
-    weights = (labels != IGNORE_INDEX).float() if given is None else given[0, 1:]
-    logits = model(**batch | {"use_cache": False}).logits[0].float()
-    nll = F.cross_entropy(logits[:-1], labels, reduction="none")
-    loss = (nll * weights).sum() / weights.sum()
-    loss.backward()
-    gradients = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
-    return StepResult(logits.detach(), loss.item(), gradients)
+def _in_dtype(tiny: Any, name: str, dtype: torch.dtype) -> Any:
+    return copy.deepcopy(tiny).to(dtype if name in HALF_PRECISION else torch.float32).train()
 
 
 # --- advice ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Findings of the doctor: what it prints, writes as JSON and shows on its page.
+"""Findings of the doctor: what it prints, and writes as JSON.
 
 ok     as it should be
 -      not used here, and why

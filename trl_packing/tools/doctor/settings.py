@@ -1,4 +1,4 @@
-"""The options of a run, as the doctor judges them: its settings, its adapter, its model's config.
+"""The options of a run, as the doctor judges them: its settings, its model's config.
 
 Options of the script itself, such as the data, do not matter here.
 """
@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser
 
 from trl_packing.config import PackedSFTConfig
 from trl_packing.tools.command.given_options import GivenOptions
 from trl_packing.tools.command.settings import check_path_exists
 from trl_packing.tools.command.spelling import shorten_choices
 from trl_packing.tools.command.training_command import options_of_words
-from trl_packing.tools.doctor.machine import Device
+from trl_packing.tools.doctor.findings import Finding
 
 # Settings that decide the precision; where none is given, the doctor chooses.
 _PRECISION = {"bf16", "fp16", "use_cpu"}
-
-# Recipes that train an adapter without an option that says so.
-_ADAPTERS = ("lora", "dora", "qlora")
 
 _ANYWHERE = ("--use_cpu", "True", "--bf16", "False", "--fp16", "False")
 
@@ -37,7 +35,6 @@ class RunSettings:
         options: as on a command line, and in its YAML file.
         args: the config of the trainer.
         model: TRL's options of the model.
-        script: name of the training script without its ending; empty without one.
         problem: why the settings cannot be used on the device; empty if they can.
         needs: options that the run needs on this device beside those given.
     """
@@ -45,7 +42,6 @@ class RunSettings:
     options: GivenOptions
     args: Any
     model: ModelConfig
-    script: str = ""
     problem: str = ""
     needs: tuple[str, ...] = ()
 
@@ -57,20 +53,18 @@ class RunSettings:
             ValueError: an option is unknown, or has a value that it cannot have.
         """
         options = options_of_words(words, _names(ModelConfig))
-        named = words[0] if words and not words[0].startswith("-") else ""
-        script = Path(named).stem.rpartition(".")[2]
         try:
-            return cls(options, *_parse(options), script)
+            return cls(options, *_parse(options))
         except ValueError as error:
             # Either the device refuses the precision, or the options are wrong on any device.
-            return cls(options, *_parse(options, _ANYWHERE), script, problem=str(error))
+            return cls(options, *_parse(options, _ANYWHERE), problem=str(error))
 
     @property
     def output_dir(self) -> str:
         """The folder of the run."""
         return str(self.args.output_dir)
 
-    def on(self, device: Device) -> "RunSettings":
+    def on(self, device: Any) -> "RunSettings":
         """Return the settings with the precision that they have on `device`.
 
         Settings that do not name the precision get one with which the device can train, and name
@@ -86,7 +80,7 @@ class RunSettings:
         needs = ("--use_cpu", "True") if device.kind == "cpu" else ("--bf16", "False")
         return replace(self, args=_parse(self.options, needs)[0], needs=needs, problem="")
 
-    def _on_described(self, device: Device) -> "RunSettings":
+    def _on_described(self, device: Any) -> "RunSettings":
         """Return the settings on a GPU that is described, and not there."""
         args, names = copy.copy(self.args), self.options.names
         args.fp16, args.bf16 = "fp16" in names, not names & {"fp16", "bf16"}
@@ -123,22 +117,6 @@ class RunSettings:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else self.dtype
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the weights have 4 or 8 bits."""
-        return self.model.load_in_4bit or self.model.load_in_8bit or self.script == "qlora"
-
-    @property
-    def lora(self) -> Any:
-        """The adapter, or None. Recipes of adapters need no ``--use_peft``."""
-        adapter = {name for name in self.options.names if name.startswith("lora_")}
-        if not (self.model.use_peft or adapter or self.script in _ADAPTERS):
-            return None
-        lora = get_peft_config(replace(self.model, use_peft=True))
-        if lora is not None and lora.target_modules is None:
-            lora.target_modules = "all-linear"
-        return lora
-
 
 def _names(kind: Any) -> set[str]:
     return {field.name for field in fields(kind)}
@@ -162,30 +140,30 @@ def _raise(message: str) -> Any:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def load_config(run: RunSettings, *, online: bool) -> tuple[Any, str]:
-    """Return the config of a model and "", or None and why training would fail.
-
-    Args:
-        run: names it, its revision, and whether code from the hub is trusted.
-        online: whether the hub answers; the cache is searched otherwise, without waiting.
-    """
-    model = str(run.name)
+def load_config(run: RunSettings) -> tuple[Any, Finding | None]:
+    """Return the config of the model, from its folder or the cache, and what is wrong with it."""
+    model = run.name
+    if model is None:
+        return None, None
     try:
         check_path_exists("--model", model)
         config = AutoConfig.from_pretrained(
             model,
             revision=run.model.model_revision,
             trust_remote_code=run.args.trust_remote_code,
-            local_files_only=not online and not Path(model).is_dir(),
+            local_files_only=True,
         )
     except (OSError, ValueError) as error:
-        words = " ".join(str(error).split())
-        if not online and "does not exist" not in words and not Path(model).exists():
-            words = f"{model} is not in the cache, and the hub is not reachable; name a folder"
-        return None, words
+        if Path(model).exists() or "does not exist" in str(error):
+            return None, Finding("fail", "model", " ".join(str(error).split()))
+        if constants.HF_HUB_OFFLINE:
+            text = f"{model} is not in the cache, and HF_HUB_OFFLINE is set; name a folder"
+            return None, Finding("fail", "model", text)
+        return None, Finding("note", "model", f"{model} is not in the cache; a run downloads it")
     if Path(model).is_dir() and not _has_weights(Path(model)):
-        return config, f"the folder {model} holds no weights (*.safetensors); copy them there"
-    return config, ""
+        text = f"the folder {model} holds no weights (*.safetensors); copy them there"
+        return config, Finding("fail", "model", text)
+    return config, None
 
 
 def _has_weights(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Verify one model, or a tiny model of every architecture.
+"""Verify one model.
 
 Belongs here: comparisons of packed documents with each alone. Does not: checks that training
 itself makes (isolation/).

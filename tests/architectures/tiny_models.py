@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from trl_packing.tools.exactness.tiny_tables import (
+from architectures.tiny_tables import (
     HEAD_SIZES,
     NOT_BUILT,
     ONE_OR_TWO,

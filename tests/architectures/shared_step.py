@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.tools.exactness.tiny_step import (
+from architectures.tiny_step import (
     Documents,
     StepResult,
     one_at_a_time,
     rounding_tolerance,
     train_step,
 )
+from trl_packing.documents.labels import IGNORE_INDEX
 
 # Tokens of P and Q: windows, chunks and blocks of tiny models (8 to 32) are shorter than both
 # together. Two documents fit into the fewest positions that one of these models has learned (128).

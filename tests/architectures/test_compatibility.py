@@ -8,16 +8,16 @@ import json
 import numpy as np
 import pytest
 
-from trl_packing.cli import main
-from trl_packing.packing import tree_row
-from trl_packing.tools.exactness.compatibility import (
+from architectures.compatibility import (
     ONE_ROW_BACKENDS,
     Verdict,
     judge_architecture,
     summary,
 )
-from trl_packing.tools.exactness.shared_step import Sharing, judge_sharing
-from trl_packing.tools.exactness.tiny_models import tiny_model
+from architectures.shared_step import Sharing, judge_sharing
+from architectures.tiny_models import tiny_model
+from trl_packing.cli import main
+from trl_packing.packing import tree_row
 from trl_packing.training.prefix_sharing import PrefixSharing
 
 # (architecture, the backend that must be exact, the result of TRL's packing)

@@ -16,8 +16,8 @@ from datasets import Dataset
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from trl_packing.tools.exactness.tiny_models import build_tiny, tiny_config
-from trl_packing.tools.exactness.tiny_processors import PINPOINTS, WIDE_PINPOINTS, token_ids
+from architectures.tiny_models import build_tiny, tiny_config
+from architectures.tiny_processors import PINPOINTS, WIDE_PINPOINTS, token_ids
 
 _SQUARE = {"image_size": 16, "patch_size": 4}
 _SIGLIP = _SQUARE | {"vision_use_head": False}

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from trl_packing.tools.exactness import tiny_models
-from trl_packing.tools.exactness.tiny_models import (
+from architectures import tiny_models
+from architectures.tiny_models import (
     DOCUMENT_IDS,
     NotBuilt,
     tiny_config,
     tiny_model,
 )
-from trl_packing.tools.exactness.tiny_tables import VOCAB_SIZE
+from architectures.tiny_tables import VOCAB_SIZE
 
 SOME = [
     "bert",  # an encoder made to look back only

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from trl_packing.tools.exactness.image_step import WithImages, judge_images
-from trl_packing.tools.exactness.shared_step import Sharing, judge_sharing
-from trl_packing.tools.exactness.tiny_models import NotBuilt, tiny_model
-from trl_packing.tools.exactness.tiny_step import (
+from architectures.image_step import WithImages, judge_images
+from architectures.shared_step import Sharing, judge_sharing
+from architectures.tiny_models import NotBuilt, tiny_model
+from architectures.tiny_step import (
     one_at_a_time,
     packed_by_trl,
     packed_step,

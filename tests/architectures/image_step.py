@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from architectures.tiny_models import NotBuilt
+from architectures.tiny_processors import NAMES, tiny_processor
+from architectures.tiny_step import LEAST_TOLERANCE, MOST_TOLERANCE, train_step
+from architectures.tiny_vision import image_names, image_rows, tiny_vision_model
 from trl_packing.isolation.measure import NOISE_FACTOR, round_differently
-from trl_packing.tools.exactness.tiny_models import NotBuilt
-from trl_packing.tools.exactness.tiny_processors import NAMES, tiny_processor
-from trl_packing.tools.exactness.tiny_step import LEAST_TOLERANCE, MOST_TOLERANCE, train_step
-from trl_packing.tools.exactness.tiny_vision import image_names, image_rows, tiny_vision_model
 from trl_packing.vision.families import why_no_family
 
 

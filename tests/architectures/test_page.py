@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
-from trl_packing.tools.exactness.compatibility import Verdict
-from trl_packing.tools.exactness.image_step import WithImages
-from trl_packing.tools.exactness.page import (
+from architectures.compatibility import Verdict
+from architectures.image_step import WithImages
+from architectures.page import (
+    COMMON,
     FAMILIES,
     OTHERS,
     family_of,
@@ -14,10 +15,10 @@ from trl_packing.tools.exactness.page import (
     summary_table,
     table,
 )
-from trl_packing.tools.exactness.shared_step import Sharing
-from trl_packing.tools.exactness.tiny_models import names, vision_names
+from architectures.shared_step import Sharing
+from architectures.tiny_models import names, vision_names
 
-PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 SHARED = Sharing("exact", 1e-6, 3e-5)
 APART = Sharing("apart", 1e-6, 3e-5, "attention='padded' | <one set>")
@@ -71,13 +72,14 @@ def test_numbers_and_reasons_are_folded_and_escaped():
     lines = table(VERDICTS).splitlines()
     assert len(lines) == 2 + len(VERDICTS)
     cells = "| `llama` | one row, `documents` | exact | exact, `mask` | exact | <details>"
-    assert lines[3].startswith(f"{cells}<summary>error 3e-06")
+    assert lines[3].startswith(f"{cells}<summary>within 3e-06")
     assert "; shared prefixes 1e-06, rounding explains 3e-05; with images 2e-06, " in lines[3]
     assert r"padded rows, `padded` | attention='padded' \| &lt;one set> | TRL's path |" in lines[4]
     assert " by 3. With images: not packed for llama4 models.</details>" in lines[4]
     assert "| **differs** by 3e-01 | **differs** by 2e-01 | **differs** by 1 |" in lines[6]
     assert (
-        "|  |  | **differs** by 4 | <details><summary>error 3e-07</summary>logits 1e-07" in lines[5]
+        "|  |  | **differs** by 4 | <details><summary>within 3e-07</summary>logits 1e-07"
+        in lines[5]
     )
     assert lines[2].endswith(r"<details><summary>reason</summary>needs \| &lt;timm></details> |")
 
@@ -101,6 +103,10 @@ def test_the_stored_page_holds_every_architecture_once_and_its_counts_add_up():
     stored = [name for name, _ in rows]
     assert len(set(stored)) == len(stored) > 250
     shared = re.findall(r"^\| `[^`]+` \| [^|]+ \| exact \| ", page, re.M)
+    ten = re.search(r"## Ten that people train\n\n(.+?)\n\n", page, re.S).group(1)
+    assert len(COMMON) == ten.count("\n| ") - 1 == 10
+    for name, here, trl in re.findall(r"\| `(\w+)` \| (.+?) \| (.+?) \|", ten):
+        assert re.search(rf"^\| `{name}` \| {here} \|.*\| {re.escape(trl)} \|", page, re.M)
     counted = {
         "shares prefixes exactly": len(shared),
         "packs images exactly": len(re.findall(r"^\| .* \| exact, `\w+` \| ", page, re.M)),

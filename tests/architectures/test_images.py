@@ -10,13 +10,13 @@ pytest.importorskip("transformers", "5.23")  # processors before it have other m
 
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packing.tools.exactness import image_step
-from trl_packing.tools.exactness.compatibility import Verdict
-from trl_packing.tools.exactness.image_step import judge_images
-from trl_packing.tools.exactness.tiny_models import tiny_model
-from trl_packing.tools.exactness.tiny_processors import NAMES, tiny_processor
-from trl_packing.tools.exactness.tiny_step import train_step
-from trl_packing.tools.exactness.tiny_vision import image_names, image_rows, tiny_vision_model
+from architectures import image_step
+from architectures.compatibility import Verdict
+from architectures.image_step import judge_images
+from architectures.tiny_models import tiny_model
+from architectures.tiny_processors import NAMES, tiny_processor
+from architectures.tiny_step import train_step
+from architectures.tiny_vision import image_names, image_rows, tiny_vision_model
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.families import FAMILIES
 
