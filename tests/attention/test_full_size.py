@@ -32,7 +32,8 @@ from trl_packing.models.introspection import (
 )
 from trl_packing.packing.static_shapes import StaticShapes
 
-# Of each, the attention to try on a GPU in bf16 and the lengths at which it changes, by its model card.
+# Of each, the attention to try first on a GPU in bf16 and the lengths at which it changes, by its
+# model card.
 BY_HAND = {
     "cohere2": ("varlen", [4096]),
     "deepseek_v3": ("varlen", []),  # keys of 192, values of 128: its trial fails

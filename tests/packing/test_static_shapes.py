@@ -369,6 +369,26 @@ def test_evaluation_holds_the_shape_of_its_own_micro_batches(tmp_path):
     assert len({batch["input_ids"].shape for batch in documents.get_eval_dataloader()}) > 1
 
 
+def test_kernels_launch_blocks_for_the_longest_document_and_not_for_the_capacity(tmp_path):
+    """FlashAttention-2 launches max_length / 128 blocks for each document, with tokens or not."""
+
+    def blocks(batch):
+        lengths = batch["cu_seq_lens_q"].diff()
+        assert int(lengths.max()) <= batch.host.max_length, "a longer one would not be computed"
+        used = sum(-(-n // 128) for n in lengths.tolist())
+        return len(lengths) * -(-batch.host.max_length // 128), used
+
+    lengths = np.random.default_rng(0).integers(20, 120, 400).tolist()
+    trainer = trainer_for(tmp_path, max_length=4096, lengths=lengths)
+    batches = list(trainer.get_train_dataloader())
+    assert {batch.host.max_length for batch in batches} == {max(lengths)}
+    for batch in batches:
+        launched, used = blocks(batch)
+        assert launched <= 4 * used
+    # The control: with the capacity as length, nearly all would be idle.
+    assert 4096 // 128 * len(batches[0]["cu_seq_lens_q"]) > 10 * blocks(batches[0])[1]
+
+
 def test_a_smaller_batch_that_was_found_has_smaller_rows(tmp_path):
     trainer = trainer_for(tmp_path, per_device_train_batch_size=4)
     assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, 128)

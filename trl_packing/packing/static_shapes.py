@@ -4,10 +4,14 @@
     row            a a a a a | b b | c c c | . . . . . .      padded with a masked document
     seq_lengths    5           2     3       0 0 0 0 6        four documents have no tokens
     cu_seqlens     0 5 7 10 10 10 10 10 16
-    max_length     16                                         for every row
+    max_length     8                                          the longest document of the data set
 
 A masked document has no targets, and no other document sees it, so losses and gradients do not
 change.
+
+FlashAttention-2 launches blocks for `max_length` queries of every document, also of those without
+tokens. With the capacity instead of the longest document, a row of 16,384 tokens would launch a
+million of them in each layer, and nearly all would be idle.
 """
 
 from dataclasses import dataclass
@@ -43,6 +47,7 @@ class StaticShapes:
         capacity: int,
         bins: int,
         most_documents: int | None = None,
+        longest: int | None = None,
         pad_to_multiple_of: int | None = None,
     ) -> "StaticShapes":
         """Return the shape of micro-batches for `model`.
@@ -53,6 +58,7 @@ class StaticShapes:
             bins: bins in a micro-batch.
             most_documents: largest number of documents in a micro-batch of this epoch (the bins of
                 later epochs differ). None makes room for documents of 32 tokens.
+            longest: tokens of the longest document of the data set; None: `capacity`.
             pad_to_multiple_of: makes `num_tokens` a multiple of it.
         """
         multiple = pad_to_multiple_of or 1
@@ -63,11 +69,12 @@ class StaticShapes:
         learned = layer_values(text_config(model), "max_position_embeddings")
         limits = [*rope_thresholds(model), *learned]
         documents = expected + 2  # one without tokens, and a tail
+        max_length = min(longest or capacity, capacity)
         return cls(
             num_tokens=num_tokens,
-            max_length=capacity,
+            max_length=max_length,
             num_documents=-(-documents // _DOCUMENTS_MULTIPLE_OF) * _DOCUMENTS_MULTIPLE_OF,
-            longest_tail=min([capacity, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
+            longest_tail=min([max_length, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
         )
 
     def padding(self, num_tokens: int) -> list[int]:

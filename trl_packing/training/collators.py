@@ -146,11 +146,12 @@ class RunCollators:
         """Give every training micro-batch one shape, if the config asks for it."""
         if not self.options.static_shapes:
             return
-        most, dataset = None, self.trainer.train_dataset
+        most, longest, dataset = None, None, self.trainer.train_dataset
         if isinstance(dataset, Dataset) and not is_packed(dataset):
             documents = documents_of(dataset, self.trainer.compute_loss_func)
-            most = self.sampling.for_training(documents).most_documents()
-        shaped = self.with_shapes(self.sampling.batch_size, most)
+            sampler = self.sampling.for_training(documents)
+            most, longest = sampler.most_documents(), int(sampler.lengths.max())
+        shaped = self.with_shapes(self.sampling.batch_size, most, longest)
         self.packed = self.trainer.data_collator = shaped
         self.drop_shapes_of_padded_rows()
 
@@ -162,13 +163,16 @@ class RunCollators:
         if shapes is not None and shapes.num_tokens != self.tokens_per_micro_batch:
             self.hold_shapes()
 
-    def with_shapes(self, bins: int, most_documents: int | None = None) -> PackedCollator:
+    def with_shapes(
+        self, bins: int, most_documents: int | None = None, longest: int | None = None
+    ) -> PackedCollator:
         """Return the collator of micro-batches of `bins` bins, all of one shape."""
         shapes = StaticShapes.for_model(
             self.guard.base_model,
             capacity=self.trainer.args.max_length,
             bins=bins,
             most_documents=most_documents,
+            longest=longest,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
         return replace(self.packed, static_shapes=shapes)

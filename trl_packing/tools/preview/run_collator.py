@@ -41,6 +41,7 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
             capacity=args.max_length,
             bins=args.per_device_train_batch_size,
             most_documents=None if sampler.rows else sampler.most_documents(),
+            longest=None if sampler.rows else int(sampler.lengths.max()),
             pad_to_multiple_of=multiple,
         )
     return collator
