@@ -5,12 +5,15 @@ import warnings
 
 import pytest
 import torch
+from helpers import varlen_double
 from helpers.dense import TOLERANCE
 from helpers.packed_models import MODELS_AND_FALLBACKS, alone, packed_batch, packed_model
 from helpers.tiny import tiny_model
 from torch import nn
 
 from trl_packing.attention import document_sdpa
+from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.install import install_attention
 
 
 def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
@@ -40,6 +43,21 @@ def test_a_packed_row_equals_its_documents_alone(name, fallback):
     torch.testing.assert_close(
         model(**batch).logits, alone(model, batch), rtol=0, atol=10 * TOLERANCE
     )
+
+
+@pytest.mark.parametrize("attention", ["documents", "varlen", "model", "mask", "padded"])
+def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
+    """nn.DataParallel hands each GPU half of the boundaries; kernels compute no tokens behind."""
+    varlen_double.install(monkeypatch)
+    model = tiny_model("llama")
+    implementation = {"documents": "packed_documents", "varlen": "packed_varlen"}.get(attention)
+    install_attention(model, AttentionChoice(attention, implementation, "a test"))
+    batch = packed_batch([3, 20, 9, 12])
+    model(**batch)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        batch[name] = batch[name].chunk(2)[0]
+    with pytest.raises(ValueError, match=r"ends at 23, and the row has 44.*DataParallel"):
+        model(**batch)
 
 
 def test_scores_are_scaled_as_the_model_says():

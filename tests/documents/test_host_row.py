@@ -1,8 +1,11 @@
 """Batches hold tensors only; the numbers that the host knows go along with them."""
 
 import itertools
+import os
 import pickle
+import signal
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -11,7 +14,14 @@ from helpers.tiny import documents_of_lengths, tiny_model
 from torch.utils.data import DataLoader
 
 from trl_packing import PackedCollator
-from trl_packing.documents.host_row import cached_values, for_kernels, host_row, rows_alive
+from trl_packing.documents import host_row as module
+from trl_packing.documents.host_row import (
+    cached_values,
+    for_kernels,
+    host_row,
+    rows_alive,
+    to_device,
+)
 
 DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 KEYS = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
@@ -47,8 +57,8 @@ def test_batches_of_every_loader_hold_tensors_only(documents, options, tmp_path)
             moved = {name: value.to("cpu") for name, value in batch.items()}
             assert set(moved) - {"loss_weights"} == KEYS
             lengths = batch["cu_seq_lens_q"].diff()
-            longest = 80 if "static_shapes" in options else int(lengths.max())
-            assert batch.host.max_length == longest
+            longest = {30, 80} if "static_shapes" in options else {int(lengths.max())}
+            assert batch.host.max_length in longest
             weights = moved.pop("loss_weights", None)
             assert (weights is not None) == ("loss_weights" in documents[0])
             labels = moved.pop("labels")
@@ -129,3 +139,31 @@ def test_a_loop_of_the_users_own_trains_documents_apart(tmp_path):
             rows = [row.clone() for row in batch["input_ids"].split(sizes, 1)]
             expected = torch.cat([reference(input_ids=row).logits for row in rows], 1)
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="loader workers are not forked here")
+def test_a_worker_forked_while_another_thread_pins_a_row_makes_rows():
+    def exit_code(lock):
+        """Return 0 from a child that makes a row, or the signal of its alarm."""
+        with module._rows_lock:  # as the pinning thread holds it
+            child = os.fork()
+            if not child:
+                signal.alarm(3)
+                module._rows_lock = lock or module._rows_lock
+                PackedCollator()(DOCUMENTS)
+                os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert exit_code(None) == 0
+    assert exit_code(module._rows_lock) == -signal.SIGALRM, "the control: the inherited lock"
+
+
+@pytest.mark.parametrize(("numbers", "is_pinned"), [(8_000, False), (9_000, True)])
+def test_large_indices_go_to_a_gpu_from_pinned_memory(numbers, is_pinned, monkeypatch):
+    """CUDA waits for a copy of more than 64 KB from other memory."""
+    pinned, sent = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda *args, **options: sent.append(options))
+    to_device(np.arange(numbers), torch.device("cuda"))
+    assert sent == [{"non_blocking": True}]
+    assert bool(pinned) == is_pinned

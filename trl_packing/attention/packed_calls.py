@@ -11,7 +11,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trl_packing.attention.flash_attn import gathers_prefix_keys
 from trl_packing.attention.implementation import (
@@ -19,7 +20,7 @@ from trl_packing.attention.implementation import (
     is_packed_implementation,
     set_implementation,
 )
-from trl_packing.documents.host_row import BOUNDARIES
+from trl_packing.documents.host_row import BOUNDARIES, host_values
 from trl_packing.models.forward import unbind_forward
 from trl_packing.models.neftune import announce_documents
 from trl_packing.recognition.calls import complete_arguments, leave_inner_calls_alone
@@ -67,11 +68,28 @@ def wrap_packed_calls(
         if kwargs.get("key_index") is not None:
             check_takes_prefix_keys(attention or current_implementation(self))
         named = dict(zip(names, args, strict=False))
+        if not torch.compiler.is_compiling():
+            _check_covers_row(kwargs["cu_seq_lens_q"], named | kwargs)
         with announce_documents(boundaries=kwargs["cu_seq_lens_q"]), leave_inner_calls_alone():
             return run(functools.partial(inner_forward, self), **named, **kwargs)
 
     forward.before_packed_calls = before  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
+
+
+def _check_covers_row(boundaries: Tensor, arguments: dict[str, Any]) -> None:
+    """Raise ValueError unless `boundaries` end with the row: kernels compute no tokens behind them.
+
+    The host reads them once for each tensor, and batches of `PackedCollator` keep them.
+    """
+    given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+    row = next((x for x in given if x is not None), None)
+    if row is not None and row.shape[1] != (last := host_values(boundaries)[-1]):
+        raise ValueError(
+            f"cu_seq_lens_q ends at {last}, and the row has {row.shape[1]} tokens; pass the batch "
+            "unchanged. nn.DataParallel splits it: start one process for each GPU (torchrun or "
+            "accelerate launch), or set CUDA_VISIBLE_DEVICES to one"
+        )
 
 
 def check_takes_prefix_keys(attention: str | None) -> None:

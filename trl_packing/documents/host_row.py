@@ -8,6 +8,7 @@ Reading a number from a device (`item`, `tolist`, a boolean index) makes the hos
 queued work; then the device is idle until the host has queued more.
 """
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -174,8 +175,8 @@ BOUNDARIES = (
 )
 
 
-# Those whose values the host reads, beside `cu_seq_lens_q`, which `cache_row` keeps.
-_READ_BY_HOST = {"cu_seq_lens_k", "key_index"}
+# Those whose values the host reads.
+_READ_BY_HOST = {"cu_seq_lens_q", "cu_seq_lens_k", "key_index"}
 
 
 def remember_row(batch: Mapping[str, Any]) -> None:
@@ -200,6 +201,15 @@ def rows_alive() -> list[tuple[Tensor, dict[str, Any]]]:
 
 _rows_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _rows_lock = threading.Lock()
+
+
+def _forget_lock() -> None:
+    """A worker forked while the pinning thread holds the lock would wait for it for ever."""
+    global _rows_lock
+    _rows_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 def is_cpu(tensor: Tensor) -> bool:
@@ -261,9 +271,16 @@ def is_trained(labels: Tensor) -> np.ndarray:
     return found.reshape(labels.shape)
 
 
+# CUDA copies more bytes than these from memory that is not pinned while the host waits.
+_LARGEST_STAGED = 64 * 1024
+
+
 def to_device(values: np.ndarray, device: torch.device | None) -> Tensor:
     """Return `values` on `device` (None: the CPU), without waiting for the transfer."""
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values)
+    if device is not None and device.type == "cuda" and tensor.nbytes > _LARGEST_STAGED:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def wait_for(device: torch.device) -> None:
