@@ -31,7 +31,7 @@ Expected output of the first command with `--dataset_train_split "train[:16]" --
                  warning: 7 optimizer steps an epoch; …
     loss         mean over the trained tokens of a step, each with weight 1
     attention    document-wise SDPA (cpu, float32)
-    checked      isolated on this model: packed − alone 5e-4, rounding 5e-4, a leak would be 9.5
+    checked      isolated: differs by 5e-4, rounding allows 2e-3, a leak would be 9.5
     ──────────────────────────────────────────────────────────────────────────────────────
     {'loss': '1.374', 'grad_norm': '8.15', 'learning_rate': '0', … 'epoch': '0.1429'}
     {'loss': '1.725', 'grad_norm': '10.24', 'learning_rate': '1e-05', … 'epoch': '0.2857'}

@@ -379,7 +379,7 @@ def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
     assert [line for line in printed if line in plan] == plan
     assert attention == "attention    document-wise SDPA (cpu, float32)"
     numbers = map(float, re.findall(r" (\d[\d.e-]*)", checked))
-    measured = SimpleNamespace(**dict(zip(("difference", "noise", "leak"), numbers, strict=True)))
+    measured = SimpleNamespace(**dict(zip(("difference", "allowed", "leak"), numbers, strict=True)))
     assert checked == f"checked      {Checked('isolated', '', measured)}"
 
 

@@ -195,7 +195,7 @@ def test_a_notebook_runs_top_to_bottom_offline(path, tmp_path):
     assert all(size(cell.outputs) < 5_000 for cell in code(notebook)), "outputs stay small"
     expected = {
         ANATOMY: ["Here it is: "],
-        SWAP: ["step   SFTTrainer   PackedSFTTrainer", "checked      isolated on this model: "],
+        SWAP: ["step   SFTTrainer   PackedSFTTrainer", "checked      isolated: "],
         PROOF: [
             "packed, boundaries lost (control)",
             "padded batches compute 2.82 times the tokens",

@@ -44,6 +44,7 @@ from trl_packing.attention import document_sdpa
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import _attention_function
+from trl_packing.isolation import probes as probes_module
 from trl_packing.isolation.check import check_fused_head
 from trl_packing.models.introspection import length_constants
 
@@ -255,7 +256,8 @@ def test_numbers_that_are_none_are_no_isolation():
     model = packed_model("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    assert check_isolation(model).verdict == "leaks"
+    with pytest.raises(ValueError, match="not finite"):
+        check_isolation(model)
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
@@ -473,3 +475,19 @@ def test_probes_draw_no_special_tokens():
     check_isolation(model)
     assert not seen & {0, 1, 2, 7}
     assert len(seen) > len(SPECIAL_TOKENS)
+
+
+def test_a_document_alone_in_eager_attention_is_as_long_as_memory_allows(monkeypatch):
+    """Its scores are T × T for every head, while packed rows of the same documents fit."""
+    bound = 2**20
+    monkeypatch.setattr(probes_module, "_EAGER_BYTES", bound)
+    most = {}
+    for implementation in ("eager", "sdpa"):
+        model = tiny_model("llama", attn_implementation=implementation)
+        install_attention(model, resolve_attention(model))
+        heads = model.config.num_attention_heads
+        made = probes_module.probes(model, documents(30, 500), max_length=512)
+        most[implementation] = max(len(probe.document) for probe in made)
+        assert any(len(d) == 500 for probe in made for row in probe.before for d in row)
+    assert heads * most["eager"] ** 2 * 8 <= bound
+    assert most["sdpa"] > 400

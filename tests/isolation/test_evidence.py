@@ -4,13 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.leaks import AddRowMean, hopeless, with_layer
 from helpers.tiny import tiny_tokenizer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, enable_packing
 from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.evidence import Checked, brief
 from trl_packing.isolation.fallback import Refusal
@@ -46,13 +47,15 @@ def test_the_numbers_are_those_of_the_check(tmp_path, capsys):
     assert checked_line(trainer) == "nothing (train() checks before its first step)"
     trainer.train()
     line = checked_line(trainer)
-    assert line in " ".join(capsys.readouterr().out.split()), "printed after the check"
+    before, _, after = capsys.readouterr().out.partition("checking that no document of a packed")
+    assert line not in " ".join(before.split())
+    assert line in " ".join(after.split()), "printed after the check"
     evidence = trainer.packing_report.checked.evidence
     assert evidence.mode == "training"
     assert evidence.leak > 100 * evidence.difference
     assert line == (
-        f"isolated on this model: packed − alone {brief(evidence.difference)}, "
-        f"rounding {brief(evidence.noise)}, a leak would be {brief(evidence.leak)}"
+        f"isolated: differs by {brief(evidence.difference)}, "
+        f"rounding allows {brief(4 * evidence.noise)}, a leak would be {brief(evidence.leak)}"
     )
     written = json.loads(trainer.packing_report.to_json())["checked"]
     assert written["verdict"] == "isolated"
@@ -70,7 +73,7 @@ def test_a_fallback_is_shown_with_its_own_evidence(tmp_path):
         report.checked.verdict == "isolated"
         and report.checked.evidence.attention.partition(" (")[0] in report.attention
     )
-    assert checked_line(trainer).startswith("isolated on this model: ")
+    assert checked_line(trainer).startswith("isolated: ")
 
 
 def test_evaluation_alone_is_evidence_until_training_is_checked(tmp_path):
@@ -82,11 +85,22 @@ def test_evaluation_alone_is_evidence_until_training_is_checked(tmp_path):
     assert trainer.packing_report.checked.evidence.mode == "training"
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_that_are_not_numbers_are_no_leak(packing, tmp_path):
+    """They would log a loss of 0.0: transformers filters NaN out of its logs."""
+    model = tiny_model("llama")
+    torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
+    with pytest.raises(RuntimeError, match=r"not finite .* alone, unpacked: it cannot be trained"):
+        trainer_for(model, tmp_path, packing=packing, per_device_train_batch_size=2).train()
+    with pytest.raises(RuntimeError, match="not finite"):
+        enable_packing(model)
+
+
 def test_a_leak_that_is_trained_all_the_same_is_said(tmp_path):
     trainer = trainer_for(hopeless(), tmp_path, isolation_check="warn")
     trainer.train()
     line = checked_line(trainer)
-    assert line.startswith("documents LEAK into each other on this model: packed − alone ")
+    assert line.startswith("documents LEAK into each other: differs by ")
     assert line.endswith("; isolation_check='warn' trains all the same")
 
 
@@ -114,9 +128,9 @@ def test_evidence_is_forgotten_with_its_check(tmp_path):
 @pytest.mark.parametrize(
     ("result", "pads", "words"),
     [
-        (MEASURED, False, "isolated on this model: packed − alone 0, rounding 7e-4, a leak would "),
-        (replace(MEASURED, verdict="inconclusive"), False, "isolation could not be shown on this"),
-        (replace(MEASURED, verdict="leaks"), False, "documents LEAK into each other on this model"),
+        (MEASURED, False, "isolated: differs by 0, rounding allows 3e-3, a leak would "),
+        (replace(MEASURED, verdict="inconclusive"), False, "isolation could not be shown: differs"),
+        (replace(MEASURED, verdict="leaks"), False, "documents LEAK into each other"),
         (replace(MEASURED, verdict="leaks"), True, "rows are padded, as in TRL, for documents "),
         (Refusal("KeyError: x"), True, "rows are padded, as in TRL: the model refuses packed ones"),
         (None, False, "nothing (train() checks before its first step)"),

@@ -1,6 +1,7 @@
 """The isolation check on wrapped models, two gloo ranks: DDP, and FSDP2's sharded parameters."""
 
 import json
+import time
 
 import pytest
 from helpers.distributed.train import launch
@@ -33,3 +34,22 @@ def test_a_leak_is_seen_and_located_on_every_rank(wrapper, found):
     for rank in found:
         assert rank[f"{wrapper} mamba model"]["verdict"] == "leaks"
         assert rank[f"{wrapper} mamba model"]["first_layer"] == "backbone.layers.0"
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_in_the_check_is_heard_by_the_others(tmp_path):
+    """No rank waits in a forward of its own: all of them take the next backend."""
+    launch("helpers.distributed.isolation", str(tmp_path), "DDP")
+    assert [(tmp_path / f"DDP{rank}").read_text() for rank in range(2)] == ["model", "model"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_in_the_check_of_a_sharded_model_ends_the_run(tmp_path):
+    """The others hang in a forward that gathers weights, until the timeout of their group."""
+    start = time.monotonic()
+    with pytest.raises(AssertionError):
+        launch("helpers.distributed.isolation", str(tmp_path), "FSDP2")
+    assert time.monotonic() - start < 120
+    said = (tmp_path / "FSDP21").read_text()
+    assert "a mistake of one rank" in said
+    assert "the others do not answer" in said

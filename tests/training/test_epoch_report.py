@@ -220,7 +220,7 @@ def test_a_stream_is_reported_when_it_is_read(tmp_path, capsys, caplog):
     assert read.before.documents % 20 == 0
     assert read.stages[0].affected == read.before.documents / 2
     assert "20 documents (100.0%) do not end in a trained stop token" in read.notes[0]
-    assert "checked      isolated on this model: packed − alone" in printed
+    assert "checked      isolated: differs by" in printed
 
 
 def test_an_evaluated_stream_says_what_it_loses(tmp_path, caplog):

@@ -89,6 +89,11 @@ class IsolationReport:
     def __bool__(self) -> bool:
         return self.verdict == "isolated"
 
+    @property
+    def allowed(self) -> float:
+        """The largest difference that is put down to rounding; a larger one is a leak."""
+        return NOISE_FACTOR * self.noise
+
     def __str__(self) -> str:
         words = {
             "isolated": "documents are isolated",
@@ -98,8 +103,8 @@ class IsolationReport:
         where = f", first in {self.first_layer}" if self.first_layer else ""
         return (
             f"{words[self.verdict]}: {self.model}, {self.attention}, {self.mode} mode, "
-            f"{self.probe}: max |Δ| {self.difference:.2g}{where} (noise {self.noise:.2g}, a leak "
-            f"would be {self.leak:.2g})"
+            f"{self.probe}: differs by {self.difference:.2g}{where} (rounding allows "
+            f"{self.allowed:.2g}, a leak would be {self.leak:.2g})"
         )
 
 
@@ -176,6 +181,8 @@ def check_fused_head(model: nn.Module) -> bool:
             return score_logits(logits, document[1:], rounded)
 
         expected, moved = two_roundings(inner, native)
+        if not bool(expected.isfinite().all()):
+            return True  # nothing to compare: the check says so
         noise = largest_difference(moved, expected)
         labels = batch["input_ids"].clone()
         labels[:, 0] = IGNORE_INDEX  # prompt tuning would predict it from a virtual token

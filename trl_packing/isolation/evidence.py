@@ -55,15 +55,15 @@ class Checked:
         if self.evidence is None:
             return f"nothing ({self.reason})"
         numbers = (
-            f"packed − alone {brief(self.evidence.difference)}, "
-            f"rounding {brief(self.evidence.noise)}, a leak would be {brief(self.evidence.leak)}"
+            f"differs by {brief(self.evidence.difference)}, rounding allows "
+            f"{brief(self.evidence.allowed)}, a leak would be {brief(self.evidence.leak)}"
         )
         if self.reason == _PADDED:
             return f"{_PADDED}, for documents would LEAK into each other: {numbers}"
         words = {
-            "isolated": "isolated on this model",
-            "leaks": "documents LEAK into each other on this model",
-            "inconclusive": "isolation could not be shown on this model",
+            "isolated": "isolated",
+            "leaks": "documents LEAK into each other",
+            "inconclusive": "isolation could not be shown",
         }
         return f"{words[self.verdict]}: {numbers}" + f"; {self.reason}" * bool(self.reason)
 

@@ -12,7 +12,7 @@ All of them train the same documents in each step to the same loss. They differ 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +34,15 @@ class Refusal:
     Attributes:
         error: type and first line of the exception.
         stage: what was running. Another backend helps only after a packed call of the model.
-        verdict: "refused", beside the verdicts of an `IsolationReport`.
     """
 
     error: str
     stage: Stage = Stage.PACKED
-    verdict: ClassVar[str] = "refused"
+
+    @property
+    def verdict(self) -> str:
+        """ "refused" or "not finite", beside the verdicts of an `IsolationReport`."""
+        return "not finite" if self.stage is Stage.NOT_FINITE else "refused"
 
     def __bool__(self) -> bool:
         return False
@@ -131,10 +134,12 @@ def _first_exact(
     for choice in choices:
         result = check_backend(model, choice, documents, thorough=bool(failed), **options)
         if agree:
-            result = worst_of_ranks(result, model)
+            result = worst_of_ranks(result)
         if result:
             return _with_reason(choice, choices, failed), result
         failed.append(result)
+        if result.verdict == "not finite":
+            break  # without packing, and by any backend
     first, *_ = install_first(model, choices)
     return _with_reason(first, choices, failed if len(failed) > 1 else []), _first_result(failed)
 
@@ -192,15 +197,33 @@ def _in_short(result: CheckResult) -> str:
     return f"leaks by {result.difference:.2g}" if result.verdict == "leaks" else result.verdict
 
 
-_VERDICTS = ("isolated", "inconclusive", "leaks", "refused")
+_VERDICTS = ("isolated", "inconclusive", "leaks", "refused", "not finite")
+
+# Seconds that a rank whose forward raised waits for the others. They may hang in that forward,
+# where a sharded model gathers its weights, until the timeout of the process group.
+_PATIENCE = 60.0
 
 
-def worst_of_ranks(result: CheckResult, model: nn.Module) -> CheckResult:
-    """Return `result`, or a worse one of another rank: ranks that disagree wait for ever."""
-    rank_verdict = _VERDICTS.index(result.verdict)
-    worst = all_reduce_max(rank_verdict, next(model.parameters()).device)
-    if worst == rank_verdict:
+def worst_of_ranks(result: CheckResult) -> CheckResult:
+    """Return `result`, or a worse one of another rank: ranks that disagree wait for ever.
+
+    Raises:
+        RuntimeError: this rank's forward raised, and the others do not answer.
+    """
+    mine = _VERDICTS.index(result.verdict)
+    patience = _PATIENCE if isinstance(result, Refusal) else None
+    try:
+        worst = all_reduce_max(mine, patience=patience)
+    except RuntimeError as error:
+        if patience is None:
+            raise
+        raise RuntimeError(
+            f"the isolation check raised {result} on this rank, and the others do not answer: they "
+            "wait for it in a forward of the sharded model"
+        ) from error
+    if worst == mine:
         return result
-    if isinstance(result, Refusal) or _VERDICTS[worst] == "refused":
-        return Refusal("another rank refuses it, and says why")
+    if isinstance(result, Refusal) or _VERDICTS[worst] in ("refused", "not finite"):
+        stage = Stage.NOT_FINITE if _VERDICTS[worst] == "not finite" else Stage.PACKED
+        return Refusal("another rank refuses it, and says why", stage)
     return replace(result, verdict=_VERDICTS[worst], probe="on another rank than this")

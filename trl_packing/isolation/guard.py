@@ -26,6 +26,7 @@ from trl_packing.isolation.check import check_fused_head
 from trl_packing.isolation.evidence import Checked
 from trl_packing.isolation.fallback import (
     CheckResult,
+    Refusal,
     install_first,
     install_first_exact,
     with_fallbacks,
@@ -125,6 +126,11 @@ class IsolationGuard:
         return Checked.from_result(result, isolation_check=self._isolation_check, pads=pads)
 
     @property
+    def will_check(self) -> bool:
+        """Whether documents are checked, and none were yet."""
+        return self._isolation_check != "off" and not self.passed
+
+    @property
     def base_model(self) -> Any:
         """The transformers model inside PEFT's."""
         return unwrap_peft(self.model)
@@ -199,6 +205,8 @@ class IsolationGuard:
                 self.select_backend(precision)
             self.trust(documents, training=training, precision=precision)
             return
+        if self._options["agree"]:
+            all_reduce_max(0)  # ranks begin together: one that raises does not wait long for others
         choices = self._choices if is_selected else self._resolve(precision)
         calls = {"training": training, "wrapped": wrapped, "collator": collator}
         try:
@@ -224,7 +232,7 @@ class IsolationGuard:
             return
         # All ranks or none: the two heads do not gather the same parameters in the same order.
         differs = int(not check_fused_head(wrapped))
-        if all_reduce_max(differs, next(self.model.parameters()).device):
+        if all_reduce_max(differs):
             self._logger.warning(
                 f"TRL's fused LM head computes another loss than {type(self.base_model).__name__},"
                 " whose head is more than a matrix: training on the model's own logits"
@@ -287,7 +295,7 @@ class IsolationGuard:
             install_attention(self.model, padded)
             return padded
         message = why_not_exact(self.base_model, choice, result, named=named)
-        if result.verdict == "refused" or (fails and self._isolation_check == "error"):
+        if isinstance(result, Refusal) or (fails and self._isolation_check == "error"):
             raise NotIsolated(message)
         self._logger.warning(message)
         return choice

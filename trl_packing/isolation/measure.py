@@ -34,6 +34,7 @@ class Stage(Enum):
     PACKED = "packed row"
     ALONE = "document alone"  # in an ordinary row
     COLLATOR = "collator"
+    NOT_FINITE = "not finite"  # outputs of the document alone: packing is not the cause
 
 
 @contextmanager
@@ -70,11 +71,10 @@ def measure_probe(
     # B is at the end of the row, so positions count from there: prompt tuning prepends tokens.
     rows = _compared_positions(len(document)) - len(document)
 
-    def alone(ids: Tensor, rounded: bool = False, **batch: Any) -> Tensor:
-        # Some ropes remember the longest document they have seen.
-        with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
-            logits = logits_at(model, inner, ordinary_batch(inner, ids, **batch), rows)
-        return score_logits(logits, document[rows + 1], rounded) if fused_head else logits
+    def alone(ids: Tensor, rounded: bool = False, **others: Any) -> Tensor:
+        batch = ordinary_batch(inner, ids, **others)
+        targets = document[rows + 1] if fused_head else None
+        return outputs_alone(model, inner, batch, rows, targets, rounded)
 
     def packed(*documents: np.ndarray) -> Tensor:
         at = sum(map(len, documents)) + rows
@@ -96,6 +96,41 @@ def measure_probe(
             for before in probe.before[: 2 if probe.name == SHORT else 1]
         ],
     )
+
+
+def outputs_alone(
+    model: nn.Module,
+    inner: Any,
+    batch: dict[str, Any],
+    rows: np.ndarray,
+    targets: np.ndarray | None,
+    rounded: bool,
+) -> Tensor:
+    """Return the outputs of one document without packing, by the model's native attention.
+
+    Args:
+        model: the model as a training step calls it.
+        inner: the model inside its wrappers.
+        batch: an ordinary batch of the document.
+        rows: negative positions, counted from the end of the document.
+        targets: the token after each position, to score the logits as a fused head does; or None.
+        rounded: as in `score_logits`.
+
+    Raises:
+        ValueError: an output is not finite.
+    """
+    # Some ropes remember the longest document they have seen.
+    with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
+        logits = logits_at(model, inner, batch, rows)
+    outputs = logits if targets is None else score_logits(logits, targets, rounded)
+    with note_stage(Stage.NOT_FINITE):
+        if not bool(outputs.isfinite().all()):
+            raise ValueError(
+                f"the logits of {type(inner).__name__} are not finite (NaN or infinity) for a "
+                "document alone, unpacked: it cannot be trained; check its weights, and the dtype "
+                "it is loaded in"
+            )
+    return outputs
 
 
 def outputs_in_row(

@@ -22,6 +22,8 @@ def why_not_exact(model: Any, choice: AttentionChoice, result: CheckResult, *, n
     if isinstance(result, Refusal):
         if result.stage is Stage.ALONE:
             return f"{name} cannot run a document even alone, unpacked: {result}{_limits(model)}"
+        if result.stage is Stage.NOT_FINITE:
+            return str(result).removeprefix("ValueError: ")
         if result.stage is Stage.COLLATOR:
             return f"the data collator makes no packed row: {result}"
         if named:

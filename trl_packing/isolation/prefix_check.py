@@ -18,22 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.install import use_native_attention
 from trl_packing.isolation.check import IsolationReport, severity, verdict_of
 from trl_packing.isolation.locate import probe_gradient_difference
 from trl_packing.isolation.measure import (
     Measurement,
-    Stage,
-    logits_at,
-    note_stage,
     ordinary_batch,
+    outputs_alone,
     outputs_in_row,
-    score_logits,
     two_roundings,
 )
-from trl_packing.isolation.probes import Probe, random_tokens
+from trl_packing.isolation.probes import Probe, longest_alone, random_tokens
 from trl_packing.models.introspection import unwrap_model
-from trl_packing.models.state import preserve_state, restore_state
+from trl_packing.models.state import preserve_state
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
@@ -128,6 +124,7 @@ def _families(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Family]
         )
     ]
     longest = max((np.asarray(d, np.int64) for d in documents), key=len, default=np.zeros(0))
+    longest = longest[: longest_alone(model)]
     half = len(longest) // 2
     if half > 40:
         siblings = [[draw(half // 2)], [draw(half // 2)]]
@@ -146,10 +143,9 @@ def _measure(
     at = np.unique(np.concatenate([at[:_POSITIONS], at[-_POSITIONS:]]))
 
     def alone(rounded: bool) -> Tensor:
-        ids = torch.from_numpy(document)[None]
-        with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
-            logits = logits_at(model, inner, ordinary_batch(inner, ids), at - len(document))
-        return score_logits(logits, document[at + 1], rounded) if fused_head else logits
+        batch = ordinary_batch(inner, torch.from_numpy(document)[None])
+        targets = document[at + 1] if fused_head else None
+        return outputs_alone(model, inner, batch, at - len(document), targets, rounded)
 
     def shared(siblings: Sequence[np.ndarray]) -> Tensor:
         whole = [document, *family.with_prefix(siblings)]

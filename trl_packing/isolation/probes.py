@@ -4,20 +4,29 @@ Probes are as long as the data. Some rope variants depend on the longest positio
 short probe passes on a model that a long document contaminates (by 5.0, Phi-3 longrope).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import nn
 
+from trl_packing.attention.implementation import native_implementation
 from trl_packing.data.model_limits import learned_positions
-from trl_packing.models.introspection import length_constants, rope_thresholds
+from trl_packing.models.introspection import (
+    layer_values,
+    length_constants,
+    rope_thresholds,
+    text_config,
+)
 
 SHORT = "short documents"
 
 # Shorter documents show little of attention: the first token attends only to itself.
 MIN_TOKENS = 17
 _ROOM = 40  # tokens of the longest document in a short probe
+_EAGER_BYTES = 4 * 2**30  # for the attention scores of a document alone
 
 
 class Probe(NamedTuple):
@@ -76,8 +85,8 @@ def probes(
     size = len(longest)
     # In the contaminated layout, B continues the document before it and needs room.
     room = max(size, most_room)
-    behind = max(room - 13, room // 2)
-    other, most = other[:behind], longest[:behind]
+    alone = min(max(room - 13, room // 2), longest_alone(model))
+    other, most = other[:alone], longest[:alone]
     made.append(Probe(f"after {size:,} tokens", [[longest]], other, room))
     # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
     shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
@@ -85,6 +94,23 @@ def probes(
     if thorough:
         made += [*_alike(draw, len(most), room), *_alike(draw, MIN_TOKENS * 2, room)]
     return made
+
+
+def longest_alone(model: Any) -> int:
+    """Return the tokens of the longest document that the model's native attention runs alone.
+
+    Eager attention holds the scores of every head, T × T: gpt-oss would need 79 GiB for 16K tokens,
+    which its packed rows do not.
+    """
+    if native_implementation(model) != "eager":
+        return sys.maxsize
+    parameter = next(model.parameters())
+    bound = _EAGER_BYTES
+    if parameter.is_cuda:
+        bound = min(bound, torch.cuda.mem_get_info(parameter.device)[0] // 2)
+    heads = max(layer_values(text_config(model), "num_attention_heads"), default=1)
+    cell = parameter.element_size() + 4  # the scores, and their softmax in float32
+    return max(_ROOM, int((bound / (heads * cell)) ** 0.5))
 
 
 def _alike(draw: Callable[[int], np.ndarray], length: int, room: int) -> list[Probe]:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trl_packing.documents.labels import IGNORE_INDEX
 
@@ -35,9 +36,19 @@ def next_token_loss(
             other micro-batches too.
     """
     targets = labels[:, 1:].to(logits.device)
-    is_trained = targets != IGNORE_INDEX
-    total = nn.functional.cross_entropy(
-        logits[:, :-1][is_trained].float(), targets[is_trained], reduction="sum"
-    )
-    count = is_trained.sum() if num_items is None else torch.as_tensor(num_items)
+    parts = list(zip(logits[:, :-1].split(_CHUNK, 1), targets.split(_CHUNK, 1), strict=True))
+    keeps = len(parts) == 1 or not torch.is_grad_enabled()
+    losses = [_loss(*x) if keeps else checkpoint(_loss, *x, use_reentrant=False) for x in parts]
+    total = torch.stack(losses).sum()
+    count = (targets != IGNORE_INDEX).sum() if num_items is None else torch.as_tensor(num_items)
     return total / count.to(total.device).clamp(min=1)
+
+
+# Positions of a row whose logits are in float32 at a time, computed again in the backward.
+_CHUNK = 1024
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+    )

@@ -10,6 +10,7 @@ Ranks that gather wait for each other, so all must run equally many forwards.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -113,17 +114,25 @@ def all_reduce_max_if_sharded(value: int, model: nn.Module) -> int:
     return all_reduce_max(value, next(model.parameters()).device)
 
 
-def all_reduce_max(value: int, device: torch.device | None = None) -> int:
+def all_reduce_max(
+    value: int, device: torch.device | None = None, *, patience: float | None = None
+) -> int:
     """Return the largest of the values that the ranks pass.
 
     Args:
         value: that of this rank.
         device: the device to reduce on; None reduces on the CPU and waits for no device.
+        patience: seconds to wait for the other ranks; None waits as long as the group does.
+
+    Raises:
+        RuntimeError: the other ranks did not answer in time.
     """
     if _is_alone():
         return value
     largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=cpu_group() if device is None else None)
+    group = cpu_group() if device is None else None
+    work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True)
+    work.wait() if patience is None else work.wait(timedelta(seconds=patience))
     return int(largest)
 
 
@@ -141,10 +150,12 @@ def _is_alone() -> bool:
 
 
 def cpu_group() -> Any:
-    """Return a process group for CPU tensors; with NCCL, the host would wait for the device."""
+    """Return a process group for CPU tensors; all ranks make it together, at its first use.
+
+    With NCCL, the host would wait for the device. No forward uses it: what a rank says here meets
+    no gathering of weights, even if another rank has left its forward by an error.
+    """
     world = dist.group.WORLD
-    if "cpu" in str(dist.get_backend_config(world)):
-        return world
     if world not in _GROUPS:
         _GROUPS.clear()
         _GROUPS[world] = dist.new_group(backend="gloo")

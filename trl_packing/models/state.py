@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trl_packing.models.introspection import text_config, unwrap_model
 from trl_packing.recognition.current_row import other_rows
@@ -64,6 +65,9 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
         if training is not None:
             model.train(training)
+        if isinstance(model, DistributedDataParallel):
+            # A rank that raises leaves the others no broadcast to wait for.
+            model.broadcast_buffers = False
         for holder in _state_holders(model):
             for name, value in vars(holder).items():
                 if type(value) in (int, float) and _sets_randomness(holder, name):
@@ -114,7 +118,7 @@ def restore_state(model: nn.Module) -> Iterator[None]:
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and _may_change(buffer)
     ]
     try:
         yield
@@ -123,6 +127,11 @@ def restore_state(model: nn.Module) -> Iterator[None]:
             vars(holder).update(values)
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer.copy_(value)
+
+
+def _may_change(buffer: torch.Tensor) -> bool:
+    """Whether a forward may write to `buffer`: not to the whole numbers of quantized weights."""
+    return buffer.is_floating_point() or buffer.nbytes < 2**20
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Checks that a model can be enabled: a decoder, with the loss of the next token."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,8 @@ def check_loss(model: Any, base: Any) -> None:
     with preserve_state(model, training=True):
         output = model(**batch, labels=batch["input_ids"], return_dict=True)
         packed = float(next_token_loss(output.logits, batch["input_ids"]))
+    if not math.isfinite(packed):
+        return  # not a question of the loss: the isolation check says so
     native = float("nan") if output.loss is None else float(output.loss)
     if not abs(native - packed) <= _TOLERANCE * max(1.0, packed):
         raise ValueError(

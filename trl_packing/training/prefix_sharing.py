@@ -142,5 +142,5 @@ class PrefixSharing:
             raise
         except Exception as error:  # models raise all kinds of errors
             result = Refusal.from_error(error)
-        result = worst_of_ranks(result, self.trainer.model)
+        result = worst_of_ranks(result)
         return None if result else str(result)

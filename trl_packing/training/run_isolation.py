@@ -85,6 +85,9 @@ class RunIsolation:
         self.guard.check_head(model)
         if padded:
             return
+        is_first = training and planned and self.guard.will_check
+        if is_first and self.trainer.is_world_process_zero():  # the progress bar stands still
+            print("\nchecking that no document of a packed row affects another ...", flush=True)
         documents = self.guard.sample(dataset, self.trainer.args.max_length)
         self.guard.ensure(
             documents,

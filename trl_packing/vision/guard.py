@@ -115,7 +115,7 @@ class ImageGuard(IsolationGuard):
             raise
         except Exception as error:  # models raise all kinds of errors
             result = Refusal.from_error(error)
-        return worst_of_ranks(result, self.model) if self._options["agree"] else result
+        return worst_of_ranks(result) if self._options["agree"] else result
 
 
 def _opens_images(model: Any) -> bool:

@@ -18,22 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.install import use_native_attention
 from trl_packing.isolation.check import IsolationReport, severity, verdict_of
 from trl_packing.isolation.locate import gradient_difference, masked_before
 from trl_packing.isolation.measure import (
     Measurement,
-    Stage,
     collate_packed,
-    logits_at,
-    note_stage,
     ordinary_batch,
+    outputs_alone,
     outputs_in_row,
-    score_logits,
     two_roundings,
 )
 from trl_packing.models.introspection import unwrap_model
-from trl_packing.models.state import preserve_state, restore_state
+from trl_packing.models.state import preserve_state
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.blank_images import parameters_of_images
 
@@ -110,10 +106,9 @@ def _measure(
     others = [before, _with_other_images(before)]
 
     def alone(rounded: bool) -> Tensor:
-        with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
-            batch = _ordinary(inner, ids, document, collate)
-            logits = logits_at(model, inner, batch, at - size)
-        return score_logits(logits, ids[at + 1], rounded) if fused_head else logits
+        batch = _ordinary(inner, ids, document, collate)
+        targets = ids[at + 1] if fused_head else None
+        return outputs_alone(model, inner, batch, at - size, targets, rounded)
 
     def packed(*row: Document) -> Tensor:
         where = sum(len(d["input_ids"]) for d in row[: [*map(id, row)].index(id(document))])

@@ -6,10 +6,12 @@ cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.isolation results
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from architectures.tiny_models import tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.distributed.train import end_rank
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
+from trl_packing.isolation import fallback
+from trl_packing.isolation.guard import IsolationGuard, Precision
 
 
 def sharded(model):
@@ -39,8 +43,38 @@ def checked(name: str, attention: str, wrap) -> dict:
     }
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
+def raises_on_rank_1(name: str, wrap) -> str:
+    """What this rank says, if rank 1 leaves one forward of the check by an error."""
+    torch.manual_seed(0)
+    model = tiny_model(name)
+    wrapped = wrap(model)
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 9 and dist.get_rank() == 1:
+            raise KeyError("a mistake of one rank")
+
+    model.get_input_embeddings().register_forward_pre_hook(fail)
+    guard = IsolationGuard(model, attention="auto", isolation_check="error", fused_head=False)
+    guard.select_backend(Precision("cpu", None))
+    try:
+        guard.ensure([], training=True, wrapped=wrapped)
+    except RuntimeError as error:
+        return str(error)
+    return guard.attention.backend
+
+
+def main(folder: str, case: str = "") -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    if case:
+        PartialState(cpu=True)  # accelerate's logger asks for it
+        fallback._PATIENCE = 5.0
+        said = raises_on_rank_1("llama", {"DDP": DistributedDataParallel, "FSDP2": sharded}[case])
+        Path(folder, f"{case}{os.environ['RANK']}").write_text(said)
+        if case == "FSDP2":
+            os._exit(1)  # as an error does; the launcher then ends the other ranks
+        end_rank()
     found = {
         f"{kind} {name} {attention}": checked(name, attention, wrap)
         for kind, wrap in (("DDP", DistributedDataParallel), ("FSDP2", sharded))
@@ -56,4 +90,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
