@@ -34,7 +34,7 @@ def test_unpacked_run_equals_trl_step_by_step(tmp_path, form, accumulation):
         sgd_run(tmp_path, cls, form=form, gradient_accumulation_steps=accumulation)
         for cls in (PackedSFTTrainer, SFTTrainer)
     )
-    # TRL's accuracy is a mean of micro-batch means, and ours cuts a step into other micro-batches
+    # TRL's accuracy is a mean of micro-batch means, and ours is one of the whole step.
     metrics = ("mean_token_accuracy", "entropy") if accumulation == 1 else ()
     assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens", "epoch", *metrics))
     assert ours.state.global_step == math.ceil(22 / (4 * accumulation))

@@ -6,9 +6,9 @@
     ends          3     5     7   8       of micro-batches; `slots` of them make an optimizer step
 
 `arranged_bins` makes steps of equally many bins, balanced (balance.py), and those of a mixture fair
-(fair_steps.py). `epoch_of_documents` cuts a drawn order into steps of equally many
-documents. Either depends on ranks × accumulation alone, up to the micro-batches of the last step:
-as few as hold what is left, equally many on every rank.
+(fair_steps.py). `epoch_of_documents` makes steps of equally many documents, balanced too, and
+`padded_batches` the micro-batches of a padded run. Steps depend on ranks × accumulation alone. The
+last one has as few micro-batches as hold what is left, equally many on every rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -196,6 +196,27 @@ def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:
 
 
 # --- steps of documents -----------------------------------------------------------------------
+
+
+def padded_batches(order: np.ndarray, documents_per_batch: int, num_ranks: int) -> np.ndarray:
+    """Return the ends of the micro-batches of a padded run, which takes `order` in slices.
+
+    In the last round of ranks, transformers repeats documents for ranks without any. Here the
+    documents of that round are dealt evenly instead; a rank is idle only if they are too few.
+
+    Args:
+        order: places as they are drawn, ``(places,)``.
+        documents_per_batch: documents in a micro-batch.
+        num_ranks: data-parallel ranks.
+    """
+    full, left = divmod(len(order), documents_per_batch * num_ranks)
+    sizes = [documents_per_batch] * (full * num_ranks)
+    if left > documents_per_batch * (num_ranks - 1):
+        sizes += [documents_per_batch] * (num_ranks - 1)
+        sizes.append(left - documents_per_batch * (num_ranks - 1))
+    elif left:
+        sizes += [(left + i) // num_ranks for i in reversed(range(num_ranks))]
+    return np.cumsum(sizes, dtype=np.int64)
 
 
 def epoch_of_documents(

@@ -32,6 +32,7 @@ from trl_packing.packing.epoch import (
     in_stages,
     micro_batches_per_rank,
     packed_epoch,
+    padded_batches,
     with_more_bins,
 )
 from trl_packing.packing.group_order import keep_groups_together
@@ -55,9 +56,10 @@ class PackedBatchSampler(BatchRebalanceSampler):
         capacity: tokens that a bin may hold.
         bins_per_batch: bins in a micro-batch.
         documents_per_step: Instead of packing into bins, take this many documents in every
-            optimizer step (the last step of an epoch may be smaller) and cut them into
-            micro-batches of equal cost. They are the documents of a padded run with steps of that
-            size (document_order.py).
+            optimizer step (the last step of an epoch may be smaller). They are the documents of a
+            padded run with steps of that size (document_order.py).
+        divide_by_cost: with documents_per_step, divide a step into micro-batches of equal cost.
+            False keeps the micro-batches of the padded run, except where groups are drawn.
         rows: Every document is a bin of its own and stays as it is (rows that were packed before).
         num_ranks: data-parallel ranks.
         rank: the rank that this sampler is for.
@@ -100,6 +102,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         *,
         bins_per_batch: int = 1,
         documents_per_step: int | None = None,
+        divide_by_cost: bool = True,
         rows: bool = False,
         num_ranks: int = 1,
         rank: int = 0,
@@ -127,6 +130,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.capacity = capacity
         self.bins_per_batch = bins_per_batch
         self.documents_per_step = documents_per_step
+        self.divide_by_cost = divide_by_cost or groups is not None
         self.rows = rows
         self.num_ranks = num_ranks
         self.rank = rank
@@ -428,6 +432,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
             order = in_stages(order, self.stages)
         if self.groups is not None:
             order = keep_groups_together(order, self.groups, per_step)
+        if not self.divide_by_cost:
+            per_batch = max(per_step // (self.num_ranks * self.accumulation), 1)
+            return order, padded_batches(order, per_batch, self.num_ranks)
         costs = lengths + self.attention_cost * lengths.astype(float) ** 2
         if self.loads is not None:
             costs += self.at_places(self.loads.costs)

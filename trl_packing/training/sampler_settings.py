@@ -132,6 +132,8 @@ class SamplerSettings:
             args.max_length,
             bins_per_batch=self.batch_size,
             documents_per_step=per_step,
+            # transformers divides by cost itself where it rebalances batches.
+            divide_by_cost=bool(self.options.documents_per_step) or sampling == "batch_rebalance",
             rows=rows,
             num_ranks=self.ranks,
             rank=self.rank,
@@ -174,6 +176,7 @@ class SamplerSettings:
             self.args.max_length,
             bins_per_batch=self.batch_size,
             documents_per_step=None if self.packing or rows else self.batch_size * self.ranks,
+            divide_by_cost=False,
             rows=rows,
             num_ranks=self.ranks,
             rank=self.rank,
