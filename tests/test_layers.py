@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "attention": ({"documents", "models", "recognition"}, {"numpy", "torch", "transformers"}),
     "loss": (
         {"documents", "models", "recognition"},
-        {"accelerate", "datasets", "numpy", "pyarrow", "torch", "transformers", "trl"},
+        {"accelerate", "datasets", "numpy", "pyarrow", "torch", "trl"},
     ),
     "formatting": (
         {"config", "documents", "packing"},

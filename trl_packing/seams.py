@@ -21,7 +21,6 @@ METHODS = {
     "evaluation_loop": (
         "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"
     ),
-    "get_batch_samples": "self, epoch_iterator, num_batches, device",
     "get_eval_dataloader": "self, eval_dataset",
     "get_test_dataloader": "self, test_dataset",
     "get_train_dataloader": "self",
@@ -65,10 +64,13 @@ METHODS = {
 
 FUNCTIONS = {
     "accelerate.utils.broadcast_object_list": "object_list, from_process",
+    "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "transformers.Trainer._get_output_dir": "self, trial",
+    "transformers.Trainer.get_batch_samples": "self, epoch_iterator, num_batches, device",
     "transformers.Trainer.get_cp_size": "self",
     "transformers.Trainer.get_sp_size": "self",
     "transformers.Trainer.get_tp_size": "self",
+    "transformers.masking_utils.find_packed_sequence_indices": "position_ids",
     "transformers.integrations.neftune.neftune_post_forward_hook": "module, input, output",
     "transformers.image_processing_utils.select_best_resolution": (
         "original_size, possible_resolutions"
@@ -160,7 +162,6 @@ NAMES = (
     "transformers.trainer_callback.CallbackHandler.call_event",
     "transformers.trainer_callback.CallbackHandler",
     "transformers.trainer_pt_utils.BatchRebalanceSampler",
-    "transformers.trainer_pt_utils.LabelSmoother",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",

@@ -22,7 +22,7 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
@@ -35,7 +35,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
 from trl_packing.documents.labels import WEIGHT_COLUMNS
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loss.step_loss import StepLoss
+from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.models.neftune import announce_documents, scale_noise_by_document
 from trl_packing.models.sharding import (
     check_deepspeed_can_train,
@@ -172,8 +172,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._options = options = PackingOptions.of(args)
         check_loss_options(options, kwargs.get("compute_loss_func"), reason)
         self._step_loss, self._user_loss = StepLoss(self), UserLoss(self, PackedSFTTrainer)
-        loss = self._step_loss
-        self._meter = ThroughputMeter(self, loss.trained, loss.trained_sources)
+        self._meter = ThroughputMeter(self, self._step_loss.trained)
         self._sampling = Sampling(self)
         self._sampling.image_loads = self._images.loads
         self._epochs = ResumedEpochs(self, self._sampling)
@@ -405,12 +404,29 @@ class PackedSFTTrainer(SFTTrainer):
             epochs_trained=kwargs["epochs_trained"],
             skipped=kwargs["steps_trained_in_current_epoch"],
         )
-        super()._run_epoch(epoch=epoch, **kwargs | numbers)
+        with self._measuring_steps():
+            super()._run_epoch(epoch=epoch, **kwargs | numbers)
 
-    @packed_runs_only
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+    @contextmanager
+    def _measuring_steps(self) -> Iterator[None]:
+        """Measure each step as `get_batch_samples` returns it, which may be a user's."""
+        of_user = vars(self).get("get_batch_samples")
+        self.get_batch_samples: Any = partial(self._measured, self.get_batch_samples)
+        try:
+            yield
+        finally:
+            del self.get_batch_samples
+            if of_user is not None:
+                self.get_batch_samples = of_user
+            self._step_loss.forget()
+
+    def _measured(
+        self, read: Callable[..., Any], epoch_iterator: Any, num_batches: int, device: Any
+    ) -> Any:
         """Measure a step before its first micro-batch, and announce each row to the model."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, num_items = read(epoch_iterator, num_batches, device)
+        if num_items is None:
+            num_items = self._get_num_items_in_batch(batches, device)
         weighted = self._loaders.trains_weighted
         self._images.measure(batches)
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
@@ -442,9 +458,12 @@ class PackedSFTTrainer(SFTTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Weight each token; TRL weights all tokens the same, and all MoE micro-batches too."""
-        parent, padded = super().compute_loss, self._loaders.evaluates_padded
+        if self._user_loss.is_between():
+            inputs = without_weights(inputs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        padded = self._loaders.evaluates_padded
         return self._step_loss.compute(
-            parent, model, inputs, return_outputs, num_items_in_batch, padded=padded
+            model, inputs, return_outputs, num_items_in_batch, padded=padded
         )
 
     @packed_runs_only
@@ -540,8 +559,8 @@ class PackedSFTTrainer(SFTTrainer):
         with restore_current_row():
             with self._step_loss.evaluating(self._loaders.sources) as sums:
                 output = super().evaluation_loop(AnnouncedLoader(dataloader), *args, **kwargs)
-            prefix, means = kwargs.get("metric_key_prefix", "eval"), self._metrics["eval"]
-            self._step_loss.write_metrics(sums, output.metrics, means, prefix)
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            self._step_loss.write_metrics(sums, self._loaders.sources, output.metrics, prefix)
         return output
 
     @packed_runs_only

@@ -25,8 +25,8 @@ from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
 
 from trl_packing import PackedSFTConfig
-from trl_packing.loss.evaluation import EvaluationSums, perplexity
-from trl_packing.loss.sources import Sources, SourceTargets
+from trl_packing.loss.sources import Sources
+from trl_packing.loss.sums import perplexity
 
 MODES = ("token", "document", "sqrt")
 SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
@@ -453,18 +453,14 @@ def test_the_sources_of_a_stream_are_refused(tmp_path):
         evaluator(tiny_model("llama"), stream, tmp_path, source_column="source")
 
 
-def test_a_source_without_weights_has_no_loss():
-    sources = Sources(("a", "b"), np.array([0, 1]), np.array([1, 1]))
-    sums = EvaluationSums(sources)
-    losses, weights, ids = map(torch.tensor, ([[2.0, 5.0]], [1.0, 0.0], [0, 1]))
-    sums.add(torch.tensor(2.0), torch.tensor(1.0))
-    sums.add_by_source(SourceTargets(ids, weights, weights, num_targets=2), losses)
-    assert sums.metrics(sums.sums, "eval", is_likelihood=False) == {
-        "eval_loss": 2.0,
-        "eval_num_documents_a": 1,
-        "eval_loss_a": 2.0,
-        "eval_num_documents_b": 1,
-    }
+def test_a_source_without_weights_has_no_loss(tmp_path):
+    documents = with_sources(tiny_documents(), [1.0] * 8)
+    for document in documents:
+        document["loss_weight"] = float(document["source"] != "books")
+    metrics = evaluator(tiny_model("llama"), documents, tmp_path, source_column="source").evaluate()
+    assert metrics["eval_num_documents_books"] == 1
+    assert "eval_loss_books" not in metrics
+    assert metrics["eval_loss_web"] > 0
 
 
 @pytest.mark.parametrize(

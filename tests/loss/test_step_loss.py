@@ -3,7 +3,7 @@
 The reference computes that document by document, from the logits of the untouched model.
 """
 
-from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +31,11 @@ from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
 from trl import SFTTrainer
 
+from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.step_loss import StepLoss
-from trl_packing.loss.weighted_forward import WeightedLabelSmoother, scale_of_weights
+from trl_packing.loss.sums import SUMS
+from trl_packing.loss.weights import scale_of_weights
 
 # --- a step ---------------------------------------------------------------------------------------
 
@@ -190,6 +192,60 @@ def test_the_model_is_not_given_the_weights(tmp_path, monkeypatch):
     assert "loss_weights" not in seen
 
 
+class OwnSteps(PackedSFTTrainer):
+    """Reads the micro-batches of a step itself, and counts nothing."""
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        return list(islice(epoch_iterator, num_batches)), None
+
+
+class OwnCount(OwnSteps):
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, sum((b["labels"][:, 1:] != IGNORE_INDEX).sum() for b in batches)
+
+
+@pytest.mark.parametrize("trainer", [OwnSteps, OwnCount])
+@pytest.mark.parametrize("weights", [weighted, unweighted])
+def test_a_subclass_that_reads_steps_itself_trains_one_mean(
+    trainer, weights, tmp_path, monkeypatch
+):
+    model, documents = tiny_model("llama"), weights(tiny_documents())
+    monkeypatch.setattr("helpers.by_hand.PackedSFTTrainer", trainer)
+    found = one_step(model, documents, tmp_path, **LAYOUTS["three of a bin"])
+    assert_same_step(found, by_hand(model, documents))
+
+
+def test_weights_are_not_divided_by_a_step_that_nobody_measured(tmp_path):
+    trainer = trainer_for(tiny_model("llama"), weighted(tiny_documents()), tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert trainer.compute_loss(trainer.model, batch) > 0
+    with pytest.raises(ValueError, match=r"num_items_in_batch=9, but .* inside trainer\.train"):
+        trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
+
+
+def test_a_loss_of_a_newer_trl_is_refused(tmp_path):
+    trainer = trainer_for(tiny_model("llama"), tiny_documents(), tmp_path)
+    trainer.args.loss_type = "newer"
+    with pytest.raises(ValueError, match="loss_type='newer' is newer than this version"):
+        trainer.train()
+
+
+class Between(SFTTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_class_behind_ours_computes_its_loss_and_takes_no_weights(tmp_path, monkeypatch):
+    model, documents = tiny_model("llama"), tiny_documents()
+    mixed = type("Mixed", (PackedSFTTrainer, Between), {})
+    monkeypatch.setattr("helpers.by_hand.PackedSFTTrainer", mixed)
+    loss, _ = one_step(model, documents, tmp_path)
+    assert loss == pytest.approx(2 * by_hand(model, documents)[0], rel=TOLERANCE)
+    with pytest.raises(ValueError, match="computes the loss without them; put PackedSFTTrainer"):
+        one_step(model, weighted(documents), tmp_path)
+
+
 # --- streams --------------------------------------------------------------------------------------
 
 TOKENIZED = {"dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -278,12 +334,13 @@ def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
         tiny_model("llama"), tiny_documents(), tmp_path, label_smoothing_factor=SMOOTHING
     )
     trainer.model.eval()
-    step_loss, parent = StepLoss(trainer), partial(SFTTrainer.compute_loss, trainer)
+    step_loss = StepLoss(trainer)
     with torch.no_grad(), step_loss.evaluating() as sums:
         batch = trainer.data_collator([])
-        assert step_loss.compute(parent, trainer.model, batch, False, None, padded=False).isnan()
-    assert sums.sums.tolist() == [[0, 0]]
-    assert sums.is_scored
+        assert step_loss.compute(trainer.model, batch, False, None, padded=False) == 0
+    taken = dict(zip(SUMS, sums.take().tolist(), strict=True))
+    assert taken["w · loss"] == taken["w"] == taken["trained"] == 0
+    assert taken["micro-batches"] == 1
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])
@@ -312,8 +369,8 @@ def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypa
 def test_a_micro_batch_gets_its_share_of_the_sums_of_all_ranks():
     """Two ranks with the same two micro-batches; log-probabilities are -1, -2, -3."""
     trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(gather=lambda sums: torch.cat([sums, sums])),
-        args=SimpleNamespace(loss_type="nll"),
+        accelerator=SimpleNamespace(gather=lambda sums: torch.cat([sums, sums]), num_processes=2),
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True),
         aux_loss_enabled=False,
         compute_loss_func=None,
         get_tp_size=lambda: 1,
@@ -331,9 +388,6 @@ def test_a_micro_batch_gets_its_share_of_the_sums_of_all_ranks():
             is_top1=mask,
         )
 
-    def parent(model, inputs, return_outputs, num_items):
-        return -model(**inputs, fused_lm_head=True).log_probs.sum() / num_items
-
     batch = {
         "input_ids": torch.tensor([[4, 5, 6, 7]]),
         "labels": torch.tensor([[-100, 5, -100, 7]]),
@@ -341,10 +395,11 @@ def test_a_micro_batch_gets_its_share_of_the_sums_of_all_ranks():
     }
     step_loss, num_items = StepLoss(trainer), torch.tensor(8)
     step_loss.measure([batch, batch], num_items, "cpu", weighted=True)
-    loss = step_loss.compute(parent, model, batch, False, num_items, padded=False)
+    loss = step_loss.compute(model, batch, False, num_items, padded=False)
     weights = 2 * 2 * (2.0 + 0.5)
-    assert loss.item() == pytest.approx((2.0 * 1 + 0.5 * 3) / weights)
-    assert step_loss.trained.take().tolist() == [0, 2, 2, 0, 4, 1, 2.5]
+    # DDP takes the mean over both ranks.
+    assert loss.item() == pytest.approx(2 * (2.0 * 1 + 0.5 * 3) / weights)
+    assert step_loss.trained.take().tolist() == [0, 2, 2, 0, 4, 1, 2.5, 3.5]
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -463,17 +518,3 @@ def test_the_scale_of_ones_is_one_and_of_zeros_zero():
     count = torch.tensor(12345)
     assert scale_of_weights(count, torch.tensor(12345.0)) == 1
     assert scale_of_weights(count, torch.tensor(0.0)) == 0
-
-
-@pytest.mark.parametrize("num_items", [None, 11, torch.tensor(11)], ids=["own", "11", "tensor"])
-def test_the_smoother_with_weights_of_one_is_that_of_transformers(num_items):
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    logits, labels = torch.randn(2, 9, 30), torch.randint(0, 30, (2, 9))
-    labels[0, 3:6] = IGNORE_INDEX
-    arguments = {"shift_labels": True, "num_items_in_batch": num_items}
-    expected = LabelSmoother(epsilon=0.3)({"logits": logits}, labels, **arguments)
-    weights = (labels[:, 1:] != IGNORE_INDEX).float()
-    smoother = WeightedLabelSmoother(0.3, IGNORE_INDEX, weights, torch.tensor(1.0))
-    assert torch.equal(smoother({"logits": logits}, labels, **arguments), expected)
-    assert torch.equal(smoother((logits,), labels, **arguments), expected)

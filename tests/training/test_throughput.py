@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_packing import PackedCollator
-from trl_packing.loss.token_metrics import TokenSums
+from trl_packing.loss.sums import LossSums
 from trl_packing.models.device_peaks import peak_flops
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.progress_bar import in_short
@@ -210,7 +210,7 @@ def test_a_meter_counts_a_shared_prefix_once():
     prompt = list(range(20))
     batch = collate([{"input_ids": [*prompt, 30, 31]}, {"input_ids": [*prompt, 40, 41]}])
     for room, capacity in ((None, 32), (64, 64)):
-        meter = ThroughputMeter(trainer, TokenSums())
+        meter = ThroughputMeter(trainer, LossSums())
         meter.start_run(tokens_before=0)
         meter.count([batch], room=room)
         counts = meter.throughput.take_local()
@@ -230,7 +230,7 @@ def test_a_meter_counts_the_rows_of_a_run_without_a_trainer():
         state=SimpleNamespace(global_step=0, max_steps=4),
     )
     batch = PackedCollator(tensors_only=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    meter, times = ThroughputMeter(trainer, TokenSums()), itertools.count()
+    meter, times = ThroughputMeter(trainer, LossSums()), itertools.count()
     meter.clock = lambda: float(next(times))
     meter.start_run(tokens_before=100)
     assert meter.is_running

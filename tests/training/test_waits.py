@@ -1,7 +1,7 @@
-"""At most one wait of the host for the device per optimizer step comes from this project.
+"""The host waits for the device once in a step that is logged, and not at all in any other.
 
-`waits` says what counts as one, on a CPU. TRL and transformers wait several times a micro-batch
-themselves (`.item()` of entropy and accuracy, the check for NaN); that is theirs.
+`waits` says what counts as one, on a CPU, of all packages: TRL's own loss waits six times in a
+micro-batch, transformers' check for NaN twice, and its search for documents once in a forward.
 """
 
 import pytest
@@ -153,8 +153,10 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
         trained(waits, tmp_path, **options)
     assert waits.sites == {"wait_for at device_sums.py:" + _line_of_wait(): STEPS}, waits.sites
     assert waits.of("trl_packing") == [1] * STEPS
+    if "padded" not in name:  # transformers reads the mask of padded rows
+        others = waits.counts.total() - STEPS  # the loss and the norm of gradients, once a log
+        assert others <= 4 * STEPS, waits.counts
     assert not waits.of("autograd")
-    assert min(waits.of("trl")) >= 4  # TRL's own are seen: two micro-batches, twice each at least
 
 
 def _line_of_wait() -> str:
@@ -166,15 +168,17 @@ def _line_of_wait() -> str:
     return str(first + next(i for i, line in enumerate(lines) if " wait_for(" in line))
 
 
-def test_a_step_that_is_not_logged_does_not_wait(tmp_path, monkeypatch):
+def test_a_step_that_is_not_logged_neither_waits_nor_gathers_metrics(tmp_path, monkeypatch):
+    gathered = []
+    monkeypatch.setattr("accelerate.Accelerator.gather_for_metrics", gathered.append)
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path, every=10)
-    assert not waits.of("trl_packing")
-    assert min(waits.of("trl")) >= 4
+    assert not waits.counts, waits.counts
+    assert not gathered
 
 
 def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
-    from trl_packing.loss.token_metrics import TokenSums
+    from trl_packing.loss.sums import LossSums
     from trl_packing.training.metrics import ThroughputMeter
     from trl_packing.training.throughput import Counts
 
@@ -187,7 +191,7 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
         trainer = PackedSFTTrainer(
             tiny_model("llama"), args, train_dataset=rows, processing_class=tiny_tokenizer()
         )
-        meter = ThroughputMeter(trainer, TokenSums())
+        meter = ThroughputMeter(trainer, LossSums())
         meter.start_run(tokens_before=0)
         meter.throughput.add(Counts(3, 30, 20, 32, 1e20))
         meter.throughput.watch.start()

@@ -11,6 +11,7 @@ function, every other call would silently run without a mask: logits of a left-p
 change by 2.5, and `generate` writes other tokens (transformers 5.23).
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -106,6 +107,21 @@ def _mark_packed_call() -> Iterator[None]:
         yield
     finally:
         _in_packed_call = before
+
+
+def _skip_search(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    """Find no documents where no mask is built: the search waits for the device."""
+
+    @functools.wraps(find)
+    def search(position_ids: Tensor) -> Tensor | None:
+        return None if _in_packed_call else find(position_ids)
+
+    return search
+
+
+masking_utils.find_packed_sequence_indices = _skip_search(
+    masking_utils.find_packed_sequence_indices
+)
 
 
 def _mask_function(fallback: str) -> Callable[..., Tensor | None]:

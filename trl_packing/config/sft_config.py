@@ -24,6 +24,13 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
     # Fields that transformers reads as JSON on a command line.
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "mixture"]  # noqa: RUF012
 
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave losses that are NaN or infinite out of the logged mean. TRL's default "
+            "is True, which hides them, and makes every micro-batch wait for the device."
+        },
+    )
     packing: bool = field(  # a bool once `__post_init__` has run
         default=None,  # type: ignore[assignment]
         metadata={

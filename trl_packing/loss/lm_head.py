@@ -85,7 +85,7 @@ def use_native_head(model: Any) -> None:
             return inner_forward(self, *args, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         native = inner_forward(self, *args, **kwargs | {"use_cache": False})
-        output = _score_logits(native.logits, labels, num_items)
+        output = score_logits(native.logits, labels, num_items=num_items)
         output.aux_loss = getattr(native, "aux_loss", None)
         return output
 
@@ -99,11 +99,20 @@ def _argument_names(model: Any) -> list[str]:
 
 
 @torch.compiler.disable
-def _score_logits(logits: Tensor, labels: Tensor, num_items: Any) -> FusedCausalLMOutput:
-    """Return the output for `logits` ``(B, T, vocabulary)`` and `labels` ``(B, T)``."""
+def score_logits(
+    logits: Tensor, labels: Tensor, smoothing: float = 0.0, num_items: Any = None
+) -> FusedCausalLMOutput:
+    """Return the output of a fused head for `logits` ``(B, T, vocabulary)``.
+
+    Args:
+        logits: those of virtual tokens, which prompt tuning puts first, are left out.
+        labels: ``(B, T)``.
+        smoothing: the share ε of the mean over the vocabulary in `log_probs`.
+        num_items: divisor of the summed loss; None: the number of trained targets.
+    """
     at, slots = _trained_positions(labels, logits.device)
-    labels = labels.to(logits.device)
-    scored = score_targets(logits.flatten(0, 1)[at], labels.flatten()[at + 1])
+    logits, labels = logits[:, -labels.shape[1] :], labels.to(logits.device)
+    scored = score_targets(logits.flatten(0, 1)[at], labels.flatten()[at + 1], smoothing)
     return _row_output(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
 
 

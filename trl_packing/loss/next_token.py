@@ -7,7 +7,9 @@ from torch.utils.checkpoint import checkpoint
 from trl_packing.documents.labels import IGNORE_INDEX
 
 
-def score_targets(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def score_targets(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability, entropy and is_top1 of each position, ``(N,)``, in float32.
 
     Unlike TRL's `selective_log_softmax`, this loops over neither rows nor positions.
@@ -15,10 +17,14 @@ def score_targets(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     Args:
         logits: ``(N, vocabulary)``.
         targets: the id that each position should predict, ``(N,)`` int64.
+        smoothing: the share ε of the mean over the vocabulary in the log-probability.
     """
     log_probs = logits.float().log_softmax(-1)
+    chosen = log_probs.gather(-1, targets[:, None])[:, 0]
+    if smoothing:
+        chosen = (1 - smoothing) * chosen + smoothing * log_probs.mean(-1)
     return (
-        log_probs.gather(-1, targets[:, None])[:, 0],
+        chosen,
         -(log_probs.exp() * log_probs).sum(-1).detach(),
         log_probs.argmax(-1) == targets,
     )

@@ -12,8 +12,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trl_packing.documents.arrow import num_documents_by_row, stored_rows
@@ -23,8 +21,7 @@ from trl_packing.documents.labels import (
     SOURCE_PLACES,
     SOURCE_WEIGHTS,
 )
-from trl_packing.loss.token_metrics import sums_dtype
-from trl_packing.loss.weighted_forward import target_weights
+from trl_packing.loss.weights import target_weights
 
 # Each source becomes a metric. A column with more values holds texts or ids, not sources.
 MOST_SOURCES = 1000
@@ -121,78 +118,32 @@ class SourceTargets:
         ids: their sources, ``(K,)`` int64, −1 where there is none.
         weights: ``(K,)`` float32, 0 where nothing is trained.
         counts: documents that train each, ``(K,)``.
-        num_targets: T - 1, of a row.
         places: their places among the T - 1; None if they are all targets of all rows, in order.
     """
 
     ids: Tensor
     weights: Tensor
     counts: Tensor
-    num_targets: int
     places: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> "SourceTargets":
         """Return the targets of a batch with `source_ids`, packed or padded."""
-        ids, weights = batch[SOURCE_IDS], target_weights(batch)
+        ids = batch[SOURCE_IDS]
         if SOURCE_PLACES in batch:
             sums, counts = batch[SOURCE_WEIGHTS]
-            return cls(ids[0], sums, counts, weights.shape[1], batch[SOURCE_PLACES][0] - 1)
-        counts = batch["labels"][..., 1:] != IGNORE_INDEX
-        return cls(ids[..., 1:].flatten(), weights.flatten(), counts.flatten(), weights.shape[1])
+            return cls(ids[0], sums, counts, batch[SOURCE_PLACES][0] - 1)
+        weights, counts = target_weights(batch), batch["labels"][..., 1:] != IGNORE_INDEX
+        return cls(ids[..., 1:].flatten(), weights.flatten(), counts.flatten())
 
     def add_to(self, sums: Tensor, losses: Tensor) -> None:
         """Add Σ w · loss, Σ w and Σ counts of each source to `sums`.
 
         Args:
-            sums: ``(1 + sources, 2 or 3)``, changed in place; row 0 takes targets of no source.
-            losses: of all targets, without weights, ``(rows, T - 1)``. Virtual tokens of prompt
-                tuning come first, and belong to no source.
+            sums: ``(1 + sources, 3)``, changed in place; row 0 takes targets of no source.
+            losses: of all targets, without weights, ``(rows, T - 1)``.
         """
-        losses = losses[:, losses.shape[1] - self.num_targets :].flatten()
-        losses = losses if self.places is None else losses[self.places]
+        losses = losses.flatten() if self.places is None else losses.flatten()[self.places]
         columns = (losses * self.weights.to(losses.device), self.weights, self.counts)
-        rows = 1 + self.ids.to(sums.device)
-        for column, values in zip(sums.unbind(1), columns, strict=False):
-            column.index_add_(0, rows, values.to(sums))
-
-
-class SourceSums:
-    """Σ w · loss, Σ w and trained tokens of each source that one rank trains.
-
-    They stay on the device until they are taken.
-
-    Attributes:
-        number: of sources; 0 where losses are not told apart.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._sums: Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        """Number of values that `take` returns."""
-        return 3 * (1 + self.number) if self.number else 0
-
-    def expect(self, number: int) -> None:
-        """Start from zero, with another number of sources."""
-        self.number, self._sums = number, None
-
-    def make_room(self, number: int) -> None:
-        """Go on with more sources, those behind the known ones."""
-        if self._sums is not None:
-            self._sums = F.pad(self._sums, (0, 0, 0, number - self.number))
-        self.number = number
-
-    def add_by_source(self, targets: SourceTargets, losses: Tensor) -> None:
-        """Add the `losses` of a micro-batch, as `SourceTargets.add_to` takes them."""
-        if self._sums is None:
-            dtype = sums_dtype(losses.device)
-            self._sums = torch.zeros(1 + self.number, 3, dtype=dtype, device=losses.device)
-        targets.add_to(self._sums, losses)
-
-    def take(self) -> Tensor | None:
-        """Return the sums since the last call, ``(width,)``; None if nothing was added."""
-        sums, self._sums = self._sums, None
-        return None if sums is None else sums.flatten()
+        for column, values in zip(sums.unbind(1), columns, strict=True):
+            column.index_add_(0, 1 + self.ids.to(sums.device), values.to(sums))

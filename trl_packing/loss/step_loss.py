@@ -1,17 +1,18 @@
 """The loss of an optimizer step: one weighted mean over all micro-batches and ranks.
 
     measure       before the first micro-batch: Σ w and the number of tokens of the whole step
-    compute       one micro-batch: weighted targets, and its share of the balance of experts
-    evaluating    a whole evaluation set: the same mean, summed up in `EvaluationSums`
+    compute       one micro-batch: its share of the loss, and of the balance of experts
+    evaluating    a whole evaluation set: the same mean, from `LossSums`
 
-`weighted_forward` says how TRL is made to compute a weighted mean. The token weights already hold
-the weight of each document.
+The token weights already hold the weight of each document. Loss and metrics come from the same
+numbers, which stay on the device until they are logged.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,16 +29,16 @@ from trl_packing.documents.labels import (
     TARGET_COUNTS,
     TOKEN_WEIGHTS,
 )
-from trl_packing.loss.evaluation import EvaluationSums
-from trl_packing.loss.sources import Sources, SourceSums, SourceTargets
-from trl_packing.loss.token_metrics import NUM_SUMS, TokenSums, sums_dtype, write_means
-from trl_packing.loss.weighted_forward import (
+from trl_packing.loss.lm_head import score_logits
+from trl_packing.loss.sources import Sources, SourceTargets
+from trl_packing.loss.sums import NUM_SUMS, OF_SOURCE, LossSums, perplexity, write_means
+from trl_packing.loss.weights import (
     check_weights_can_be_used,
-    observed_call,
     scale_of_weights,
+    scaled_weights,
     sum_of_weights,
+    sums_dtype,
     target_weights,
-    weight_targets,
 )
 from trl_packing.models.neftune import announce_documents
 from trl_packing.models.state import temporarily
@@ -47,26 +48,30 @@ logger = get_logger(__name__)
 # Columns of a batch that the model does not take.
 _FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS, SOURCE_PLACES, SOURCE_WEIGHTS, TARGET_COUNTS)
 
+_RECOMPUTED = (
+    "`return_outputs=True`, and the logits it passes to `compute_metrics` and "
+    "`preprocess_logits_for_metrics`, are deprecated in TRL. The fused LM head does not build the "
+    "logits, so they are recomputed with an extra forward pass."
+)
+
 
 class StepLoss:
-    """Makes `SFTTrainer.compute_loss` return the share of a micro-batch in the loss of its step.
+    """Computes the share of a micro-batch in the loss of its step.
 
     Args:
-        trainer: its settings are read, and those of its loss replaced while a loss is computed.
+        trainer: its settings are read.
 
     Attributes:
-        trained: entropy and accuracy of the micro-batches trained since they were last taken.
-        trained_sources: their losses by source.
+        trained: sums of the micro-batches trained since they were last taken.
     """
 
     def __init__(self, trainer: SFTTrainer):
         self.trainer = trainer
-        self.trained = TokenSums()
-        self.trained_sources = SourceSums()
+        self.trained = LossSums()
         self._scale: Tensor | None = None  # of the weights of the step
         self._num_tokens: Tensor | None = None  # of the step, padding included, float32
         self._hidden_num_items: Any = None
-        self._evaluated: EvaluationSums | None = None
+        self._evaluated: LossSums | None = None
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -98,6 +103,10 @@ class StepLoss:
         self._num_tokens = sums[0].float()
         self._scale = scale_of_weights(num_items, sums[1]) if weighted else None
 
+    def forget(self) -> None:
+        """Forget the step: none is trained."""
+        self._scale = self._num_tokens = None
+
     def keep_weights(self, inputs: Mapping[str, Any], prepared: MutableMapping[str, Any]) -> None:
         """Move the weights of a batch as they are: DeepSpeed casts them to another dtype."""
         for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():
@@ -118,9 +127,8 @@ class StepLoss:
 
     def compute(
         self,
-        parent: Callable[..., Any],
         model: Any,
-        inputs: Mapping[str, Any],
+        batch: Mapping[str, Any],
         return_outputs: bool,
         num_items: Any,
         *,
@@ -129,69 +137,127 @@ class StepLoss:
         """Return the loss of a micro-batch, and with `return_outputs` the model's outputs.
 
         Args:
-            parent: `SFTTrainer.compute_loss`.
-            model: as `parent` takes it, and so are the other arguments.
-            inputs: the micro-batch.
+            model: as `SFTTrainer.compute_loss` takes it, and so are the other arguments.
+            batch: the micro-batch.
             return_outputs: see above.
             num_items: trained tokens of the step; None for a mean over this batch.
             padded: whether an evaluation on padded rows runs.
         """
+        trainer, smooths = self.trainer, self._smooths()
         num_items, divided_by = self._num_items_and_divisor(num_items)
         if padded:
-            self._mask_repeated_rows(inputs)
-        scale = None if num_items is None else self._scale
-        evaluated, counts = self._evaluated, inputs.get(TARGET_COUNTS)
-        seen, weights, weighs = self._seen(inputs), None, self._weighs(inputs, scale)
-        if weighs:
-            check_weights_can_be_used(self.trainer.compute_loss_func, inputs)
-            weights = target_weights(inputs)
-            if scale is None:
-                num_trained = (inputs["labels"][..., 1:] != IGNORE_INDEX).sum()
-                scale = scale_of_weights(num_trained, sum_of_weights(weights))
-        if any(name in inputs for name in _FOR_THE_LOSS):
-            inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
-        inputs = for_kernels(inputs)
-        with (
-            announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
-            self._weight_auxiliary_loss(inputs, num_items),
-            weight_targets(self.trainer, model, weights, scale, seen) as weighted,
-        ):
-            observed = partial(
-                observed_call,
-                weighted,
-                self._token_sums(),
-                weights,
-                counts,
-                None if weighs else seen,
-                self.trainer.args.loss_type == "dft",
+            self._mask_repeated_rows(batch)
+        inputs = {k: x for k, x in for_kernels(batch).items() if k not in _FOR_THE_LOSS}
+        inputs |= {"use_cache": False}
+        if trainer.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        labels, without_labels = (
+            inputs["labels"],
+            {k: x for k, x in inputs.items() if k != "labels"},
+        )
+        with announce_documents(boundaries=inputs.get("cu_seq_lens_q")):
+            if trainer.compute_loss_func is not None:
+                check_weights_can_be_used(trainer.compute_loss_func, batch)
+                loss = trainer.compute_loss_func(
+                    model(**without_labels), labels, num_items_in_batch=num_items
+                )
+                with torch.no_grad():
+                    scored = model(**inputs, fused_lm_head=True)
+            elif smooths:
+                outputs = model(**without_labels)
+                scored = score_logits(
+                    outputs["logits"], labels, trainer.args.label_smoothing_factor
+                )
+                scored.aux_loss = outputs.get("aux_loss")
+            else:
+                scored = model(**inputs, fused_lm_head=True)
+        losses = -_of_targets(scored.log_probs, labels)
+        if trainer.args.loss_type == "dft":
+            losses = losses * (-losses).exp().detach()  # https://huggingface.co/papers/2508.05629
+        if trainer.compute_loss_func is None:
+            loss = self._mean(losses, batch, num_items)
+        else:
+            losses = loss.detach().expand_as(losses)  # of a batch, only their mean is known
+        if num_items is not None and trainer.args.average_tokens_across_devices:
+            loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
+        if trainer.aux_loss_enabled and not smooths and trainer.compute_loss_func is None:
+            loss = loss + self._balance(scored.aux_loss, labels, num_items)
+        self._add_to_sums(losses, scored, batch)
+        loss = loss * divided_by if divided_by > 1 else loss
+        if not return_outputs:
+            return loss
+        warnings.warn(_RECOMPUTED, FutureWarning, stacklevel=3)  # as TRL does
+        with torch.no_grad():
+            return loss, model(**without_labels)
+
+    def _smooths(self) -> bool:
+        """Return whether labels are smoothed, which the fused head cannot do."""
+        loss_type = self.trainer.args.loss_type
+        if loss_type not in ("nll", "dft"):
+            raise ValueError(
+                f"loss_type={loss_type!r} is newer than this version of trl_packing, which would "
+                "compute another loss; set loss_type='nll' or 'dft', or use TRL's SFTTrainer"
             )
-            result = parent(observed, inputs, return_outputs, num_items)
-        if evaluated is not None:
-            total = sum_of_weights(target_weights(inputs) if weights is None else weights)
-            evaluated.add(result[0] if return_outputs else result, total)
-        if divided_by == 1:
-            return result
-        return (result[0] * divided_by, result[1]) if return_outputs else result * divided_by
+        return self.trainer.label_smoother is not None and loss_type == "nll"
 
-    def _weighs(self, inputs: Mapping[str, Any], scale: Tensor | None) -> bool:
-        """Return whether the losses of a micro-batch are multiplied by weights."""
-        if scale is not None or TOKEN_WEIGHTS in inputs:
-            return True
-        # The label smoother returns the loss of each target only if targets have weights, here 1.
-        # A fused head always does, and computes the gradient of its weight once if nothing is
-        # weighed.
-        smooths = self.trainer.label_smoother is not None and self.trainer.args.loss_type == "nll"
-        return SOURCE_IDS in inputs and (self._evaluated is not None or smooths)
+    def _mean(self, losses: Tensor, batch: Mapping[str, Any], num_items: Any) -> Tensor:
+        """Return the weighted sum of `losses` ``(rows, T - 1)`` divided by that of the step.
 
-    def _seen(self, inputs: Mapping[str, Any]) -> Callable[[Tensor], None] | None:
-        """Return a function that adds the losses of a micro-batch by source; None without any."""
-        if SOURCE_IDS not in inputs:
-            return None
-        if self._evaluated is not None:
-            return partial(self._evaluated.add_by_source, SourceTargets.of(inputs))
-        if not (self.trained_sources.number and self.trainer.model.training):
-            return None
-        return partial(self.trained_sources.add_by_source, SourceTargets.of(inputs))
+        Without `num_items` it is divided by the sum of the weights of this batch.
+        """
+        scale = self._scale
+        if num_items is None:
+            num_items, scale = (batch["labels"][..., 1:] != IGNORE_INDEX).sum(), None
+        elif scale is None and TOKEN_WEIGHTS in batch:
+            raise ValueError(
+                f"num_items_in_batch={int(num_items)}, but the weights of a step are summed up "
+                "only inside trainer.train(); leave num_items_in_batch out of compute_loss"
+            )
+        if scale is not None or TOKEN_WEIGHTS in batch:
+            weights = target_weights(batch)
+            if scale is None:
+                scale = scale_of_weights(num_items, sum_of_weights(weights))
+            losses = losses * scaled_weights(weights, scale).to(losses.device)
+        # A step without trained tokens is 0, not 0 / 0.
+        return losses.sum() / torch.as_tensor(num_items).to(losses.device).clamp(min=1)
+
+    def _balance(self, aux_loss: Tensor, labels: Tensor, num_items: Any) -> Tensor | float:
+        """Return the share of a micro-batch in the balance of experts, by its tokens.
+
+        TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The balance
+        depends on the documents that share a batch, so `eval_loss` is without it; `eval_aux_loss`
+        reports it.
+        """
+        trainer, share = self.trainer, 1.0
+        if not trainer.model.training:
+            return 0.0
+        if num_items is not None and self._num_tokens is not None:
+            ranks = trainer.args.world_size // trainer.get_tp_size()
+            share = labels.numel() / self._num_tokens.to(aux_loss.device) * ranks
+        return trainer.router_aux_loss_coef * share * aux_loss
+
+    def _add_to_sums(self, losses: Tensor, scored: Any, batch: Mapping[str, Any]) -> None:
+        """Add a micro-batch to the sums of the evaluation, or else of the training."""
+        sums = self._evaluated
+        if sums is None:
+            if not self.trainer.model.training:
+                return
+            sums = self.trained
+        labels, counts = batch["labels"], batch.get(TARGET_COUNTS)
+        scores = SimpleNamespace(
+            entropy=_of_targets(scored.entropy, labels),
+            is_top1=_of_targets(scored.is_top1, labels),
+            aux_loss=getattr(scored, "aux_loss", None),
+        )
+        sums.add(
+            losses,
+            target_weights(batch).to(losses.device),
+            scores,
+            (labels[..., 1:] != IGNORE_INDEX if counts is None else counts[..., 1:]).to(
+                losses.device
+            ),
+            SourceTargets.of(batch) if SOURCE_IDS in batch and sums.num_sources else None,
+        )
 
     def _num_items_and_divisor(self, num_items: Any) -> tuple[Any, int]:
         """Return the number of items, and the number by which Trainer will divide the loss.
@@ -205,12 +271,6 @@ class StepLoss:
         divided_by = 1 if is_scaled else trainer.current_gradient_accumulation_steps
         return self._hidden_num_items, divided_by
 
-    def _token_sums(self) -> TokenSums | None:
-        """Return the sums to which entropy and accuracy of the micro-batch are added."""
-        if self._evaluated is not None:
-            return self._evaluated.tokens
-        return self.trained if self.trainer.model.training else None
-
     def _mask_repeated_rows(self, inputs: Mapping[str, Any]) -> None:
         """Mask the rows with which accelerate fills up the last batch of several ranks."""
         state = self.trainer.accelerator.gradient_state
@@ -219,33 +279,12 @@ class StepLoss:
             kept = state.remainder - self.trainer.args.process_index * len(labels)
             labels[max(kept, 0) :] = IGNORE_INDEX
 
-    def _weight_auxiliary_loss(
-        self, inputs: Mapping[str, Any], num_items: Any
-    ) -> AbstractContextManager[None]:
-        """Weight the balance of experts of a micro-batch by its share of the step's tokens.
-
-        TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The balance
-        depends on the documents that share a batch, so `eval_loss` is without it; `eval_aux_loss`
-        reports it.
-        """
-        trainer = self.trainer
-        if not trainer.aux_loss_enabled or (num_items is None and trainer.model.training):
-            return nullcontext()
-        if num_items is None:
-            return temporarily(trainer, router_aux_loss_coef=0.0)
-        assert self._num_tokens is not None
-        share = inputs["input_ids"].numel() / self._num_tokens
-        ranks = trainer.args.world_size // trainer.get_tp_size()
-        micro_batches = trainer.current_gradient_accumulation_steps * ranks
-        coefficient = trainer.router_aux_loss_coef * share * micro_batches
-        return temporarily(trainer, router_aux_loss_coef=coefficient)
-
     # --- an evaluation ------------------------------------------------------------------------
 
     @contextmanager
-    def evaluating(self, sources: Sources | None = None) -> Iterator[EvaluationSums]:
+    def evaluating(self, sources: Sources | None = None) -> Iterator[LossSums]:
         """Add all losses that are computed inside the block to the sums that it yields."""
-        self._evaluated = evaluated = EvaluationSums(sources)
+        self._evaluated = evaluated = LossSums(len(sources.names) if sources else 0)
         try:
             yield evaluated
         finally:
@@ -253,9 +292,9 @@ class StepLoss:
 
     def write_metrics(
         self,
-        evaluated: EvaluationSums,
+        evaluated: LossSums,
+        sources: Sources | None,
         metrics: dict[str, float],
-        means: MutableMapping[str, list[float]],
         prefix: str,
     ) -> None:
         """Replace the mean of micro-batch means by the mean over all trained tokens.
@@ -264,30 +303,75 @@ class StepLoss:
 
         Args:
             evaluated: sums of this rank.
+            sources: of the set, where its losses are told apart.
             metrics: of transformers' evaluation loop.
-            means: TRL's `_metrics` of evaluations.
             prefix: of the names of metrics.
         """
-        trainer = self.trainer
-        device, dtype = trainer.args.device, sums_dtype(trainer.args.device)
-        reduced = trainer.accelerator.reduce(evaluated.sums.to(device, dtype), reduction="sum")
-        tokens = evaluated.tokens.take()
-        tokens = torch.zeros(NUM_SUMS, dtype=dtype) if tokens is None else tokens
-        tokens = trainer.accelerator.reduce(tokens.to(device), reduction="sum")
-        write_means(means, tokens.tolist())
-        name = f"{prefix}_loss"
+        trainer, name, means = self.trainer, f"{prefix}_loss", self.trainer._metrics["eval"]
+        device, taken = trainer.args.device, evaluated.take()
+        if taken is None:
+            taken = torch.zeros(evaluated.width, dtype=sums_dtype(device))
+        sums = trainer.accelerator.reduce(taken.to(device), reduction="sum").tolist()
+        *_, micro_batches, total, loss = sums[:NUM_SUMS]
+        write_means(means, sums[:NUM_SUMS], balances=trainer.aux_loss_enabled)
+        if not micro_batches:  # a user's `compute_loss` has computed the loss
+            return
+        means["num_tokens"] = [trainer._total_train_tokens]
         if name not in metrics:
             return
-        ours = evaluated.metrics(reduced, prefix, is_likelihood=self._loss_is_likelihood())
-        loss = {name: ours[name]} if name in ours else {}
-        if name not in ours and evaluated.is_scored:
+        found = {}
+        if total:
+            found[name] = loss / total
+            if self._loss_is_likelihood():
+                found[f"{prefix}_perplexity"] = perplexity(loss / total)
+            found |= _by_source(sources, sums[NUM_SUMS + OF_SOURCE :], prefix)
+        else:
             # transformers reports 0.0, the best possible loss, for batches without any weight.
-            loss = {name: math.nan}
+            found[name] = math.nan
             logger.warning(f"{name} is nan: no token of the set is trained with a weight above 0")
         # compute_metrics may have given any other name a value.
-        metrics.update(ours | metrics | loss)
+        metrics.update(found | metrics | {name: found[name]})
 
     def _loss_is_likelihood(self) -> bool:
         trainer = self.trainer
         is_plain = trainer.label_smoother is None and trainer.compute_loss_func is None
         return is_plain and trainer.args.loss_type == "nll"
+
+
+def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model takes of a batch, for the `compute_loss` of another class.
+
+    Raises:
+        ValueError: the batch has weights, which that would ignore.
+    """
+    if TOKEN_WEIGHTS in batch:
+        raise ValueError(
+            "documents have weights, but a class between PackedSFTTrainer and SFTTrainer computes "
+            "the loss without them; put PackedSFTTrainer behind it, or drop loss_weight, "
+            "loss_weights and loss_weighting"
+        )
+    return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
+
+
+def _of_targets(values: Tensor, labels: Tensor) -> Tensor:
+    """Return `values` of the targets ``labels[:, 1:]``: prompt tuning puts virtual tokens first."""
+    rows, targets = labels.shape[0], labels.shape[1] - 1
+    if len(values) != rows or values.shape[1] < targets:
+        raise RuntimeError(
+            f"the model scored {tuple(values.shape)} targets where labels have {(rows, targets)}; "
+            "train this model with TRL's SFTTrainer"
+        )
+    return values[:, values.shape[1] - targets :]
+
+
+def _by_source(sources: Sources | None, sums: Sequence[float], prefix: str) -> dict[str, float]:
+    """Return documents and loss of each source; `sums` are `OF_SOURCE` for each."""
+    found: dict[str, float] = {}
+    if sources is None:
+        return found
+    for i, name in enumerate(sources.names):
+        loss, total, _ = sums[OF_SOURCE * i : OF_SOURCE * (i + 1)]
+        found[f"{prefix}_num_documents_{name}"] = int(sources.num_documents[i])
+        if total:
+            found[f"{prefix}_loss_{name}"] = loss / total
+    return found

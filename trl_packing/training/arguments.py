@@ -26,7 +26,7 @@ from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss.sources import Sources
-from trl_packing.loss.weighted_forward import check_weights_can_be_used
+from trl_packing.loss.weights import check_weights_can_be_used
 from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.curriculum import LENGTH, column_of

@@ -1,8 +1,5 @@
 """Sums that stay on the device while a run trains, and are read with one wait.
 
-    trained            entropy, accuracy, ...    loss/token_metrics.py    ┐
-    trained_sources    losses by source          loss/sources.py          ┴→  a row of numbers
-
 A wait for the device costs time. A log, an evaluation and a checkpoint in one optimizer step share
 one.
 """
@@ -13,8 +10,7 @@ import torch
 from trl import SFTTrainer
 
 from trl_packing.documents.host_row import wait_for
-from trl_packing.loss.sources import SourceSums
-from trl_packing.loss.token_metrics import TokenSums, added, taken_together
+from trl_packing.loss.sums import LossSums, added
 
 
 class DeviceSums:
@@ -22,25 +18,18 @@ class DeviceSums:
 
     Args:
         trainer: its device, accelerator and state are read.
-        trained: entropy and accuracy.
-        trained_sources: losses by source.
+        trained: the sums.
     """
 
-    def __init__(self, trainer: SFTTrainer, trained: TokenSums, trained_sources: SourceSums):
+    def __init__(self, trainer: SFTTrainer, trained: LossSums):
         self.trainer = trainer
-        self._parts = (trained, trained_sources)
+        self.trained = trained
         self._read: Sequence[float] = ()  # of this rank, since the last `gather`
         self._waited_after: int | None = None  # the optimizer step of the last wait
 
-    @property
-    def width(self) -> int:
-        """Number of sums."""
-        return sum(part.width for part in self._parts)
-
     def start_run(self) -> None:
         """Start from zero."""
-        for part in self._parts:
-            part.take()
+        self.trained.take()
         self._read, self._waited_after = (), None
 
     def gather(self, counted: Sequence[float]) -> list[list[float]]:
@@ -50,13 +39,13 @@ class DeviceSums:
         """
         if self.trainer.args.world_size == 1:
             self.wait()
-        row = [*self._read_of(self.width), *counted]
+        row = [*self._read_of(self.trained.width), *counted]
         self._read = ()
         if self.trainer.args.world_size == 1:
             return [row]
         sent = torch.tensor([row], dtype=torch.float64)
         sent = sent.to(self.trainer.args.device, non_blocking=True)
-        pending = taken_together(self._parts)
+        pending = self.trained.take()
         if pending is not None:
             sent[0, : len(pending)] += pending
         rows: list[list[float]] = self.trainer.accelerator.gather(sent).tolist()
@@ -68,7 +57,7 @@ class DeviceSums:
         if self._waited_after == self.trainer.state.global_step:
             return
         self._waited_after = self.trainer.state.global_step
-        pending = taken_together(self._parts)
+        pending = self.trained.take()
         if pending is not None:
             pending = pending.to("cpu", non_blocking=True)  # readable after the wait
         wait_for(self.trainer.args.device)

@@ -18,14 +18,7 @@ from accelerate.logging import get_logger
 from trl import SFTTrainer
 
 from trl_packing.documents.host_row import HostRow, host_row
-from trl_packing.loss.sources import SourceSums
-from trl_packing.loss.token_metrics import (
-    NUM_SUMS,
-    TokenSums,
-    added,
-    counts_for_nothing,
-    write_means,
-)
+from trl_packing.loss.sums import NUM_SUMS, LossSums, added, counts_for_nothing, write_means
 from trl_packing.models.flops import ModelFlops, NotCountable, model_flops
 from trl_packing.training.device_sums import DeviceSums
 from trl_packing.training.devices import peak_flops_of, peak_memory_bytes
@@ -45,8 +38,7 @@ class ThroughputMeter:
 
     Args:
         trainer: its model, accelerator, arguments and state are read.
-        trained: entropy and accuracy of the micro-batches of this rank.
-        trained_sources: their losses by source; None where nobody adds any.
+        trained: sums of the micro-batches of this rank.
 
     Attributes:
         sources: counts what is trained of each source.
@@ -54,15 +46,10 @@ class ThroughputMeter:
 
     clock = staticmethod(time.perf_counter)
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        trained: TokenSums,
-        trained_sources: SourceSums | None = None,
-    ):
+    def __init__(self, trainer: SFTTrainer, trained: LossSums):
         self.trainer = trainer
-        self.sources = SourceMeter(trained_sources or SourceSums())
-        self._device_sums = DeviceSums(trainer, trained, self.sources.sums)
+        self.sources = SourceMeter(trained)
+        self._device_sums = DeviceSums(trainer, trained)
         self.throughput: Throughput | None = None  # while the run trains
         self._finished: tuple[Counts, float] | None = None  # totals of the run that has ended
         self._shared_at: int | None = None  # the optimizer step of the last `share`
@@ -71,7 +58,8 @@ class ThroughputMeter:
         self._tokens_before = 0
         self._model_flops: ModelFlops | None = None
         self._must_count_flops = False
-        self._log_sums: Sequence[float] = _NOTHING  # entropy and accuracy since the last log
+        self._num_scored = 0.0  # tokens of the run in rows that were scored, padding included
+        self._log_sums: Sequence[float] = _NOTHING  # of all ranks since the last log
 
     @property
     def is_running(self) -> bool:
@@ -90,7 +78,7 @@ class ThroughputMeter:
         self._finished = self._shared_at = None
         self.sources.start_run()
         self._device_sums.start_run()
-        self._log_sums, self._logs = _NOTHING, {}
+        self._log_sums, self._logs, self._num_scored = _NOTHING, {}, 0.0
         self._tokens_before = tokens_before
         self._model_flops = None
         self._must_count_flops = True
@@ -184,9 +172,9 @@ class ThroughputMeter:
         self._shared_at = self.trainer.state.global_step
         self._machine = machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
         tokens = self._tokens_before + self.throughput.run.tokens
-        if not self.throughput.run.room:  # a user's collator, whose rows have no CPU copy
-            tokens = self.trainer._total_train_tokens
-        elif means.get("num_tokens"):
+        if not self.throughput.run.room:  # a class of a user, whose rows have no CPU copy
+            tokens = self._tokens_before + int(self._num_scored)
+        if self._log_sums[5]:
             means["num_tokens"] = [tokens]
         if log:
             step = self.trainer.state.global_step
@@ -242,7 +230,7 @@ class ThroughputMeter:
 
     def _write_token_means(self, means: Means) -> None:
         """Make TRL log the means over the trained tokens of all ranks since the last log."""
-        write_means(means, self._log_sums)
+        write_means(means, self._log_sums, balances=self.trainer.aux_loss_enabled)
         if counts_for_nothing(self._log_sums):
             logger.warning(
                 f"all tokens that were trained up to step {self.trainer.state.global_step} since "
@@ -255,7 +243,8 @@ class ThroughputMeter:
         """Return `counted` of every rank; the sums on devices are read by the same wait."""
         rows = self._device_sums.gather([*self.sources.take_counts(), *counted])
         self._log_sums = added([self._log_sums, *(row[:NUM_SUMS] for row in rows)])
-        width = self._device_sums.width
+        self._num_scored += sum(row[4] for row in rows) / self.trainer.get_tp_size()
+        width = self._device_sums.trained.width
         behind = width + self.sources.num_on_cpu
         by_source = added(row[NUM_SUMS:behind] for row in rows)
         losses, counts = by_source[: width - NUM_SUMS], by_source[width - NUM_SUMS :]

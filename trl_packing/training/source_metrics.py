@@ -1,7 +1,7 @@
 """Loss, documents and tokens of each source while a run trains, as an evaluation has them.
 
     row           documents and tokens of each source         on the CPU, from the host copy
-    micro-batch   Σ w · loss, Σ w and trained tokens          on the device (loss/sources.py)
+    micro-batch   Σ w · loss, Σ w and trained tokens          on the device (loss/sums.py)
         │  shared with all other counts, once a log
     interval      loss_<source>, num_documents_<source>, num_tokens_<source>, ...
         │  add
@@ -20,7 +20,8 @@ from datasets import Dataset, IterableDataset
 from trl_packing.data.stream import class_names
 from trl_packing.documents.host_row import HostRow
 from trl_packing.documents.labels import SOURCE
-from trl_packing.loss.sources import MOST_SOURCES, Sources, SourceSums
+from trl_packing.loss.sources import MOST_SOURCES, Sources
+from trl_packing.loss.sums import OF_SOURCE, LossSums
 from trl_packing.streaming.source_names import SourceColumn, SourceNames
 from trl_packing.training.columns import columns_of
 
@@ -64,13 +65,13 @@ class SourceMeter:
     """Counts what a run trains of each source.
 
     Args:
-        sums: losses of the micro-batches of this rank.
+        sums: of the micro-batches of this rank; is told the number of sources.
 
     Attributes:
         names: of the sources; empty if they are not told apart.
     """
 
-    def __init__(self, sums: SourceSums):
+    def __init__(self, sums: LossSums):
         self.sums = sums
         self.names: tuple[str, ...] = ()
         self._followed: Sources | SourceNames | None = None
@@ -82,14 +83,14 @@ class SourceMeter:
         names = () if sources is None else sources.names
         if names != self.names:
             self.names = names
-            self.sums.expect(len(names))
+            self.sums.tell_apart(0)  # forget the sums of others
+            self.sums.tell_apart(len(names))
             self.start_run()
 
     def start_run(self) -> None:
         """Start from zero."""
-        self.sums.take()
         self._counts = np.zeros(self.num_on_cpu)
-        self._interval = np.zeros((len(self.names), _ON_CPU + 3))
+        self._interval = np.zeros((len(self.names), _ON_CPU + OF_SOURCE))
         self._run = self._interval.copy()
 
     def meet(self) -> None:
@@ -100,7 +101,7 @@ class SourceMeter:
             self.follow(self._followed)
         elif more:
             self.names = names
-            self.sums.make_room(len(names))
+            self.sums.tell_apart(len(names))
             self._counts = np.pad(self._counts, (0, _ON_CPU * more))
             self._interval = np.pad(self._interval, ((0, more), (0, 0)))
             self._run = np.pad(self._run, ((0, more), (0, 0)))
@@ -131,13 +132,13 @@ class SourceMeter:
 
         Args:
             counts: sums of `take_counts`.
-            sums: of `SourceSums.take`; zeros where nothing was scored.
+            sums: of no source and of each, `OF_SOURCE` of `LossSums` each.
             shared_by: ranks that have counted the same micro-batches.
         """
         if not self.names:
             return
         on_cpu = np.reshape(counts, (-1, _ON_CPU))
-        scored = np.reshape(sums, (-1, 3))[1:]  # row 0 belongs to no source
+        scored = np.reshape(sums, (-1, OF_SOURCE))[1:]  # row 0 belongs to no source
         self._interval += np.concatenate([on_cpu, scored], axis=1) / shared_by
 
     # --- metrics ------------------------------------------------------------------------------

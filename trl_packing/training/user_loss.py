@@ -23,7 +23,15 @@ class UserLoss:
 
     def is_ours(self) -> bool:
         """Return whether `compute_loss` is ours."""
-        return getattr(self.trainer.compute_loss, "__func__", None) is self.ours.compute_loss
+        found = getattr(self.trainer.compute_loss, "__func__", None)
+        return found is self.ours.compute_loss and not self.is_between()
+
+    def is_between(self) -> bool:
+        """Return whether a class between ours and `SFTTrainer` computes the loss."""
+        classes = type(self.trainer).__mro__
+        behind = classes[classes.index(self.ours) + 1 :]
+        owner = next((c for c in behind if "compute_loss" in vars(c)), SFTTrainer)
+        return owner is not SFTTrainer
 
     def step_is_ours(self) -> bool:
         """Return whether a user's `training_step`, if there is one, takes its loss from ours."""
