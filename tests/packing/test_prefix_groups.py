@@ -167,6 +167,26 @@ def test_a_common_system_prompt_takes_room_once():
     assert plan.tokens.tolist() == [304] * 8
 
 
+@pytest.mark.parametrize("most", [8, 1000])
+@pytest.mark.parametrize("system", [0, 700])
+def test_the_keys_of_a_row_are_few_for_each_of_its_tokens(most, system):
+    """Kernels gather the keys of every segment: a long prompt with many short answers has most."""
+    documents, _ = answers(4, 200, prompt=800 - system, answer=8, system=system)
+    groups, collate = grouped(documents, 1024, most), PackedCollator(shares_prefixes=True)
+    plan = groups.pack(1024, "bfd", (0,))
+    ratios = []
+    for bin_ in np.split(plan.indices, plan.offsets[1:-1]):
+        row = collate([{"input_ids": documents[n]} for n in bin_])
+        assert row["input_ids"].shape[1] <= 1024
+        ratios.append(len(row["key_index"]) / 1024)
+    # 8 of documents, and a document more where a group is cut; a document has up to two segments.
+    assert max(ratios) <= 2 * 9
+    assert np.median(ratios) > (2 if most == 8 and not system else 5), "rows still share"
+    # The control: nothing but tokens limits a row of as many answers as fit.
+    whole = collate([{"input_ids": document} for document in sorted(documents)[:28]])
+    assert len(whole["key_index"]) > 20 * 1024
+
+
 def test_two_ranks_make_the_micro_batches_of_one():
     lists, _ = answers(30, 6)
     groups = grouped(lists, 300)
