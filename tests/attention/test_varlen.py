@@ -5,7 +5,8 @@ import inspect
 import pytest
 import torch
 import torch.nn.attention.varlen
-from helpers import varlen_double
+import torch.nn.functional as F
+from helpers import flash_attn_double, varlen_double
 from helpers.dense import (
     TOLERANCE,
     assert_equals_dense,
@@ -15,10 +16,12 @@ from helpers.dense import (
 )
 from helpers.packed_models import alone, packed_batch
 from helpers.tiny import WINDOW, tiny_model
+from helpers.vision import noise, tiny_processor, tiny_vision_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention import varlen as torch_varlen
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.install import install_attention
+from trl_packing.attention.install import install_attention, use_attention
 from trl_packing.attention.interface import KernelOptions
 
 varlen_attention = with_keywords(torch_varlen.varlen_attention)
@@ -140,3 +143,61 @@ def test_models_on_torch_varlen_equal_their_documents_alone(name, flash_calls):
     }
     b = [0, 3, 23, 24, 33]
     assert flash_calls == [(b, b, 20, 20, left, left < 0) for left in lefts[name]]
+
+
+# --- the vision tower -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [8, 10], ids=["", "no multiple of 8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tower_attends_in_both_directions_within_each_window(size, dtype, flash_calls):
+    windows = (5, 1, 30, 4)
+    q, k, v = (torch.randn(1, 2, 40, size).to(dtype).requires_grad_() for _ in range(3))
+    found, _ = torch_varlen.tower_attention(
+        None, q, k, v, scaling=0.4, cu_seq_lens_q=boundaries(windows), max_length_q=30
+    )
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    parts = zip(*(x.split(windows, 2) for x in leaves), strict=True)
+    expected = [F.scaled_dot_product_attention(*part, scale=0.4) for part in parts]
+    expected = torch.cat(expected, 2).transpose(1, 2)
+    upstream = torch.randn(expected.shape)
+    gradients = torch.autograd.grad(found, (q, k, v), upstream.to(dtype))
+    wanted = torch.autograd.grad(expected, leaves, upstream.double())
+    for got, reference in zip((found, *gradients), (expected, *wanted), strict=True):
+        bound = 32 * torch.finfo(dtype).eps * (1 + reference.abs().max().item())
+        torch.testing.assert_close(got.double(), reference, rtol=0, atol=bound)
+    assert len(flash_calls) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash_attention_2", "documents"])
+def test_the_tower_of_qwen2_5_vl_makes_one_call_a_layer(backend, flash_calls, monkeypatch):
+    """With SDPA it makes one for each window of an image."""
+    double = flash_attn_double.install(monkeypatch)
+    processor = tiny_processor("qwen2_5_vl")
+    model = tiny_vision_model("qwen2_5_vl", processor).to(torch.bfloat16)
+    tower, image = model.model.visual, processor.image_processor(noise(112, 112, 0))
+    patches = torch.as_tensor(image["pixel_values"]).to(torch.bfloat16)
+    grid = torch.as_tensor(image["image_grid_thw"])
+    calls, sdpa = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        "sdpa",
+        lambda *args, **options: calls.append(args) or sdpa(*args, **options),
+    )
+    native = tower(patches, grid_thw=grid).pooler_output
+    of_windows = len(calls)
+    implementation = {"varlen": "packed_varlen", "documents": "packed_documents"}.get(backend)
+    choice = AttentionChoice(backend, implementation or backend, "a test")
+    del calls[:]
+    with use_attention(model, choice):
+        install_attention(model, choice)
+        found = tower(patches, grid_thw=grid).pooler_output
+    layers = len(tower.blocks)
+    made = {"varlen": len(flash_calls), "flash_attention_2": len(double.calls), "documents": 0}
+    if backend == "documents":
+        assert len(calls) == of_windows > 2 * layers
+    else:
+        assert (made[backend], len(calls)) == (layers, 0)
+    assert tower.config._attn_implementation == "sdpa", "as before, behind the run"
+    noise_of_bf16 = 32 * torch.finfo(torch.bfloat16).eps * native.abs().max().item()
+    torch.testing.assert_close(found.float(), native.float(), rtol=0, atol=noise_of_bf16)

@@ -57,6 +57,7 @@ def probabilities(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    both_directions: bool = False,
 ) -> Tensor:
     """Return ``(heads, Q, K)``; rows sum to one, or to less with sinks."""
     group = query.shape[1] // key.shape[1]
@@ -64,6 +65,7 @@ def probabilities(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     seen = visible(cu_seqlens, None if window is None else window - 1, cu_seqlens_k)
+    seen = seen | seen.mT if both_directions else seen
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is None:
         return scores.softmax(-1)

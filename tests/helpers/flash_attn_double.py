@@ -69,7 +69,6 @@ class FlashAttentionDouble:
                 "keys": k.detach(),
             }
         )
-        assert causal, "the double knows decoders only"
         assert not dropout_p
         # The kernel launches blocks for `max_seqlen` queries a document and computes no others. It
         # reads keys wherever the boundaries point.
@@ -91,6 +90,7 @@ class FlashAttentionDouble:
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             window=window_size[0] + 1 if window_size[0] >= 0 else None,
             softcap=softcap or None,
+            both_directions=not causal,
         )
 
     def flash_attn_func(

@@ -14,8 +14,10 @@ def install(monkeypatch) -> list[tuple]:
     """Put the doubles in place of the ops, and return the arguments of every forward."""
     calls = []
 
-    def scores(query, key, cu_q, cu_k, scale, left):
+    def scores(query, key, cu_q, cu_k, scale, left, right):
         seen = visible(cu_q, None if left < 0 else left, cu_k)
+        if right < 0:  # in both directions
+            seen = seen | seen.mT
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         return (torch.einsum("qhd,khd->hqk", query, keys) * scale).masked_fill(~seen, -math.inf)
 
@@ -24,10 +26,9 @@ def install(monkeypatch) -> list[tuple]:
         calls.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, window_size_left, is_causal))
         assert dropout_p == 0
         assert not return_debug_mask
-        assert window_size_right == 0
-        assert is_causal == (window_size_left < 0)
+        assert is_causal == (window_size_left < 0 and window_size_right == 0)
         assert len(k) == len(v) == int(cu_k[-1])
-        s = scores(q, k, cu_q, cu_k, scale, window_size_left)
+        s = scores(q, k, cu_q, cu_k, scale, window_size_left, window_size_right)
         values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         out = torch.einsum("hqk,khd->qhd", s.softmax(-1), values)
         return out, s.logsumexp(-1), torch.zeros(2), torch.zeros(0), torch.zeros(0)
@@ -35,10 +36,10 @@ def install(monkeypatch) -> list[tuple]:
     def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
                  rng_state, unused, *, scale, window_size_left, window_size_right):  # fmt: skip
         assert grad.is_contiguous()
-        assert is_causal == (window_size_left < 0)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-        p = torch.exp(scores(q, k, cu_q, cu_k, scale, window_size_left) - lse[..., None])
+        found = scores(q, k, cu_q, cu_k, scale, window_size_left, window_size_right)
+        p = torch.exp(found - lse[..., None]).to(q.dtype)
         received = (grad * out).sum(-1).t()[..., None]
         d_scores = p * (torch.einsum("qhd,khd->hqk", grad, values) - received) * scale
         d_key = torch.einsum("hqk,qhd->khd", d_scores, q).unflatten(1, (kv_heads, group)).sum(2)

@@ -10,6 +10,7 @@ after each forward. Packed calls set it, and the run or the evaluation around th
 """
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,12 +19,17 @@ from trl_packing.models.introspection import text_config
 
 _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)
 
-_packed_names: set[str] = set()
+_packed_names: dict[str, str | None] = {}
 
 
-def register_packed_name(name: str) -> None:
-    """Remember that the `attn_implementation` `name` is a packed kernel of this package."""
-    _packed_names.add(name)
+def register_packed_name(name: str, tower: str | None = None) -> None:
+    """Remember that the `attn_implementation` `name` is a packed kernel of this package.
+
+    Args:
+        name: for the text part of a model.
+        tower: for its vision tower; None leaves that as it is.
+    """
+    _packed_names[name] = tower
 
 
 def is_packed_implementation(implementation: str | None) -> bool:
@@ -69,13 +75,40 @@ def set_implementation(model: Any, implementation: str | None) -> None:
     if implementation is None or current_implementation(model) == implementation:
         return
     before = [(config, vars(config).get(_FIELD)) for config in _configs(model)]
-    composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
-    model.set_attn_implementation({"text_config": implementation} if composite else implementation)
+    parts: Any = implementation
+    if "text_config" in (getattr(model.config, "sub_configs", None) or {}):
+        parts = {"text_config": implementation}
+        if tower := _tower_implementation(model, implementation):
+            parts["vision_config"] = tower
+    model.set_attn_implementation(parts)
     for config, name in before:
         now = vars(config).get(_FIELD)
         if now is not None and now != name:
             native = name.native if isinstance(name, InstalledName) else name
             vars(config)[_FIELD] = now if now == native else InstalledName(now, native)
+
+
+def _tower_implementation(model: Any, implementation: str) -> str | None:
+    """Return what the vision tower of `model` computes attention by; None leaves it as it is.
+
+    The tower of Qwen2.5-VL calls SDPA once for each window of an image, unless the name of its
+    implementation contains "flash": then it calls that once, with the boundaries of all windows.
+    """
+    config = getattr(model.config, "vision_config", None)
+    attentions = (
+        module
+        for module in model.modules()
+        if "Attention" in type(module).__name__ and getattr(module, "config", None) is config
+    )
+    takes_boundaries = any("cu_seqlens" in signature(x.forward).parameters for x in attentions)
+    if (
+        config is None
+        or not takes_boundaries
+        or getattr(config, "_attn_implementation", None) != "sdpa"
+    ):
+        return None
+    is_package = implementation.startswith("flash_attention_")
+    return implementation if is_package else _packed_names.get(implementation)
 
 
 def restore_implementation(model: Any) -> None:

@@ -72,14 +72,15 @@ _in_packed_call = False
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 
 
-def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
+def register_packed_kernel(name: str, kernel: PackedKernel, tower: str | None = None) -> None:
     """Register `kernel` with transformers as `name` and as `name_over_eager`.
 
     Calls that are not packed run SDPA under the first name, and eager attention under the second.
+    `tower` is the implementation of vision towers beside it; None leaves them as they are.
     """
     for fallback in ("sdpa", "eager"):
         registered = implementation_name(name, fallback)
-        register_packed_name(registered)
+        register_packed_name(registered, tower)
         AttentionInterface.register(registered, _attention_function(kernel, fallback))
         AttentionMaskInterface.register(registered, _mask_function(fallback))
 
@@ -184,7 +185,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
                 f"a packed batch is one flat row, got {query.shape[0]} rows with cu_seq_lens_q; "
                 "flatten the rows as PackedCollator does"
             )
-        query, key, value = _one_dtype(query, key, value)
+        query, key, value = one_dtype(query, key, value)
         keys = prefix_keys(cu_seq_lens_k, key_index, max_length_k)
         output = kernel(
             query[0].transpose(0, 1),
@@ -225,7 +226,7 @@ def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[
     )
 
 
-def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for SDPA; autocast does not reach custom ops."""
     device = query.device.type
     if torch.is_autocast_enabled(device):

@@ -9,13 +9,20 @@ sinks are exact on top of it, because it returns its log-sum-exp.
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.attention.interface import KernelOptions, register_packed_kernel
+from trl_packing.attention.interface import KernelOptions, one_dtype, register_packed_kernel
 from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys, sum_over_segments
 from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share_of_keys
 
 NAME = "packed_varlen"
+
+# Of vision towers. transformers passes the boundaries of windows to names that contain "flash".
+TOWER = "packed_varlen_flash"
 
 
 def varlen_attention(
@@ -128,4 +135,60 @@ def _gathered(key: Tensor, value: Tensor, key_index: Tensor | None) -> tuple[Ten
     return gather_keys(key, key_index), gather_keys(value, key_index)
 
 
-register_packed_kernel(NAME, varlen_attention)
+# --- vision towers --------------------------------------------------------------------------------
+
+
+def tower_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return attention in both directions within each window, ``(1, T, heads, head_dim)``.
+
+    Calls without boundaries run SDPA. Arguments as of transformers' attention functions.
+    """
+    query, key, value = one_dtype(query, key, value)
+    if cu_seq_lens_q is None or is_causal or dropout:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        lengths = cu_seq_lens_q.diff().tolist()
+        windows = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+        parts = [F.scaled_dot_product_attention(*window, scale=scaling) for window in windows]
+        return torch.cat(parts, 2).transpose(1, 2), None
+    size, longest = query.shape[-1], _longest(cu_seq_lens_q, max_length_q)
+    scale = size**-0.5 if scaling is None else scaling
+    query, key, value = (
+        F.pad(x[0].transpose(0, 1), (0, -size % 8)).contiguous() for x in (query, key, value)
+    )
+    output = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        longest,
+        longest,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=-1,
+        window_size_right=-1,
+    )[0]
+    return output[..., :size].unsqueeze(0), None
+
+
+register_packed_kernel(NAME, varlen_attention, TOWER)
+AttentionInterface.register(TOWER, tower_attention)
+AttentionMaskInterface.register(TOWER, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
