@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -307,3 +308,32 @@ def test_a_position_is_small(tmp_path):
     written = (tmp_path / "9_0.json").read_text()
     assert json.loads(written)["steps"] == 9
     assert len(written) < 4000
+
+
+# --- nothing to train -----------------------------------------------------------------------------
+
+
+def untrained(number=None):
+    """Documents whose labels are all masked, endless by default."""
+    rows = ({"input_ids": [7, 8, 9], "labels": [-100] * 3} for _ in iter(int, 1))
+    return rows if number is None else islice(rows, number)
+
+
+def fitted(make):
+    return fit_stream(IterableDataset.from_generator(make), Overflow("truncate", CAPACITY))
+
+
+def test_an_endless_stream_with_nothing_to_train_is_said_and_ends(caplog):
+    with pytest.raises(ValueError, match=r"last 50,000 documents .*response_template"):
+        next(iter(fitted(untrained)))
+    assert "last 1,000 documents of the stream have nothing to train" in caplog.text
+
+
+def test_documents_between_those_without_a_trained_token_are_found(caplog):
+    def make():
+        yield from untrained(1500)
+        yield {"input_ids": [7, 8, 9], "labels": [7, 8, 9]}
+        yield from untrained(1200)
+
+    assert len(list(fitted(make))) == 1
+    assert caplog.text.count("documents of the stream have nothing to train") == 1

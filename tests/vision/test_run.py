@@ -53,6 +53,14 @@ def test_padded_evaluation_gives_the_same_loss_and_sees_the_images(model, proces
     assert len(seen["logits"]) == 4
 
 
+def test_a_stream_of_texts_is_evaluated_beside_images(model, processor, tmp_path):
+    ids = processor.tokenizer("a color and another color")["input_ids"]
+    texts = Dataset.from_list([{"input_ids": ids, "labels": ids}] * 3)
+    streamed = trainer_of(model, processor, tmp_path, eval_dataset=texts.to_iterable_dataset())
+    loaded = trainer_of(model, processor, tmp_path, eval_dataset=texts)
+    assert streamed.evaluate()["eval_loss"] == pytest.approx(loaded.evaluate()["eval_loss"])
+
+
 def test_workers_change_nothing(model, processor, tmp_path):
     options = LAYOUTS["three of a bin"]
     loss, gradients, _ = packed(model, processor, image_dataset(), tmp_path, **options)

@@ -7,6 +7,7 @@ A stream is read in a dataloader worker, again in every epoch, and ahead of the 
 reader (`streaming`) takes counts from time to time and adds them up.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,12 @@ from trl_packing.documents.labels import (
     token_columns,
 )
 
+logger = logging.getLogger(__name__)
+
 Batch = Mapping[str, Sequence[Any]]
+
+# Documents in a row without a trained token: after so many a warning, and an error.
+_UNTRAINED, _MOST_UNTRAINED = 1_000, 50_000
 
 
 def fit_stream(
@@ -90,6 +96,7 @@ class StreamFit:
         self.eos = eos
         self.classes = {c: names for c, names in (classes or {}).items() if c in columns}
         self._counts = PreparationCounts()
+        self._num_untrained = 0  # documents in a row
 
     def __call__(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
@@ -107,6 +114,7 @@ class StreamFit:
             counts = replace(counts, conversations=turns)
         self._counts += counts
         self._note_missing_eos(documents)
+        self._note_untrained(len(rows), len(fitted))
         kept = fitted.to_pydict()
         for column, names in self.classes.items():
             kept[column] = [class_name(n, names) for n in kept[column]]
@@ -119,6 +127,19 @@ class StreamFit:
         if missing is not None:
             note = f"of the documents read first, {missing.note(self.eos.appends)}"
             self._counts = self._counts.with_note(note)
+
+    def _note_untrained(self, read: int, kept: int) -> None:
+        """Warn of many documents in a row that give nothing to train, and stop at too many."""
+        before = self._num_untrained
+        self._num_untrained = 0 if kept else before + read
+        words = (
+            f"the last {self._num_untrained:,} documents of the stream have nothing to train; "
+            "check its answers, response_template, the masks of completions and max_length"
+        )
+        if self._num_untrained >= _MOST_UNTRAINED:
+            raise ValueError(f"{words}, or filter such documents out")
+        if before < _UNTRAINED <= self._num_untrained:
+            logger.warning(words)
 
     def take_counts(self) -> PreparationCounts:
         """Return the counts since the last call, in this process."""

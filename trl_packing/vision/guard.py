@@ -56,7 +56,7 @@ class ImageGuard(IsolationGuard):
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
         """Return representative documents, their image tokens replaced by ordinary ones."""
         documents = super().sample(dataset, max_length)
-        if self._isolation_check != "off" and IMAGE_ROW in dataset.column_names:
+        if self._isolation_check != "off" and IMAGE_ROW in (dataset.column_names or ()):
             self._with_images = documents_to_check(dataset, self.store)
         draw = random_tokens(self.base_model, np.random.default_rng(0))
         ids = self._image_token_ids()
