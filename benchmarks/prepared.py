@@ -6,7 +6,7 @@
 Rows are conversations of GSM8K, each with a number of its own. The command prepares them from a
 file. Then a trainer is built three times on a model of a few weights: on the rows for the first
 time, on the rows from the cache of `datasets`, and on the folder. Their documents and reports must
-be the same. The command is also killed after a third of the time, and run again. Its memory is the
+be the same. Its memory is the
 anonymous memory of all of its processes (Linux).
 """
 
@@ -67,16 +67,6 @@ def prepare(
     return json.loads(said), seconds, peak.mib
 
 
-def prepare_killed(rows: Path, out: Path, arguments: argparse.Namespace, after: float) -> float:
-    """Kill the command, run it again, and return the seconds of the second time."""
-    running = subprocess.Popen(command(rows, out, arguments), stdout=subprocess.DEVNULL)
-    time.sleep(after)
-    running.kill()
-    running.wait()
-    assert not out.exists(), "a killed command left its folder"
-    return prepare(rows, out, arguments)[1]
-
-
 def build(dataset: Dataset, tokenizer: Any, folder: str) -> PackedSFTTrainer:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -128,7 +118,6 @@ def main() -> None:
             return
         rows = load_rows(str(file))  # so that no run below parses the file
         told, seconds, most_mib = prepare(file, out, arguments)
-        again = prepare_killed(file, folder / "killed", arguments, seconds / 3)
         documents, load_seconds, _ = measured(lambda: load_prepared(out))
         starts = {
             name: measured(partial(build, dataset, tokenizer, place))
@@ -153,8 +142,7 @@ def main() -> None:
             f"{arguments.num_proc} processes.\n\n"
             f"- prepared in {seconds:,.0f} s ({stored['rows'] / seconds:,.0f} rows/s, "
             f"all of the command), with at most {most_mib:,.0f} MiB in all of its processes\n"
-            f"- killed after {seconds / 3:,.0f} s, the same command took {again:,.0f} s\n"
-            f"- rows {size_of(file)}, prepared {size_of(out)} in {len(stored['shards'])} files\n"
+            f"- rows {size_of(file)}, prepared {size_of(out)}\n"
             f"- `load_prepared`: {1000 * load_seconds:,.0f} ms\n\n{table(header, lines)}\n"
         )
         publish(text + provenance(), arguments.output)

@@ -1,8 +1,6 @@
 """`trl-packing prepare`, and commands and recipes on what it wrote."""
 
 import json
-import os
-import signal
 
 import pytest
 import yaml
@@ -10,7 +8,7 @@ from helpers.prepared import chats
 from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
-from trl_packing.cli.prepare import _interrupts_this_process_alone, _places
+from trl_packing.cli.prepare import _places
 from trl_packing.data.prepared import records_of
 from trl_packing.formatting import tokenize_rows
 from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
@@ -157,70 +155,13 @@ def test_scripts_data_and_the_folder_are_told_apart():
         assert (found[0], found[1], str(found[2])) == (script, data, out)
 
 
-def test_an_interrupt_says_how_to_continue(place, monkeypatch, capsys):
-    original = tokenize_rows._prepare_batch
-
-    def stop_at_evaluation(batch, indices, name, **options):
-        if name == "eval":
-            raise KeyboardInterrupt
-        return original(batch, indices, name=name, **options)
-
-    monkeypatch.setattr(tokenize_rows, "_prepare_batch", stop_at_evaluation)
-    words = ["prepare", "pairs.jsonl", "out", "--model", "model", *COLUMNS]
-    words += ["--test_split_size", "0.25"]
-    assert main(words) == 130
-    said = capsys.readouterr().err
-    assert "interrupted; the same command continues with what out.partial keeps" in said
-    assert not (place / "out").exists()
-    monkeypatch.undo()
-    monkeypatch.chdir(place)
-    assert main(words) == 0
-    assert not (place / "out.partial").exists()
-
-
-@pytest.fixture
-def handled_interrupts():
-    """Return a function that sets the handler of SIGINT, which this test may have inherited."""
-    before = signal.getsignal(signal.SIGINT)
-    yield lambda handler: signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_stops_this_process_and_not_its_workers(monkeypatch, handled_interrupts):
-    handled_interrupts(signal.default_int_handler)
-    with _interrupts_this_process_alone():
-        with monkeypatch.context() as worker:
-            worker.setattr(os, "getpid", lambda: -1)
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_job_in_the_background_goes_on_ignoring_interrupts(handled_interrupts):
-    handled_interrupts(signal.SIG_IGN)
-    with _interrupts_this_process_alone():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_an_error_of_a_pool_that_was_interrupted_is_an_interrupt(place, monkeypatch, capsys):
+def test_an_interrupt_leaves_nothing_behind(place, monkeypatch, capsys):
     def stop(*args, **options):
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise TimeoutError  # as `datasets` does, which waits for its workers
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(tokenize_rows, "_prepare_batch", stop)
     assert main(["prepare", "chats.jsonl", "out", *RUN]) == 130
-    assert "interrupted; nothing is left behind" in capsys.readouterr().err
-    assert not (place / "out.partial").exists()
-    monkeypatch.setattr(tokenize_rows, "_prepare_batch", fail)
-    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 2
-
-
-def fail(*args, **options):
-    raise TimeoutError
+    assert not [path.name for path in place.iterdir() if path.name.startswith("out")]
 
 
 # --- the recipe with columns and splits -----------------------------------------------------------

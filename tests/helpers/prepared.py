@@ -2,8 +2,6 @@
 
 import os
 import signal
-import time
-from pathlib import Path
 
 from datasets import Dataset
 
@@ -36,17 +34,6 @@ def call_for(rows, evaluated=None, tokenizer=None, model=None, **changes):
     """Return the arguments of a trainer on `rows`."""
     tokenizer = tokenizer or tiny_tokenizer(chat=True)
     return TrainerCall(model, settings(**changes), rows, tokenizer, eval_dataset=evaluated)
-
-
-def text_or_wait(row):
-    """Return the text of a row; in a process with HOLD set, wait at the row that is called so.
-
-    A file in the folder HOLD then has the id of the process as its name.
-    """
-    if row["text"] == "hold" and (folder := os.environ.get("HOLD")):
-        (Path(folder) / str(os.getpid())).touch()
-        time.sleep(600)
-    return row["text"]
 
 
 def text_or_end(row):

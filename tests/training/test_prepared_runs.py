@@ -7,7 +7,7 @@ from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTTrainer, load_prepared
 from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.prepare.prepare_run import prepare_run
+from trl_packing.tools.prepare import prepare_run
 
 STEPS = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2}
 
@@ -43,7 +43,7 @@ def prepared(tmp_path, train, evaluated=None, **changes):
     call = TrainerCall(
         tiny_model("llama"), args, train, tiny_tokenizer(chat=True), eval_dataset=evaluated
     )
-    prepare_run(call, tmp_path / "out", rows_of_a_part=7, shard_bytes=3000)
+    prepare_run(call, tmp_path / "out")
     names = evaluated if isinstance(evaluated, dict) else ["eval"] * (evaluated is not None)
     sets = {name: load_prepared(tmp_path / "out", name) for name in names}
     return load_prepared(tmp_path / "out"), sets
@@ -184,7 +184,7 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
     whole, _ = prepared(tmp_path / "whole", rows)
     marked = {"assistant_only_loss": True, "tokenizer": tiny_tokenizer(chat="generation")}
     for sets in (({"a": rows, "b": whole}, None), (rows, whole)):
-        with pytest.raises(ValueError, match="assistant_only_loss=None there and True here"):
+        with pytest.raises(ValueError, match="assistant_only_loss=False there and True here"):
             trainer_for(tmp_path / "run", *sets, **marked)
     with pytest.raises(ValueError, match="holds documents for packed runs, but data_collator is"):
         PackedSFTTrainer(

@@ -1,14 +1,11 @@
 """`trl-packing prepare`: the documents of a run, written once."""
 
 import argparse
-import os
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_packing.cli.output import note, print_json, quiet_libraries
+from trl_packing.cli.output import print_json, quiet_libraries
 from trl_packing.cli.run_options import add_run_arguments
 
 HELP = "tokenize, label and cut the data of a run once, for many runs"
@@ -22,9 +19,8 @@ examples:
 Then train, plan or inspect with --dataset_name prepared and the same
 settings.
 
-DATA is a hub id, a file or a folder, and OUT the folder to write. An
-interrupted command continues where it stopped. OUT appears only when it is
-complete. The data sets of a mixture become folders in OUT; the command
+DATA is a hub id, a file or a folder, and OUT the folder to write, which
+appears only when it is complete. The data sets of a mixture become folders in OUT; the command
 prints the entries of `datasets:` that train them.
 
 exit status:
@@ -53,35 +49,20 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--num_proc {arguments.num_proc} must be at least 1")
         words += ["--dataset_num_proc", str(arguments.num_proc)]
     quiet_libraries()
+    from trl_packing.tools import prepare
     from trl_packing.tools.command.training_command import TrainingCommand, options_of_recipe
-    from trl_packing.tools.prepare.prepare_run import (
-        check_place,
-        kept_in,
-        prepare_run,
-        prepare_sources,
-    )
-    from trl_packing.tools.prepare.text import as_json, as_text, sources_as_text
 
     command, options = TrainingCommand.from_words(words), options_of_recipe(words)
     if "datasets" not in options:
-        out = check_place(out)  # before the data are loaded
-    try:
-        with _interrupts_this_process_alone():
-            call = command.trainer_call()
-            if isinstance(call.train_dataset, dict):
-                sources = prepare_sources(call, out, options=options)
-                text = sources_as_text(sources, call.args.mixture)
-                told = {"sources": {name: as_json(each) for name, each in sources.items()}}
-            else:
-                made = prepare_run(call, out, options=options)
-                text, told = as_text(made), as_json(made)
-    except BaseException as error:
-        if not _was_interrupted(error):
-            raise
-        kept = kept_in(out)
-        continues = f"the same command continues with what {kept} keeps"
-        note(f"interrupted; {continues if kept else 'nothing is left behind'}")
-        raise KeyboardInterrupt from error
+        out = prepare.check_place(out)  # before the data are loaded
+    call = command.trainer_call()
+    if isinstance(call.train_dataset, dict):
+        sources = prepare.prepare_sources(call, out, options=options)
+        text = prepare.sources_as_text(sources, call.args.mixture)
+        told = {"sources": {name: prepare.as_json(each) for name, each in sources.items()}}
+    else:
+        made = prepare.prepare_run(call, out, options=options)
+        text, told = prepare.as_text(made), prepare.as_json(made)
     if command.why:
         arguments.notes.append(f"prepared as {command.why}")
     if arguments.json:
@@ -89,31 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(text)
     return 0
-
-
-@contextmanager
-def _interrupts_this_process_alone() -> Iterator[None]:
-    """Make Ctrl-C stop this process, which ends its workers, without a traceback of each worker."""
-    own = os.getpid()
-
-    def handle(number: int, frame: Any) -> None:
-        if os.getpid() == own:
-            raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:  # as in a job that a shell script has put into the background
-        signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Return whether `error` is an interrupt, or was raised while `datasets` handled one."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
 
 
 def _places(words: Sequence[str]) -> tuple[list[str], list[Any], Path]:

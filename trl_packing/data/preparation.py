@@ -191,7 +191,6 @@ def _tokenize(rows: UserRows, rules: Preparation) -> tuple[AnyDataset, list[str 
             document_columns=document_columns(rows.columns, rules.options.named_columns()),
             num_proc=rules.args.dataset_num_proc,
             name=rows.name,
-            parts=rules.parts,
         )
         documents = _shuffle_unfitted(documents, rules)
     return _find_responses(documents, rules.labeler, rules, rows.name)

@@ -1,9 +1,9 @@
 """A folder of prepared documents, as `trl-packing prepare` writes it, read as a data set.
 
     OUT/
-    ├── manifest.json        sets, rules, counts, options, versions
-    ├── train/00000.arrow    Arrow streams of input_ids, labels and other columns of training
-    └── eval/00000.arrow
+    ├── manifest.json    sets, rules, counts, options, versions
+    ├── train/           input_ids, labels and other columns of training, as `save_to_disk` writes
+    └── eval/            them
 
 Files are mapped into memory, so a million documents are there in milliseconds. The data set carries
 a record of how it was made. Preparation compares the record with the run, and then leaves the
@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from datasets import Dataset, DatasetInfo, IterableDataset, concatenate_datasets
+from datasets import Dataset, DatasetInfo, IterableDataset, load_from_disk
 
 from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
 from trl_packing.data.document_rules import DocumentRules
 from trl_packing.data.rules import Preparation
-from trl_packing.data.shards import hash_of_file
 from trl_packing.documents.labels import TOKEN_COLUMNS
 
 MANIFEST = "manifest.json"
-FORMAT_KEY, FORMAT = "trl_packing_prepared", 1
+FORMAT_KEY, FORMAT = "trl_packing_prepared", 2
 
 _MARK = "trl_packing prepared "  # starts the record in the description of a data set
 
@@ -124,17 +124,17 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """Return the manifest of a folder of prepared data.
 
     Raises:
-        ValueError: it is not such a folder, or was written by a newer version.
+        ValueError: it is not such a folder, or another version wrote it in another form.
     """
     if not is_prepared(folder):
         raise ValueError(
             f"{folder} holds no prepared data: it has no {MANIFEST} of `trl-packing prepare`"
         )
     manifest = json.loads((Path(folder).expanduser() / MANIFEST).read_text(encoding="utf-8"))
-    if manifest[FORMAT_KEY] > FORMAT:
+    if manifest[FORMAT_KEY] != FORMAT:
         raise ValueError(
             f"{folder} was prepared by trl_packing {manifest['versions']['trl_packing']}, in a "
-            "form that this version cannot read; update trl_packing, or prepare the data again"
+            "form that this version cannot read; use that version, or prepare the data again"
         )
     return manifest
 
@@ -158,11 +158,8 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
         })
     """
     manifest = read_manifest(folder)
-    sets, path = manifest["sets"], Path(folder).expanduser().resolve()
-    name = _set_named(name, sets, folder)
-    stored = sets[name]
-    for shard in stored["shards"]:
-        _check_size(path / shard["file"], shard["bytes"])
+    name = _set_named(name, manifest["sets"], folder)
+    stored = manifest["sets"][name]
     text = json.dumps([manifest, name], sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     record = PreparedRecord(
@@ -172,9 +169,24 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
         DocumentRules.from_json(stored["rules"]),
         counts_from_json(stored["counts"]),
     )
-    documents = concatenate_datasets([_load_shard(path, shard) for shard in stored["shards"]])
+    path = Path(folder).expanduser() / folder_of(name)
+    try:
+        documents = load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {_AGAIN}") from error
+    if len(documents) != stored["stored_rows"]:  # an Arrow stream ends where zeros begin
+        found = f"{len(documents):,} rows instead of {stored['stored_rows']:,}"
+        raise ValueError(f"{path} has {found}; {_AGAIN}")
     info = DatasetInfo(description=record.to_text(), features=documents.features)
     return Dataset(documents.data, info=info, fingerprint=fingerprint)
+
+
+def folder_of(name: str) -> str:
+    """Return the name of a source or a set as a single name of a folder."""
+    return quote(name, safe="").replace(".", "%2E")
+
+
+_AGAIN = "copy the folder again, or prepare the data again"
 
 
 def _set_named(name: str, sets: Mapping[str, Any], folder: str | Path) -> str:
@@ -195,39 +207,3 @@ def _set_named(name: str, sets: Mapping[str, Any], folder: str | Path) -> str:
         f"{folder} holds the prepared sets {held}, and none that is called {name!r}; a prepared "
         "set is used whole, so to use another split or part, prepare that"
     )
-
-
-def check_content(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError if the content of a file is not that which was written.
-
-    Loading checks sizes and rows alone, because it takes milliseconds.
-    """
-    for stored in manifest["sets"].values():
-        for shard in stored["shards"]:
-            file = folder / shard["file"]
-            _check_size(file, shard["bytes"])
-            if hash_of_file(file) != shard["sha256"]:
-                raise _damaged(file, "has another content than was written")
-
-
-def _load_shard(folder: Path, shard: Mapping[str, Any]) -> Dataset:
-    file = folder / shard["file"]
-    try:
-        rows = Dataset.from_file(str(file))
-    except (OSError, ValueError) as error:
-        raise _damaged(file, f"cannot be read ({error})") from error
-    if len(rows) != shard["rows"]:  # an Arrow stream ends where zeros begin
-        raise _damaged(file, f"has {len(rows):,} rows instead of {shard['rows']:,}")
-    return rows
-
-
-def _check_size(file: Path, size: int) -> None:
-    found = file.stat().st_size if file.is_file() else None
-    if found is None:
-        raise _damaged(file, "does not exist")
-    if found != size:
-        raise _damaged(file, f"has {found:,} bytes instead of {size:,}")
-
-
-def _damaged(file: Path, why: str) -> ValueError:
-    return ValueError(f"{file} {why}; copy the folder again, or prepare the data again")

@@ -14,7 +14,6 @@ from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.formatting.label_tokenized import ResponseLabeler
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import can_prepare
-from trl_packing.formatting.tokenized_parts import TokenizedParts
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 
@@ -61,7 +60,6 @@ class Preparation:
         eos: tokens that end a document, and whether EOS is appended.
         by_trl: TRL's own preparation, of (dataset, formatting_func, name), nothing cut or packed.
         labeler: finds trained tokens by the template of a completion-only collator.
-        parts: files that keep the finished parts of a long tokenization.
     """
 
     args: SFTConfig
@@ -71,7 +69,6 @@ class Preparation:
     eos: EosRule
     by_trl: Callable[[AnyDataset, Any, str], AnyDataset]
     labeler: ResponseLabeler | None = None
-    parts: TokenizedParts | None = None
 
     @property
     def options(self) -> PackingOptions:

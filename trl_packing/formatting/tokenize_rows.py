@@ -30,7 +30,6 @@ from trl_packing.formatting.message_flags import flag_of, has_flags, messages_in
 from trl_packing.formatting.printable import escape_hidden, quote
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
-from trl_packing.formatting.tokenized_parts import TokenizedParts
 
 logger = get_logger(__name__)
 
@@ -72,7 +71,6 @@ def documents_from_rows(
     document_columns: Sequence[str] = (),
     num_proc: int | None = None,
     name: str = "train",
-    parts: TokenizedParts | None = None,
 ) -> Dataset | IterableDataset:
     """Return `dataset` with `input_ids` and `labels`, every document whole.
 
@@ -85,7 +83,6 @@ def documents_from_rows(
         document_columns: other columns that are always kept, with a value for each row.
         num_proc: processes that render and tokenize.
         name: of the data set, for messages.
-        parts: files that keep the finished parts of a data set; None: the cache of `datasets`.
 
     Raises:
         ValueError: naming the row, for what cannot be rendered or tokenized.
@@ -131,8 +128,6 @@ def documents_from_rows(
         return rows.map(_prepare_batch, features=features, **options)
     options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
     try:
-        if parts is not None:
-            return parts.map(rows, _prepare_batch, **options)
         return rows.map(_prepare_batch, **options)
     except (ValueError, RuntimeError) as error:
         named = _with_names(error, rows, row_format, name, num_proc)
@@ -207,9 +202,7 @@ def _prepare_batch(
     columns: Sequence[str],
     name: str,
     version: str,
-    first_row: int = 0,
 ) -> dict[str, list[Any]]:
-    indices = [first_row + index for index in indices]
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     tokenizer = row_format.chat.tokenizer
     numbers: list[int] = []  # the row of each document, in the batch

@@ -1,0 +1,201 @@
+"""Prepared data are whole or not there, and the same command again changes nothing."""
+
+import errno
+import json
+import os
+import resource
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from helpers.prepared import call_for, chats, text_or_end
+from helpers.tiny import tiny_dataset, tiny_iterable
+
+from trl_packing import load_prepared
+from trl_packing.tools.prepare import as_text, prepare_run
+
+
+def content_of(folder):
+    """Return the bytes of all shards, by name."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.arrow"))}
+
+
+def test_an_interrupted_command_leaves_nothing_behind(tmp_path):
+    def stop(row):
+        raise KeyboardInterrupt
+
+    call = replace(call_for(Dataset.from_list([{"a": "Row"}])), formatting_func=stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_run(call, tmp_path / "out")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_row_that_cannot_be_read_leaves_nothing_behind(tmp_path):
+    rows = [*chats(2).to_list(), {"messages": [{"role": "user", "content": None}]}]
+    with pytest.raises(ValueError, match="row 2 of the train dataset"):
+        prepare_run(call_for(Dataset.from_list(rows), train_on="all"), tmp_path / "out")
+    assert [*tmp_path.iterdir()] == []
+
+
+@contextmanager
+def files_end_at(size):
+    """Make every write beyond `size` bytes of a file fail, as on a full disk."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_no_folder(tmp_path):
+    call, out = call_for(chats(300), train_on="assistant"), tmp_path / "out"
+    with files_end_at(20_000), pytest.raises(ValueError, match=r"out cannot be written: .*File to"):
+        prepare_run(call, out)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_limit_of_the_test_is_that_of_real_files(tmp_path):
+    with files_end_at(10), pytest.raises(OSError) as error:
+        (tmp_path / "file").write_bytes(b"0" * 20)
+    assert error.value.errno == errno.EFBIG
+
+
+def test_of_two_commands_at_once_one_writes_the_folder(tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", os.rename
+
+    def after_another_command(source, target):
+        monkeypatch.undo()
+        prepare_run(call_for(chats(5)), out)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", after_another_command)
+    with pytest.raises(ValueError, match=r"out cannot be written: .*not empty"):
+        prepare_run(call_for(chats()), out)
+    assert len(load_prepared(out)) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_same_command_again_changes_nothing(tmp_path):
+    call, out = call_for(chats()), tmp_path / "out"
+    first = prepare_run(call, out)
+    before = content_of(out)
+    # The same rows, stored in another way.
+    again = prepare_run(call_for(Dataset.from_list(chats(30).to_list()).select(range(24))), out)
+    assert again.seconds is None
+    assert content_of(out) == before
+    assert again.manifest == json.loads(json.dumps(first.manifest))
+    assert "unchanged" in as_text(again)
+    with pytest.raises(ValueError, match=r"other prepared data \(max_length=64 there and 32"):
+        prepare_run(call_for(chats(), max_length=32), out)
+    with pytest.raises(ValueError, match=r"other prepared data \(of other rows"):
+        prepare_run(call_for(chats(23)), out)
+    assert content_of(out) == before
+
+
+def test_another_formatting_function_is_noticed(tmp_path):
+    rows = Dataset.from_list([{"a": f"Row {i}"} for i in range(9)])
+    first = replace(call_for(rows), formatting_func=lambda row: row["a"])
+    second = replace(call_for(rows), formatting_func=lambda row: row["a"] + "!")
+    prepare_run(first, tmp_path / "out")
+    assert prepare_run(first, tmp_path / "out").seconds is None
+    with pytest.raises(ValueError, match=r"other prepared data \(of other rows"):
+        prepare_run(second, tmp_path / "out")
+
+
+def test_a_place_that_holds_something_else_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="file is a file; name a folder"):
+        prepare_run(call_for(chats()), tmp_path / "file")
+    with pytest.raises(ValueError, match="holds other files; name a new folder"):
+        prepare_run(call_for(chats()), tmp_path)
+    (tmp_path / "empty").mkdir()
+    prepare_run(call_for(chats()), tmp_path / "empty")
+    assert len(load_prepared(tmp_path / "empty")) == 24
+
+
+def test_a_link_is_followed_and_a_disk_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    prepare_run(call_for(chats()), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert len(load_prepared(tmp_path / "link")) == 24
+    monkeypatch.chdir(tmp_path / "real")
+    assert prepare_run(call_for(chats()), Path(".")).seconds is None
+    with pytest.raises(ValueError, match=r"^/ is a mounted disk and .* name a folder in it"):
+        prepare_run(call_for(chats()), Path("/"))
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_is_one_sentence(tmp_path, monkeypatch):
+    texts = [f"Row {i}" for i in range(60)]
+    texts[45] = "end"
+    rows, out = Dataset.from_dict({"text": texts}), tmp_path / "out"
+    call = replace(call_for(rows, dataset_num_proc=2), formatting_func=text_or_end)
+    monkeypatch.setenv("ENDS_WORKERS_OF", str(os.getpid()))
+    with pytest.raises(ValueError, match=r"was killed, .* fewer processes \(dataset_num_proc=2\)"):
+        prepare_run(call, out)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_evaluation_sets_are_prepared_by_the_rules_of_the_training_set(tmp_path):
+    evaluated = {"a b": chats(5), "c/d": tiny_dataset("conversational_prompt_completion", 4)}
+    prepare_run(call_for(chats(), evaluated), tmp_path / "out")
+    assert len(load_prepared(tmp_path / "out", "a b")) == 5
+    # The training set has no completions, so prompts are trained in all sets, as in TRL.
+    labels = load_prepared(tmp_path / "out", "c/d")["labels"][:]
+    assert all(-100 not in row for row in labels)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "a%20b",
+        "c%2Fd",
+        "manifest.json",
+        "train",
+    ]
+
+
+REFUSED = {
+    "a stream": (tiny_iterable(), {}, "is IterableDataset, which cannot be prepared"),
+    "sources": (
+        {"a": chats(), "b": chats()},
+        {},
+        "has the sources 'a', 'b'; prepare each by itself",
+    ),
+    "images": (Dataset.from_dict({"images": [[]], "text": ["a"]}), {}, "has images"),
+    "no preparation": (
+        tiny_dataset("tokenized"),
+        {"dataset_kwargs": {"skip_prepare_dataset": True}},
+        "skip_prepare_dataset=True leaves nothing to prepare",
+    ),
+    "generation marks": (chats(), {"assistant_only_loss": True}, "set train_on='assistant'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_data_that_cannot_be_prepared_are_refused(tmp_path, case):
+    rows, changes, said = REFUSED[case]
+    with pytest.raises(ValueError, match=said):
+        prepare_run(call_for(rows, **changes), tmp_path / "out")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_prepared_data_are_not_prepared_again(tmp_path):
+    prepare_run(call_for(chats()), tmp_path / "out")
+    with pytest.raises(ValueError, match="the train dataset is prepared already"):
+        prepare_run(call_for(load_prepared(tmp_path / "out")), tmp_path / "again")
+
+
+def test_the_manifest_says_what_was_made_of_what(tmp_path):
+    call = call_for(chats(), max_length=24)
+    made = prepare_run(call, tmp_path / "out", options={"train_on": "all"})
+    stored = made.manifest["sets"]["train"]
+    documents = load_prepared(tmp_path / "out")
+    assert stored["documents"] == len(documents)
+    assert stored["tokens"] == sum(map(len, documents["input_ids"]))
+    assert stored["counts"]["stages"][0]["affected"] > 0
+    assert {"trl_packing", "trl", "transformers", "tokenizers"} < set(made.manifest["versions"])
+    assert made.manifest["options"] == {"train_on": "all"}
