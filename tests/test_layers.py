@@ -134,6 +134,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "huggingface_hub",
             "numpy",
             "packaging",
+            "pyarrow",
             "safetensors",
             "torch",
             "transformers",
