@@ -1,4 +1,4 @@
-// Draws packed rows as strips, one of them as tokens, its attention mask, and its later companions.
+// Draws packed rows as strips, one of them as tokens, and its attention mask.
 // A strip has segments: tokens that the same documents hold. Where documents share no prefixes, each
 // document is one segment.
 // Text of documents is written by textContent alone.
@@ -169,7 +169,6 @@ function select(index) {
   byId("documents").replaceChildren(...row.segments.map((segment) => segmentText(row, segment)));
   drawTree(row);
   drawMask(row);
-  drawLater(row);
 }
 
 function segmentText(row, segment) {
@@ -252,14 +251,11 @@ function token(row, i) {
 
 const imageAt = (row, i) => row.images.find((image) => image.start <= i && i < image.stop);
 
-// Draws an image in place of its tokens.
+// Names an image in place of its tokens.
 function picture(row, i, image) {
   const shown = token(row, i);
   shown.classList.add("picture");
-  const words = `${image.size}, ${count(image.stop - image.start)} tokens`;
-  const made = image.picture ? [element("img", { src: image.picture, alt: "" })] : [];
-  const note = element("span", {}, image.error ? `${words}: ${image.error}` : words);
-  shown.replaceChildren(...made, note);
+  shown.textContent = `image of ${image.size}, ${count(image.stop - image.start)} tokens`;
   return shown;
 }
 
@@ -408,29 +404,6 @@ function point(shown) {
   const { left, bottom } = shown.getBoundingClientRect();
   shown.classList.add("here");
   showTip(data.rows[selected], Number(shown.dataset.token), left, bottom);
-}
-
-// --- epochs ---------------------------------------------------------------------------------------
-
-function drawLater(row) {
-  const list = [];
-  const hues = new Map(row.documents.map((d, k) => [d.number, shadeOf(row, k)]));
-  const line = (name, documents) => {
-    const picture = element("svg", { viewBox: `0 0 ${widest} 1`, preserveAspectRatio: "none" });
-    let x = 0;
-    for (const [number, length] of documents) {
-      const hue = hues.get(number);
-      const box = { x, y: 0, width: length, height: 1, class: hue ? `${hue} target` : "other" };
-      const title = element("title");
-      title.textContent = `document ${count(number)}, ${count(length)} tokens`;
-      picture.append(element("rect", box, title), boundary((x += length)));
-    }
-    list.push(element("span", { class: "name" }, name), picture);
-  };
-  const real = row.documents.filter((d) => d.number !== null);
-  line("epoch 1, this row", real.map((d) => [d.number, d.stop - d.start]));
-  for (const { name, documents } of row.later) line(`epoch 2, ${name}`, documents);
-  byId("later").replaceChildren(...list);
 }
 
 // --- the page -------------------------------------------------------------------------------------

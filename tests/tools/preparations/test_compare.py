@@ -3,7 +3,6 @@
 import pytest
 from datasets import Dataset
 from helpers.attacks import ATTACKS, harmful
-from helpers.browser import HOSTILE, open_page
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing.tools.preparations import compare as compare_preparations
@@ -19,8 +18,6 @@ from trl_packing.tools.preparations.compare import (
     WEIGHTS,
     compare,
 )
-from trl_packing.tools.preparations.excerpt import excerpts
-from trl_packing.tools.preparations.page import comparison_page
 from trl_packing.tools.preparations.side import Prepared, Side
 from trl_packing.tools.preparations.text import comparison_text
 from trl_packing.tools.preview.previewed_run import PreviewedRun
@@ -189,38 +186,38 @@ def test_other_rows_are_refused():
         sides_of(texts(1, 2), texts(1, 2, 3))
 
 
-# --- text and page --------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
-def shown(comparison, tokenizer, **options):
-    return comparison_text(comparison, [tokenizer, tokenizer], **options)
+def shown(comparison, tokenizer):
+    return comparison_text(comparison, [tokenizer, tokenizer])
 
 
-def test_the_text_shows_counts_and_both_sides():
+def test_the_text_shows_counts_and_the_lines_that_differ():
     tokenizer = tiny_tokenizer(chat=True)
     comparison = compared(chats(2), *[["--train_on", "assistant"]] * 2, by_trl=True)
-    text = shown(comparison, tokenizer, width=80)
+    text = shown(comparison, tokenizer)
     assert "labels differ 2 rows" in " ".join(text.split())
     assert "The preparations differ in 2 of 2 rows." in text
-    assert "row 0 · labels differ from token 1 on" in text
     lines = text.split("\n")
-    assert max(map(len, lines)) <= 80
     start = lines.index("row 0 · labels differ from token 1 on")
-    halves = [line.split(" │ ") for line in lines[start + 1 : lines.index("", start)]]
-    assert [half.strip() for half in halves[0]] == ["here", "trl"]
-    assert any("⟦Because. <|im_end|>⟧" in half[0] for half in halves)
-    assert "user⏎" not in text
+    assert lines[start + 1 : start + 3] == ["--- here", "+++ trl"]
+    assert any(line.startswith("-") and "⟦Because. <|im_end|>⟧" in line for line in lines[start:])
+    assert any(line.startswith("+") and "⟦" in line for line in lines[start + 3 :])
 
 
-def test_excerpts_mark_the_tokens_that_differ():
+def test_tokens_of_the_same_text_are_told_by_their_ids():
+    class Alike:
+        """A tokenizer of which all tokens have the same text."""
+
+        def decode(self, ids, **_):
+            return "x" * len(ids)
+
     rows = tokenized([[7, 8, 9, 10, 11]])
-    comparison = sides_of(rows, changed(rows, 0, "labels", 3, -100))
-    tokenizer = tiny_tokenizer()
-    first, second = excerpts(comparison.differences[0], [tokenizer] * 2, before=1, after=2)
-    assert [token.token_id for token in first.tokens] == [9, 10, 11]
-    assert [token.differs for token in first.tokens] == [False, True, False]
-    assert [token.label for token in second.tokens] == [9, -100, 11]
-    assert (first.before, first.after) == (2, 0)
+    comparison = sides_of(rows, changed(rows, 0, "input_ids", 3, 20))
+    text = shown(comparison, Alike())
+    assert "\n-      10      1 'x'\n" in text
+    assert "\n+      20      1 'x'\n" in text
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -232,40 +229,6 @@ def test_hostile_text_does_not_act_in_the_terminal(attack):
     text = shown(comparison, tiny_tokenizer(chat=True))
     assert not harmful(text)
     assert harmful(ATTACKS[attack]) or attack == "marks"
-
-
-def page_of(tmp_path, rows, tokenizer):
-    comparison = compared(
-        rows, ["--max_length", "900"], ["--max_length", "900", "--completion_only_loss", "false"]
-    )
-    path = tmp_path / "comparison.html"
-    title, command = HOSTILE[0], HOSTILE[2]
-    html = comparison_page(comparison, [tokenizer] * 2, title=title, command=command)
-    path.write_text(html, encoding="utf-8")
-    return path
-
-
-def test_hostile_text_is_shown_in_the_page_and_never_run(tmp_path):
-    tokenizer = tiny_tokenizer()
-    for text in HOSTILE:
-        rows = Dataset.from_dict({"prompt": ["Why? "], "completion": [text]})
-        path = page_of(tmp_path, rows, tokenizer)
-        with open_page(path) as page:
-            assert page.evaluate("window.hostile") is None
-            assert page.problems() == []
-            found = page.evaluate(
-                "[...document.querySelectorAll('.token')].map((t) => t.textContent).join('')"
-            )
-        assert harmful(text) or text in found
-
-
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_fits(width, dark, tmp_path):
-    rows = Dataset.from_dict({"prompt": ["Why? " * 9], "completion": ["https://" + "x" * 400]})
-    with open_page(page_of(tmp_path, rows, tiny_tokenizer()), width=width, dark=dark) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.problems() == []
 
 
 def test_many_rows_are_read_in_parts(monkeypatch):

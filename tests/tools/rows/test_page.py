@@ -346,26 +346,6 @@ def test_the_page_is_bounded_and_says_what_is_left_out():
         page_of(run, max_rows=0)
 
 
-def test_partners_of_two_epochs_are_counted():
-    rows = Dataset.from_dict({"input_ids": [[9, 10, 11, 12]] * 64})
-    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), ["--max_length", "8"])
-    epoch = PackedEpoch.of(run)
-    first = epoch.bins()
-    epoch.sampler.set_epoch(1)
-    second = epoch.bins()
-    together = [(first[i] == first[j], second[i] == second[j]) for i in range(64) for j in range(i)]
-    again = together.count((True, True))
-    epoch.sampler.set_epoch(0)
-    html = rows_page(epoch)
-    assert f"Of 32 pairs of documents that share a bin in epoch 1, {again} " in html
-    for row in data_of(html)["rows"]:
-        numbers = {d["number"] for d in row["documents"]}
-        for later in row["later"]:
-            held = {number for number, _ in later["documents"]}
-            assert held & numbers
-            assert len({second[number] for number in held}) == 1
-
-
 # --- the texts of tokens --------------------------------------------------------------------------
 
 

@@ -110,7 +110,8 @@ def try_backends(device: str, dtype: torch.dtype, model: Any = None) -> Trials:
     choices = with_fallbacks(resolve_attention(run, device=device, dtype=dtype))
     chosen = next((c.backend for c in choices if c.backend in exact), None)
     name = str(dtype).removeprefix("torch.")
-    return Trials(device, name, trials, chosen, chosen and trial_of_prefixes(tiny, chosen, dtype))
+    prefixes = trial_of_prefixes(tiny, chosen, dtype) if chosen else None
+    return Trials(device, name, trials, chosen, prefixes)
 
 
 def _trial(tiny: Any, name: str, refusal: str | None, dtype: torch.dtype) -> Trial:
@@ -120,8 +121,8 @@ def _trial(tiny: Any, name: str, refusal: str | None, dtype: torch.dtype) -> Tri
         return Trial(name, "refused", refusal)
     model = _in_dtype(tiny, name, dtype)
     choice = resolve_attention(model, name)
-    options = {"training": True, "gradients": True, "max_length": _MAX_LENGTH}
-    return Trial.of(name, check_backend(model, choice, **options))
+    result = check_backend(model, choice, training=True, gradients=True, max_length=_MAX_LENGTH)
+    return Trial.of(name, result)
 
 
 def trial_of_prefixes(tiny: Any, name: str, dtype: torch.dtype) -> Trial:

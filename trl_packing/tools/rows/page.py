@@ -1,4 +1,4 @@
-"""An HTML page of packed rows: strips, tokens, attention masks, and the partners in two epochs.
+"""An HTML page of packed rows: strips, tokens and attention masks.
 
 PackedEpoch  →  the first rows, and some that hold a document to look at  →  JSON  →  rows.js draws
 
@@ -16,9 +16,7 @@ from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import HtmlPage, asset, cards, escape, page, section
 from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, PROPERTIES, PackedRow
 from trl_packing.tools.rows.packed_rows import PackedEpoch
-from trl_packing.tools.rows.partners import Partners
 from trl_packing.tools.rows.row_data import row_data
-from trl_packing.tools.rows.row_images import RowImages
 
 MAX_ROWS = 16
 MAX_TOKENS = 32_768  # about 1 MB of JSON
@@ -65,8 +63,7 @@ def rows_page(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     chosen = _choose(epoch, max_rows, max_tokens)
-    later = Partners(epoch)
-    data = page_data(epoch, chosen, later, max_tokens)
+    data = page_data(epoch, chosen, max_tokens)
     is_shared = any(row.segments for row, _ in chosen)
     has_images = any(row["images"] for row in data["rows"])
     shown = f"{quantity(len(chosen), 'row')} of {len(epoch.groups()):,}, each strip a {epoch.unit}"
@@ -85,7 +82,6 @@ def rows_page(
             ),
             '<section>\n<h2><span id="row-name"></span> <span class="note" id="row-summary"></span>'
             f"</h2>{_ROW}</section>",
-            section("Partners in epoch 2", later.words(), '<div class="later" id="later"></div>'),
             *_losses(epoch),
             *below,
         ],
@@ -97,19 +93,15 @@ def rows_page(
 
 
 def page_data(
-    epoch: PackedEpoch,
-    rows: Sequence[tuple[PackedRow, str]],
-    later: "Partners",
-    max_tokens: int,
+    epoch: PackedEpoch, rows: Sequence[tuple[PackedRow, str]], max_tokens: int
 ) -> dict[str, Any]:
     """Return the values that rows.js draws; lists have one entry for each token of a row."""
     texts: dict[str, int] = {}
     drawn = []
-    left, images = max_tokens, RowImages(epoch)
+    left = max_tokens
     for row, reason in rows:
-        values = row_data(epoch, row, reason, texts, left)
-        drawn.append(values | {"later": later.of(row), "images": images.of(row)})
-        left -= len(values["ids"])
+        drawn.append(row_data(epoch, row, reason, texts, left))
+        left -= len(drawn[-1]["ids"])
     return {
         "capacity": epoch.capacity,
         "properties": PROPERTIES,

@@ -1,11 +1,12 @@
 """One packed row as the values that rows.js draws: tokens, documents, segments of a shared row."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import quote
 from trl_packing.tools.preview.token_texts import CONTEXT, token_texts
 from trl_packing.tools.rows.packed_row import PackedRow, RowDocument
@@ -42,8 +43,23 @@ def row_data(
         "weights": None if weights is None else [float(str(weight)) for weight in weights],
         "texts": [texts.setdefault(word, len(texts)) for word in words],
         "documents": [_document_data(document, row, tokenizer) for document in row.documents],
+        "images": list(_images(epoch, row)),
         **(_tree_data(row, most) if row.segments else {}),
     }
+
+
+def _images(epoch: PackedEpoch, row: PackedRow) -> Iterator[dict[str, Any]]:
+    """Yield the size of each image and its tokens, counted from the first of the row."""
+    for document in row.documents:
+        for image in document.images:
+            user_row = int(epoch.documents.scalars[IMAGE_ROW][document.number])
+            height, width = epoch.run.images.store.sizes(user_row)[image.image].tolist()
+            first = document.start - row.start
+            yield {
+                "start": first + image.start,
+                "stop": first + image.stop,
+                "size": f"{width} × {height}",
+            }
 
 
 def _words(row: PackedRow, ids: np.ndarray, tokenizer: Any) -> list[str]:
