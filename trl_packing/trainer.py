@@ -4,7 +4,6 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
 
     _run_path      ours, or TRL's unchanged path                          training/path.py
     _run_data      the data sets, prepared when TRL asks for it           training/run_data.py
-    _user_changes  what a user sets on a built trainer                    training/path.py
     _guard         the fastest attention that keeps documents apart       isolation/guard.py
     _sampling      the documents of each micro-batch                      training/sampling.py
     _collators     rows: packed, or padded where logits are requested     training/collators.py
@@ -69,7 +68,7 @@ from trl_packing.training.loaders import PackedLoaders
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.model_card import describe_packing, with_tag
-from trl_packing.training.path import RunPath, UserChanges, leave_packing
+from trl_packing.training.path import RunPath, check_set_afterwards, leave_packing
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.progress_bar import ThroughputOnBar
 from trl_packing.training.renamed_weights import load_renamed
@@ -105,18 +104,6 @@ def packed_runs_only(method: Method) -> Method:
     return choose  # type: ignore[return-value]
 
 
-def follows_user(method: Method) -> Method:
-    """Choose the path first, from what the user has set on the trainer since."""
-
-    @wraps(method)
-    def follow(self: "PackedSFTTrainer", *args: Any, **kwargs: Any) -> Any:
-        if not self._run_path.is_fixed:
-            self._user_changes.follow()
-        return method(self, *args, **kwargs)
-
-    return follow  # type: ignore[return-value]
-
-
 class PackedSFTTrainer(SFTTrainer):
     """Supervised fine-tuning that never computes on padding and keeps documents apart.
 
@@ -150,6 +137,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     _collators: RunCollators | None = None  # until the packed run is built
     model_accepts_loss_kwargs: bool
+    train_dataset: Any
     _signature_columns: list[str]
 
     def __init__(
@@ -168,7 +156,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._images = RunImages()
         if reason is None and has_images(rows):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, processing_class)
-        self._run_path = RunPath(reason, is_fixed=reason is not None)
+        self._run_path = RunPath(reason)
         self._options = options = PackingOptions.of(args)
         check_loss_options(options, kwargs.get("compute_loss_func"), reason)
         self._step_loss, self._user_loss = StepLoss(self), UserLoss(self, PackedSFTTrainer)
@@ -210,16 +198,16 @@ class PackedSFTTrainer(SFTTrainer):
         self._images.check_options(self._options)
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
-        takes_count: bool = self.model_accepts_loss_kwargs
+        self._takes_count: bool = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = True
         if shards_sequences:
-            self._run_path.fix("context or sequence parallelism drops document boundaries")
+            self._run_path.reason = "context or sequence parallelism drops document boundaries"
             logger.warning(f"{self._run_path.reason}: rows are padded, as in TRL")
             return
         self.padding_free = True
-        self._build_packed_run(data_collator, takes_count=takes_count)
+        self._build_packed_run(data_collator)
 
-    def _build_packed_run(self, collator: PackedCollator | None, *, takes_count: bool) -> None:
+    def _build_packed_run(self, collator: PackedCollator | None) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         options, data, epochs, meter = self._options, self._run_data, self._epochs, self._meter
         self._guard = guard = self._images.guard(
@@ -238,20 +226,18 @@ class PackedSFTTrainer(SFTTrainer):
         sharing = PrefixSharing(self, collators, loss_is_ours=self._user_loss.step_is_ours)
         report = RunReport(self, collators, data.counts, sharing, samples_bins=samples_bins)
         report.plan()
-        self._run_report, path, prepare = report, self._run_path, data.prepare_later
+        self._run_report = report
+        self._planned = self.train_dataset  # the one of the report
         self._isolation = RunIsolation(self, collators, report, sharing)
         self._loaders = PackedLoaders(self, collators, epochs, self._isolation, meter.sources)
-        self._user_changes = UserChanges(
-            self, path, collators, epochs, report, prepare, takes_count=takes_count
-        )
         data.check_limits(guard.limits)
         self.add_callback(ReportCallback(report, epochs, self._before_first_step, meter.so_far))
         self.add_callback(ThroughputOnBar(self))
 
     @property
-    def attention(self) -> AttentionChoice:
-        """The attention backend that keeps the documents of a packed row apart, and the reason."""
-        return self._guard.attention
+    def attention(self) -> AttentionChoice | None:
+        """The backend that keeps documents of a row apart, and why; None on TRL's path."""
+        return None if self._run_path.reason else self._guard.attention
 
     @property
     def packing_report(self) -> PackingReport:
@@ -263,19 +249,33 @@ class PackedSFTTrainer(SFTTrainer):
         packs = self._images.packs and self._run_path.reason is None
         if packs and (reason := self._isolation.why_not_exact(training=training)):
             self._take_trl_path(reason)
-            self._user_changes.stop_packing()
+            self.model_accepts_loss_kwargs = self._takes_count
+            self._epochs.forget()
+            self._run_report.forget()
 
     def _take_trl_path(self, reason: str) -> None:
         """Train rows with images as TRL does, although they were prepared for packing."""
         leave_packing(self.args, reason, compute_loss_func=self.compute_loss_func)
         self._images.give_back(self, reason)
-        self._run_path.fix(reason)
+        self._run_path.reason = reason
 
     def _attention_in_use(self) -> Any:
         """Restore the model's `attn_implementation` at the end of the block."""
         if self._run_path.reason:
             return nullcontext()
-        return use_attention(self.model, self.attention)
+        return use_attention(self.model, self._guard.attention)
+
+    def _follow_user(self) -> None:
+        """Prepare and plan a training set that was set on the built trainer."""
+        collators, dataset = self._collators, self.train_dataset
+        if self._run_path.reason or collators is None:
+            return
+        ours, packs_images = collators.packed, collators.packed.images is not None
+        check_set_afterwards(self.data_collator, ours, dataset, packs_images=packs_images)
+        if dataset is not self._planned and dataset is not None:
+            self.train_dataset = self._planned = self._run_data.prepare_again(dataset)
+            collators.hold_shapes()
+            self._run_report.plan()
 
     # --- data sets ----------------------------------------------------------------------------
 
@@ -326,26 +326,26 @@ class PackedSFTTrainer(SFTTrainer):
             return self._sampling.for_evaluation(eval_dataset)
         return super()._get_eval_sampler(eval_dataset)
 
-    @follows_user
     @packed_runs_only
     def get_train_dataloader(self) -> Any:
+        self._follow_user()
         return self._loaders.train(super().get_train_dataloader)
 
-    @follows_user
     @packed_runs_only
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        self._follow_user()
         return self._loaders.evaluate(super().get_eval_dataloader, eval_dataset)
 
-    @follows_user
     @packed_runs_only
     def get_test_dataloader(self, test_dataset: Any) -> Any:
+        self._follow_user()
         return self._loaders.predict(super().get_test_dataloader, test_dataset)
 
     # --- training -----------------------------------------------------------------------------
 
-    @follows_user
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
+        self._follow_user()
         self._settle_images(training=True)
         with self._training(resume_from_checkpoint) as checkpoint:
             return super().train(checkpoint, *args, **kwargs)
@@ -436,7 +436,7 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Announce the row, to NEFTune too: `compute_loss` and the caller may be a user's."""
-        hides = self._user_loss.hides_count(self._user_changes.takes_count)
+        hides = self._user_loss.hides_count(self._takes_count)
         with (
             use_current_row(inputs),
             self._step_loss.hide_num_items(num_items_in_batch, hide=hides) as count,
@@ -548,8 +548,8 @@ class PackedSFTTrainer(SFTTrainer):
     @contextmanager
     def _evaluating(self, *, padded: bool) -> Iterator[None]:
         """Evaluate padded where logits are requested (callers expect a row for each document)."""
-        is_fixed = self._run_path.is_fixed
-        rows = nullcontext() if is_fixed else self._loaders.evaluating(padded=padded)
+        is_trls = self._run_path.reason is not None
+        rows = nullcontext() if is_trls else self._loaders.evaluating(padded=padded)
         with rows, self._attention_in_use(), use_current_row(None), self._meter.pause():
             yield
 

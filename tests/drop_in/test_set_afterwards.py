@@ -3,8 +3,6 @@
 Losses are compared with those of TRL's own trainer, in float32: the same sums in another order.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from datasets import Dataset
@@ -15,7 +13,6 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
-from trl_packing.training.user_collator import calls
 
 TOLERANCE = 2e-5
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(18)], prompt=1)
@@ -65,75 +62,29 @@ def padded(tmp_path_factory) -> list[float]:
 # --- data_collator --------------------------------------------------------------------------------
 
 
-class Marking:
-    """A collator that wraps another one, as users write them."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.kinds = set()
-
-    def __call__(self, features):
-        self.kinds |= {type(feature["input_ids"]) for feature in features}
-        batch = self.inner(features)
-        batch["marked"] = torch.ones(1)
-        return batch
-
-
-class Wrapping(PackedSFTTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.data_collator = Marking(self.data_collator)
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        assert inputs.pop("marked") == 1
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 OWN_COLLATORS = {
-    "Seq2Seq": lambda: DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer()),
-    "TRL's": lambda: DataCollatorForLanguageModeling(pad_token_id=0),
-    "a function": lambda: lambda rows: DataCollatorForLanguageModeling(pad_token_id=0)(rows),
+    "Seq2Seq": lambda ours: DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer()),
+    "TRL's": lambda ours: DataCollatorForLanguageModeling(pad_token_id=0),
+    "around ours": lambda ours: lambda rows: ours(rows),
+    "PackedCollator": lambda ours: PackedCollator(pad_to_multiple_of=64),
 }
 
 
 @pytest.mark.parametrize("name", OWN_COLLATORS)
-def test_a_collator_set_afterwards_trains_padded_rows_as_in_trl(tmp_path, padded, name):
+def test_a_collator_set_afterwards_is_refused_with_what_to_pass(tmp_path, name):
     trainer = trainer_of(tmp_path)
-    trainer.data_collator = collator = OWN_COLLATORS[name]()
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert batch["input_ids"].shape[0] == 4
-    assert_same_losses(losses(trainer), padded)
-    assert trainer.data_collator is collator
-
-
-def test_a_collator_set_afterwards_evaluates_as_in_trl(tmp_path):
-    evaluated = []
-    for cls in (SFTTrainer, PackedSFTTrainer):
-        trainer = trainer_of(tmp_path, cls, per_device_eval_batch_size=2)
-        trainer.data_collator = DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())
-        evaluated.append(trainer.evaluate())
-    assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], abs=TOLERANCE)
-    assert evaluated[0]["eval_entropy"] == pytest.approx(evaluated[1]["eval_entropy"], abs=1e-4)
+    ours, trainer.data_collator = trainer.data_collator, OWN_COLLATORS[name](trainer.data_collator)
+    for use in (trainer.train, trainer.evaluate, trainer.get_train_dataloader):
+        with pytest.raises(ValueError, match=r"on a built trainer.* train_on='assistant' or resp"):
+            use()
+    trainer.data_collator = ours
+    assert "cu_seq_lens_q" in next(iter(trainer.get_train_dataloader()))
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_labels_given_afterwards_are_trained(tmp_path, packing):
-    """As unsloth's `train_on_responses_only` does: other labels, and a collator that pads."""
-
-    def responses_only(rows):
-        return {"labels": [[-100] * 2 + ids[2:] for ids in rows["input_ids"]]}
-
-    found = []
-    for cls in (SFTTrainer, PackedSFTTrainer):
-        trainer = trainer_of(tmp_path, cls, packing=packing and cls is PackedSFTTrainer)
-        trainer.train_dataset = trainer.train_dataset.map(responses_only, batched=True)
-        trainer.data_collator = DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())
-        found.append(losses(trainer))
-    assert_same_losses(found[1], found[0])
-
-
-def test_labels_given_afterwards_are_packed_where_the_collator_is_left(tmp_path):
-    trainer = trainer_of(tmp_path, packing=True)
+def test_labels_given_afterwards_are_packed(tmp_path, packing):
+    """As unsloth's `train_on_responses_only` gives them."""
+    trainer = trainer_of(tmp_path, packing=packing)
     before = trainer.packing_report
     trainer.train_dataset = trainer.train_dataset.map(
         lambda row: {"labels": [-100] * (len(row["input_ids"]) - 1) + row["input_ids"][-1:]}
@@ -141,82 +92,6 @@ def test_labels_given_afterwards_are_packed_where_the_collator_is_left(tmp_path)
     trainer.train()
     assert trainer.packing_report.bins == before.bins
     assert trainer.packing_report.trained_tokens == len(ROWS) < before.trained_tokens
-
-
-def test_a_collator_that_wraps_ours_makes_its_batches_of_packed_rows(tmp_path, padded):
-    trainer = trainer_of(tmp_path, Wrapping)
-    assert_same_losses(losses(trainer), padded)
-    assert trainer.data_collator.kinds == {list}, "as in TRL: `ids + [2]` appends"
-    assert trainer.packing_report.documents == len(ROWS)
-    trainer.evaluate()
-
-
-def test_a_collator_that_wraps_ours_keeps_the_bins(tmp_path):
-    plain = trainer_of(tmp_path, packing=True)
-    trainer = trainer_of(tmp_path, Wrapping, packing=True)
-    assert_same_losses(losses(trainer), losses(plain))
-    assert trainer.packing_report.bins == plain.packing_report.bins
-
-
-def test_another_packed_collator_may_be_set(tmp_path, padded):
-    trainer = trainer_of(tmp_path)
-    trainer.data_collator = PackedCollator(pad_to_multiple_of=64)
-    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[1] % 64 == 0
-    assert_same_losses(losses(trainer), padded)
-
-
-def test_our_collator_set_again_packs_again(tmp_path, padded):
-    trainer = trainer_of(tmp_path)
-    ours, trainer.data_collator = trainer.data_collator, OWN_COLLATORS["Seq2Seq"]()
-    assert "attention_mask" in next(iter(trainer.get_train_dataloader()))
-    trainer.data_collator = ours
-    assert "cu_seq_lens_q" in next(iter(trainer.get_train_dataloader()))
-    assert_same_losses(losses(trainer), padded)
-    assert trainer.packing_report.documents == len(ROWS)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"documents_per_step": 8}, "documents_per_step=8, but data_collator is your own"),
-        ({"loss_weighting": "document"}, "loss_weighting='document' cannot weigh tokens"),
-        ({"packing": True, "static_shapes": True}, "static_shapes=True, but data_collator"),
-    ],
-)
-def test_settings_that_padded_rows_ignore_are_refused(tmp_path, options, named):
-    trainer = trainer_of(tmp_path, **options)
-    trainer.data_collator = OWN_COLLATORS["Seq2Seq"]()
-    with pytest.raises(ValueError, match=named):
-        trainer.train()
-
-
-def test_static_shapes_are_refused_where_a_wrapper_may_change_them(tmp_path):
-    trainer = trainer_of(tmp_path, Wrapping, packing=True, static_shapes=True)
-    with pytest.raises(ValueError, match="static_shapes=True holds the shape"):
-        trainer.train()
-
-
-def test_what_holds_our_collator_calls_it():
-    ours, other = PackedCollator(), PackedCollator()
-    kept = {"inner": ours}
-
-    def around(inner):
-        return lambda rows: inner(rows)
-
-    class Method:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def collate(self, rows):
-            return self.inner(rows)
-
-    for make in (around, Marking, lambda c: partial(Marking.__call__, c), lambda c: [c]):
-        assert calls(make(ours), ours)
-        assert not calls(make(other), ours), "control: another collator of the same class"
-    assert calls(Method(ours).collate, ours)
-    assert not calls(Method(other).collate, ours)
-    assert calls(lambda rows: kept["inner"](rows), ours)
-    assert not calls(DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer()), ours)
 
 
 # --- train_dataset --------------------------------------------------------------------------------
@@ -257,11 +132,27 @@ class Rows(torch.utils.data.Dataset):
         return ROWS[index]
 
 
-@pytest.mark.parametrize("rows", [ROWS, Rows()], ids=["list", "torch"])
-def test_rows_that_are_not_of_datasets_take_trls_path(tmp_path, padded, rows):
+@pytest.mark.parametrize("rows", [ROWS, Rows(), {"a": Dataset.from_list(ROWS)}], ids=repr)
+def test_rows_that_are_not_one_data_set_are_refused(tmp_path, rows):
     trainer = trainer_of(tmp_path)
     trainer.train_dataset = rows
-    assert_same_losses(losses(trainer), padded)
+    with pytest.raises(ValueError, match=f"set to a {type(rows).__name__} on a built trainer"):
+        trainer.train()
+
+
+def test_one_of_the_sources_set_afterwards_is_trained_alone(tmp_path):
+    math, chat = Dataset.from_list(ROWS[:7]), Dataset.from_list(ROWS[7:])
+    trainer = PackedSFTTrainer(
+        tiny_model(),
+        config(tmp_path, PackedSFTConfig),
+        train_dataset={"math": math, "chat": chat},
+        processing_class=tiny_tokenizer(),
+    )
+    assert trainer.packing_report.documents == len(ROWS)
+    trainer.train_dataset = math
+    trainer.train()
+    assert trainer.packing_report.documents == len(math)
+    assert trainer.state.log_history[-1]["train_documents"] == len(math)
 
 
 # --- _get_train_sampler ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A run takes one path, ours or TRL's, and a later run of the same trainer may take the other."""
+"""A run takes one path, ours or TRL's, from its constructor on."""
 
 import os
 
@@ -11,12 +11,12 @@ from trl import SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.recognition.current_row import restore_current_row, set_current_row
-from trl_packing.trainer import follows_user, packed_runs_only
+from trl_packing.trainer import packed_runs_only
 
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)
 
 
-def trainer_for(folder, **settings) -> PackedSFTTrainer:
+def trainer_for(folder, collator=None, **settings) -> PackedSFTTrainer:
     defaults = {
         "max_length": 32,
         "max_steps": 2,
@@ -30,16 +30,15 @@ def trainer_for(folder, **settings) -> PackedSFTTrainer:
     return PackedSFTTrainer(
         tiny_model("llama"),
         PackedSFTConfig(str(folder), **(defaults | settings)),
+        data_collator=collator,
         train_dataset=Dataset.from_list(ROWS),
         processing_class=tiny_tokenizer(),
     )
 
 
 def test_every_method_that_knows_packed_rows_is_trls_on_trls_path(tmp_path):
-    trainer = trainer_for(tmp_path)
-    trainer.data_collator = DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())
-    trainer.get_train_dataloader()  # chooses the path
-    assert trainer.packing_report is None
+    trainer = trainer_for(tmp_path, DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer()))
+    assert trainer.packing_report is trainer.attention is None
     batch = {"input_ids": torch.tensor([[5, 6, 7]])}
     prepared = trainer._prepare_inputs(batch)
     assert type(prepared) is dict
@@ -70,9 +69,8 @@ def test_decorated_methods_keep_their_names_and_docstrings():
     def method(self):
         """Does a thing."""
 
-    for decorate in (packed_runs_only, follows_user):
-        assert decorate(method).__name__ == "method"
-        assert decorate(method).__doc__ == "Does a thing."
+    assert packed_runs_only(method).__name__ == "method"
+    assert packed_runs_only(method).__doc__ == "Does a thing."
 
 
 def test_a_stream_that_was_trained_before_is_forgotten(tmp_path, capsys):

@@ -18,7 +18,6 @@ from helpers.shared_prefixes import (
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.packing.collator import PackedCollator
 from trl_packing.training import prefix_sharing
 
 OPTIONS = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1}
@@ -295,20 +294,6 @@ def test_a_model_that_fails_the_check_trains_single_documents(tmp_path, monkeypa
     assert planned < trainer.packing_report.bins == 14
     assert max(trainer.rows) <= 256
     assert "not shared: RuntimeError: no" in str(trainer.packing_report)
-
-
-@pytest.mark.slow
-def test_a_collator_that_is_set_later_gets_single_documents(tmp_path):
-    class Own(PackedCollator):
-        def __call__(self, rows):
-            return super().__call__(rows)
-
-    trainer = trainer_of(tmp_path)
-    planned = trainer.packing_report.bins
-    trainer.data_collator = Own(0)
-    trainer.train()
-    assert planned < trainer.packing_report.bins == 14
-    assert max(trainer.rows) <= 256
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def check_prefixes(
     Raises:
         Exception: any error that the model raises against a row with shared prefixes.
     """
-    inner, collate = unwrap_model(model), collator.with_sharing(True)
+    inner, collate = unwrap_model(model), collator.replaced(shares_prefixes=True)
     with preserve_state(model, training):
         families = _families(inner, documents)
         reports = [
@@ -156,7 +156,7 @@ def _measure(
     def contaminated(siblings: Sequence[np.ndarray]) -> Tensor:
         ids = np.concatenate([family.prefix, *siblings, family.branch])
         rows = at + len(ids) - len(document)
-        apart = collate.with_sharing(False)
+        apart = collate.replaced(shares_prefixes=False)
         return outputs_in_row(model, inner, [{"input_ids": ids}], rows, fused_head, apart)
 
     return Measurement(

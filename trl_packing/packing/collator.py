@@ -72,7 +72,6 @@ class PackedCollator:
         shares_prefixes: compute the tokens with which documents begin alike once (tree_row.py), on
             models that passed the check of such rows.
         images: adds the tensors of the images of documents (vision/batch.py); None without images.
-        host_row: False leaves `host` None, for batches that are changed before they are used.
 
     Examples:
         >>> collate = PackedCollator()
@@ -92,7 +91,6 @@ class PackedCollator:
     static_shapes: StaticShapes | None = None
     tensors_only: bool = False
     shares_prefixes: bool = False
-    host_row: bool = True
     images: Any = None
 
     def __post_init__(self) -> None:
@@ -106,10 +104,11 @@ class PackedCollator:
                 f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1, or None"
             )
 
-    def with_sharing(self, shares_prefixes: bool) -> "PackedCollator":
-        """Return a copy with another `shares_prefixes`; a subclass may have its own constructor."""
+    def replaced(self, **attributes: Any) -> "PackedCollator":
+        """Return a copy with other attributes; a subclass may have its own constructor."""
         made = copy.copy(self)
-        made.shares_prefixes = shares_prefixes
+        vars(made).update(attributes)
+        made.__post_init__()
         return made
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> PackedBatch:
@@ -156,7 +155,7 @@ class PackedCollator:
             return PackedBatch(batch)
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
-        if not self.host_row or type(self).__call__ is not PackedCollator.__call__:
+        if type(self).__call__ is not PackedCollator.__call__:
             return PackedBatch(tensors)
         if tree is not None:
             return PackedBatch(tensors, tree.host)

@@ -1,12 +1,9 @@
-"""Collators of a run: packed rows, padded rows where logits are requested, and a user's.
+"""Collators of a run: packed rows, and padded rows where logits are requested.
 
 training, evaluation          one flat row of documents          PackedCollator
 evaluation that asks logits   a padded row for each document     TRL's, with weights
-a user's around ours          rows of ours, changed by it        gets lists of Python numbers
 """
 
-import copy
-from dataclasses import replace
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -22,7 +19,6 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.training.columns import documents_of
 from trl_packing.training.sampling import Sampling
-from trl_packing.training.user_collator import PythonLists
 
 logger = get_logger(__name__)
 
@@ -80,19 +76,12 @@ class RunCollators:
                 f"the data_collator has loss_weighting={collator.loss_weighting!r}, but the config "
                 f"has {weighting!r}; set it in the config, which evaluation reads too"
             )
-        collator = copy.copy(collator)
-        collator.loss_weighting = weighting
-        collator.tensors_only = True
-        if collator.images is None and hasattr(self, "packed"):
-            collator.images = self.packed.images
-        collator.shares_prefixes = False  # until `PrefixSharing` has decided
+        # No prefixes are shared until `PrefixSharing` has decided.
+        collator = collator.replaced(
+            loss_weighting=weighting, tensors_only=True, shares_prefixes=False
+        )
         self.packed = self.trainer.data_collator = collator
         self.hold_shapes()
-
-    def for_data_loader(self) -> Any:
-        """Return the collator that a data loader calls: a user's is given lists, not arrays."""
-        given = self.trainer.data_collator
-        return given if isinstance(given, PackedCollator) else PythonLists(given)
 
     def for_evaluation(self, *, padded: bool) -> Any:
         """Return the collator of an evaluation.
@@ -104,18 +93,17 @@ class RunCollators:
             collator = WeightedPaddedCollator(self.padded, self.options.loss_weighting)
             return collator if self.packed.images is None else self.packed.images.padded(collator)
         if self.packed.static_shapes is None:
-            return self._for_evaluation_as_decided(self.for_data_loader())
+            return self.packed.replaced(shares_prefixes=self._shares_in_evaluation)
         if self.sampling.eval_packing:
             return self.with_shapes(self.trainer.args.eval_batch_size)
-        return replace(self.packed, static_shapes=None)
+        return self.packed.replaced(static_shapes=None)
 
     # --- shared prefixes ----------------------------------------------------------------------
 
     @property
     def makes_rows_unchanged(self) -> bool:
-        """Whether rows are ours, as no class or collator of a user has changed them."""
-        is_ours = type(self.packed).__call__ is PackedCollator.__call__
-        return is_ours and self.trainer.data_collator is self.packed
+        """Whether rows are ours, as no class of a user has changed them."""
+        return type(self.packed).__call__ is PackedCollator.__call__
 
     def share_prefixes(self, shares: bool, *, training: bool) -> None:
         """Share prefixes in rows of training, else of evaluation: a check is for one of them."""
@@ -125,14 +113,10 @@ class RunCollators:
             # In place, because the data loader already holds the collator.
             self.packed.shares_prefixes = shares
 
-    def _for_evaluation_as_decided(self, collator: Any) -> Any:
-        ours = collator is self.packed
-        return collator.with_sharing(self._shares_in_evaluation) if ours else collator
-
     def for_probes(self) -> PackedCollator:
         """Return the collator of the isolation check: probes fill one bin or two."""
         shaped = self.packed if self.packed.static_shapes is None else self.with_shapes(bins=1)
-        return shaped.with_sharing(False)  # `PrefixSharing` has a check of its own
+        return shaped.replaced(shares_prefixes=False)  # `PrefixSharing` has a check of its own
 
     # --- static shapes ------------------------------------------------------------------------
 
@@ -175,7 +159,7 @@ class RunCollators:
             longest=longest,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
-        return replace(self.packed, static_shapes=shapes)
+        return self.packed.replaced(static_shapes=shapes)
 
     def drop_shapes_of_padded_rows(self) -> None:
         """Hold no shape where the attention in use pads rows: their shapes follow the documents."""

@@ -114,10 +114,6 @@ class PackedLoaders:
         """Return the training data loader; `parent` is TRL's method for it."""
         self.collators.follow_batch_size()
         self.report.follow_batch_size()
-        with temporarily(self.trainer, data_collator=self.collators.for_data_loader()):
-            return self._train(parent)
-
-    def _train(self, parent: Callable[[], Any]) -> DataLoader:
         dataset = self.trainer.train_dataset
         self._has_weights = self.options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.forget()

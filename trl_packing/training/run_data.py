@@ -1,7 +1,7 @@
 """The data sets of a run: prepared when TRL asks for it, and checked together.
 
 TRL's constructor     trainer._prepare_dataset    prepare          rows → documents, counts
-a data set set later  UserChanges, predict        prepare_later    the same
+a data set set later  train, predict              prepare_later    the same
 """
 
 import copy
@@ -30,6 +30,7 @@ from trl_packing.training.arguments import (
     check_parallelism,
     check_weights_and_sources,
 )
+from trl_packing.training.columns import columns_of
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
 
@@ -67,6 +68,7 @@ class RunData:
         self.counts: dict[str, PreparationCounts] = {}
         self.completion_only: DataCollatorForCompletionOnlyLM | None = None
         self.generation_config: Any = None
+        self._is_later = False
         self._has_training_set = False  # TRL's constructor prepares it before evaluation sets
 
     # --- the data sets of the trainer ---------------------------------------------------------
@@ -146,7 +148,7 @@ class RunData:
         name = self._name_of_set(name)
         check_is_dataset(dataset, name)
         prepare_rows = partial(self._prepare_rows, by_trl, processing_class, args, formatting_func)
-        sets = self.sets if name == "train" else None
+        sets = self.sets if name == "train" and not self._is_later else None
         documents, counts = prepare_sources(sets, prepare_rows, args, dataset, name)
         if counts is not None:
             self.counts[name] = counts
@@ -157,10 +159,18 @@ class RunData:
         trainer = self.trainer
         packing = self.sampling.packing if name == "train" else self.sampling.eval_packing
         tokenizer, formatting_func = trainer.processing_class, trainer._formatting_func
-        with temporarily(self, _has_training_set=name != "train"):
+        with temporarily(self, _has_training_set=name != "train", _is_later=True):
             return trainer._prepare_dataset(
                 dataset, tokenizer, trainer.args, packing, formatting_func, name
             )
+
+    def prepare_again(self, dataset: Any) -> Any:
+        """Return the documents of a training set that was set on the built trainer."""
+        # Tokens without packing are trained as they are, as in TRL; bins have a capacity.
+        is_tokenized = "input_ids" in columns_of(dataset) and not records_of(dataset)
+        if is_tokenized and not self.sampling.packing:
+            return dataset
+        return self.prepare_later(dataset)
 
     def _name_of_set(self, name: str) -> str:
         """Return another name for an evaluation set that a user has called "train"."""

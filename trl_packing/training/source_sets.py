@@ -200,7 +200,7 @@ def prepare_sources(
         dataset: a data set that is prepared alone, unless it stands for `sets`.
         name: of that data set.
     """
-    if sets is None or (dataset is not None and dataset is not sets.first):
+    if sets is None:
         return prepare(dataset, name)
     # Messages write "the 'web' dataset": the name of a source may be any word.
     prepared = {name: prepare(dataset, repr(name)) for name, dataset in sets.datasets.items()}

@@ -204,7 +204,7 @@ class RunImages:
             self._tower = StillTower()
             trainer.add_callback(self._tower)
         images = ImageBatches(self.store, trainer.processing_class, model, fills_rows=waits)
-        return replace(collator, images=images)
+        return collator.replaced(images=images)
 
     def measure(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Note whether any rank has images in the micro-batches of a step."""

@@ -165,7 +165,7 @@ class PackedEpoch:
 
     def _rows_of(self, number: int, chosen: np.ndarray, bins: np.ndarray) -> Iterator[PackedRow]:
         documents = self.documents.__getitems__(chosen.tolist())
-        apart = self.collator.with_sharing(False)(documents)
+        apart = self.collator.replaced(shares_prefixes=False)(documents)
         found = self._documents_of(chosen, apart)
         if self.collator.shares_prefixes and (row := self._shared(number, documents, found, apart)):
             yield row
