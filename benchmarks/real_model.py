@@ -127,10 +127,11 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def build(arguments: argparse.Namespace, folder: str) -> Any:
     """Return the trainer of `arguments.run`."""
+    from trl_packing.recipes.recipe_data import DataArguments, load_documents
+
     from trl import SFTConfig, SFTTrainer
 
     from trl_packing import PackedSFTConfig, PackedSFTTrainer
-    from trl_packing.recipes.recipe_data import DataArguments, load_documents
 
     classes = (SFTConfig, SFTTrainer)
     changes: dict[str, Any] = {"packing": True, "per_device_train_batch_size": 1}

@@ -34,7 +34,7 @@ def run(notebook: NotebookNode, folder: Path, **environment: str) -> None:
         kernel = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
         client = NotebookClient(
             notebook,
-            timeout=900,
+            timeout=3600,
             startup_timeout=300,
             kernel_name="python3",
             resources={"metadata": {"path": str(folder)}},

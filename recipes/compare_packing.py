@@ -53,17 +53,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+from trl_packing.recipes.recipe_run import parse as parse_run
+from trl_packing.recipes.sft_packed import DEMO_ARGUMENTS, load_model
+
 from accelerate import PartialState
 from datasets import Dataset, disable_progress_bars
 from transformers import PrinterCallback, TrainerCallback, set_seed
-from transformers.utils import is_torch_bf16_gpu_available
-from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config
+from trl import ModelConfig, SFTTrainer, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.data.prepared import records_of
-from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
-from trl_packing.recipes.sft_packed import DEMO_ARGUMENTS, load_model
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -142,24 +142,16 @@ def parse(
     argv: list[str] | None, demo: dict[str, Any]
 ) -> tuple[CompareArguments, PackedSFTConfig, ModelConfig]:
     """Return TRL's three groups of arguments; `demo`'s if neither model nor data set is given."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = TrlParser((CompareArguments, PackedSFTConfig, ModelConfig))
-    given, _ = parser.parse_known_args(argv)
-    if not is_torch_bf16_gpu_available():
-        parser.set_defaults(bf16=False)  # TRL's default is True, also on CPU
-    if not torch.accelerator.is_available():
-        parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
-    if not (given.model_name_or_path or given.dataset_name or "--config" in argv):
-        parser.set_defaults(**demo)
-        disable_progress_bars()
-    parser.set_defaults(save_strategy="no", report_to="none", disable_tqdm=True)
+    fixed = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     try:
-        data_args, args, model_args = parser.parse_args_and_config(argv)
+        found = parse_run(argv, CompareArguments, ModelConfig, demo=demo, **fixed)
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
-    if not data_args.dataset_name:
-        raise InputError("your own run needs --model_name_or_path and --dataset_name")
-    return data_args, args, model_args
+    if found[0].datasets:
+        raise InputError("a comparison trains one data set; name it with --dataset_name")
+    if found[2].model_name_or_path is None:
+        disable_progress_bars()
+    return found
 
 
 def compare(

@@ -12,6 +12,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from trl_packing.recipes.make_demo_data import date
+from trl_packing.recipes.sft_packed import DEMO_FILES, DEMO_MODEL, SPECIAL_TOKENS
+
 from datasets import Dataset
 from PIL import Image, ImageDraw
 from transformers import (
@@ -22,9 +25,6 @@ from transformers import (
     LlavaNextProcessor,
     set_seed,
 )
-
-from trl_packing.recipes.make_demo_data import date
-from trl_packing.recipes.sft_packed import DEMO_FILES, DEMO_MODEL, SPECIAL_TOKENS
 
 COLORS = ("black", "white", "red", "green", "blue", "yellow")
 TILE, PATCH = 32, 8  # pixels of a side

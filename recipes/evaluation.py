@@ -40,24 +40,21 @@ of one bin of 512 tokens, five minutes on a busy CPU core):
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers.hf_argparser import HfArg
-from trl import TrlParser
+from trl_packing.recipes.recipe_run import Arguments as RunArguments
+from trl_packing.recipes.recipe_run import finish, parse
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from transformers.hf_argparser import HfArg
+
+from trl_packing import PackedSFTTrainer
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 SHOWN = ("eval_loss", "eval_perplexity", "eval_right_documents")
 
 
 @dataclass
-class Arguments:
+class Arguments(RunArguments):
     """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
     dataset_test_split: str = HfArg(default="test", help="Split, or part of one: 'train[1000:]'.")
     counts_right: bool = HfArg(
         default=False, help="Report the share of documents predicted without an error."
@@ -73,24 +70,15 @@ def right_documents(prediction: Any) -> dict[str, float]:
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Evaluate before and after training, print both, and return the trainer."""
-    parser = TrlParser(
-        (Arguments, PackedSFTConfig), usage="evaluation.py --config FILE [--OPTION VALUE]"
-    )
     # Evaluate when training starts: FSDP2 and ZeRO-2 cannot evaluate earlier.
-    parser.set_defaults(output_dir="outputs/evaluation", eval_on_start=True)
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    arguments, training_args = parser.parse_args_and_config(argv)
-
-    train, test = (
-        load_rows(arguments.dataset_name, split, config=arguments.dataset_config)
-        for split in (arguments.dataset_train_split, arguments.dataset_test_split)
+    arguments, training_args = parse(
+        argv, Arguments, output_dir="outputs/evaluation", eval_on_start=True
     )
     trainer = PackedSFTTrainer(
         model=arguments.model_name_or_path,
         args=training_args,
-        train_dataset=train,
-        eval_dataset=test,
+        train_dataset=arguments.rows(),
+        eval_dataset=arguments.rows(arguments.dataset_test_split),
         compute_metrics=right_documents if arguments.counts_right else None,
         # Gather one number for each token from all ranks, instead of the whole vocabulary.
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
@@ -105,9 +93,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
             say(f"{name:<32} {before[name]:>#7.4g} {after[name]:>#7.4g}")
     if training_args.load_best_model_at_end:
         say(f"The best was {trainer.state.best_model_checkpoint}.")
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

@@ -41,17 +41,15 @@ Expected output (the demo, a minute on a busy CPU core):
 """
 
 import random
-import sys
-from dataclasses import dataclass
 
-import torch
-from datasets import Dataset
-from transformers.hf_argparser import HfArg
-from trl import ModelConfig, TrlParser
-
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
 from trl_packing.recipes.make_demo_data import ITEMS
+from trl_packing.recipes.recipe_run import Arguments, finish, parse
 from trl_packing.recipes.sft_packed import load_model
+
+from datasets import Dataset
+from trl import ModelConfig
+
+from trl_packing import PackedSFTTrainer, show_document
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 10, "num_train_epochs": 1}
@@ -60,16 +58,6 @@ DEMO_TEMPLATE = """\
 {% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}<think>\
 {{ m.reasoning_content }}</think>{% endif %}{{ m.content + eos_token + '\n' }}{% endfor %}\
 {% if add_generation_prompt %}assistant: <think>{% endif %}"""
-
-
-@dataclass
-class Arguments:
-    """The model and the data; without them, the demo's."""
-
-    model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
-    dataset_name: str | None = HfArg(default=None, help="Hub id, file, or folder of files.")
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 def demo_rows(number: int = 400) -> Dataset:
@@ -91,27 +79,16 @@ def demo_rows(number: int = 400) -> Dataset:
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show the documents of two turns, train, save the model, and return the trainer."""
-    usage = "every_turn.py [--config FILE] [--OPTION VALUE]"
-    parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
-    parser.set_defaults(
-        output_dir="outputs/every_turn", train_on="every_turn", prefix_sharing="group"
+    options = {"train_on": "every_turn", "prefix_sharing": "group"}
+    arguments, training_args = parse(
+        argv, Arguments, demo=DEMO, output_dir="outputs/every_turn", **options
     )
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    words = sys.argv[1:] if argv is None else argv
-    is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
-    if is_demo:
-        parser.set_defaults(**DEMO)
-    arguments, training_args = parser.parse_args_and_config(argv)
-
-    model, tokenizer, data = arguments.model_name_or_path, None, arguments.dataset_name
-    if is_demo:
+    model, tokenizer = arguments.model_name_or_path, None
+    if model is None:
         rows, (model, tokenizer) = demo_rows(), load_model(training_args, ModelConfig())
         tokenizer.chat_template = DEMO_TEMPLATE
-    elif model and data:
-        rows = load_rows(data, arguments.dataset_train_split, config=arguments.dataset_config)
     else:
-        raise ValueError("your own run needs --model_name_or_path and --dataset_name")
+        rows = arguments.rows()
     trainer = PackedSFTTrainer(
         model=model, args=training_args, train_dataset=rows, processing_class=tokenizer
     )
@@ -120,9 +97,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     for document in trainer.train_dataset.select(range(2)):
         say(show_document(document, trainer.processing_class))
     trainer.train(training_args.resume_from_checkpoint)
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

@@ -35,11 +35,12 @@ cores):
     The losses of the 63 steps differ by 1e-06 at most.
 """
 
+from trl_packing.recipes.compare_packing import DEMO, Result, Runs, compare, parse, table
+
 from accelerate import PartialState
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.recipes.compare_packing import DEMO, Result, Runs, compare, parse, table
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 RUNS: Runs = {

@@ -1,14 +1,36 @@
-"""Data for sft_packed.py: load a hub id, a file or a folder, and name its columns for TRL.
+"""Data of sft_packed.py: one data set or several, and their columns, named for TRL.
 
-recipe_columns.py lists the columns that can be named, and how. Anything wrong with a data set
-raises `InputError` with one sentence, before anything is written.
+    your columns                              options                          columns for TRL
+    question, answer                          --prompt_column question         prompt, completion
+                                              --completion_column answer
+    instruction, input, output                --prompt_template "{instruction}\\n{input}\\n"
+                                              --completion_column output       prompt, completion
+    chat (role/content or from/value)         --messages_column chat           messages
+    body                                      --dataset_text_field body        body
+    prompt, completion | messages | text | input_ids           (nothing)       the same
+    a folder of `trl-packing prepare`                         (nothing)       documents
+
+Several data sets are TRL's `datasets:` in a YAML file. An entry has the same words for its columns:
+
+    datasets:
+      - path: gsm8k_train.jsonl          a file, a folder, or a hub id
+        prompt_column: question
+        completion_column: answer
+      - path: trl-lib/Capybara
+        epochs: 2                        ours: how often an epoch draws each of its documents
+        source: chat                     its name in the report and in the log
+    test_split_size: 0.02                a share of all rows, held out at random
+
+Without `weight` and `epochs`, every document is trained once an epoch, as in TRL's sft.py. Anything
+wrong with a data set raises `InputError` with one sentence, before anything is written.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from datasets import (
     Dataset,
     IterableDataset,
@@ -18,33 +40,27 @@ from datasets import (
 )
 from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
+from trl.scripts.utils import DatasetConfig
 
 from trl_packing.data.dataset import LOADERS
-from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest
-from trl_packing.recipes.recipe_columns import AnyDataset, InputError, RowColumns
+from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest, records_of
+from trl_packing.formatting.prompt_template import PromptTemplate
 
-NAMING = ("prompt_column", "completion_column", "messages_column", "chat")
+# TRL reads the first two beside a conversation, and the trainer the weight of a document.
+KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")
+
+Row = dict[str, Any]
+AnyDataset: TypeAlias = Dataset | IterableDataset
 
 
-class LoadedData(NamedTuple):
-    """Documents in TRL's columns, and notes for the user about how they were made.
-
-    Several sources are a dictionary, and so are held-out documents of different columns.
-    """
-
-    train: AnyDataset | dict[str, AnyDataset]
-    test: AnyDataset | dict[str, AnyDataset] | None
-    notes: list[str]
+class InputError(ValueError):
+    """A mistake in the user's options or data, in one sentence."""
 
 
 @dataclass
-class DataArguments(ScriptArguments):
-    """TRL's script arguments, and the columns to train on."""
+class ColumnArguments:
+    """The columns to train on."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "Hub id, a .json, .jsonl or .parquet file, or a folder of such files."},
-    )
     prompt_column: str | None = field(
         default=None, metadata={"help": "Column that holds the prompt. Default: prompt."}
     )
@@ -62,14 +78,112 @@ class DataArguments(ScriptArguments):
             "Default: yes if the tokenizer has a chat template and no prompt_template is given."
         },
     )
-    test_split_size: float | None = field(
-        default=None,
-        metadata={"help": "Share of the training split to hold out, if there is no test split."},
+
+
+@dataclass
+class SourceConfig(ColumnArguments, DatasetConfig):
+    """TRL's entry of `datasets`, its columns, and how often an epoch draws its documents.
+
+    Attributes:
+        prompt_template: makes its prompts of several columns.
+        dataset_text_field: its column of plain text.
+        weight: its share among the entries with a weight.
+        epochs: how often an epoch draws each of its documents.
+        source: its name; by default that of the file, the folder or the hub id.
+    """
+
+    path: str = ""
+    prompt_template: str | None = None
+    dataset_text_field: str | None = None
+    weight: float | None = None
+    epochs: float | None = None
+    source: str | None = None
+
+
+# Options of an entry that say how its rows become documents.
+_OF_ROWS = (*(f.name for f in fields(ColumnArguments)), "prompt_template", "dataset_text_field")
+
+
+@dataclass
+class SourceArguments:
+    """TRL's `datasets`, which replaces `dataset_name`."""
+
+    datasets: list[SourceConfig] = field(
+        default_factory=list,
+        metadata={
+            "help": "Data sets to train together, best in a YAML file: entries with path, name, "
+            "data_files, split, columns and fraction as in TRL, and weight, epochs, source, and "
+            "prompt_column, completion_column, messages_column, prompt_template, chat or "
+            "dataset_text_field for its rows."
+        },
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the entries of datasets as streams."}
     )
 
-    def columns(self, **more: Any) -> RowColumns:
-        """Return the columns that the arguments name, with `more` attributes of `RowColumns`."""
-        return RowColumns(**{name: getattr(self, name) for name in NAMING}, **more)
+    def __post_init__(self) -> None:
+        if not isinstance(self.datasets, list):
+            raise InputError(
+                f"datasets={self.datasets!r} must be a list of entries, each '- path:'"
+            )
+        self.datasets = [_entry(at + 1, each) for at, each in enumerate(self.datasets)]
+
+
+def _entry(number: int, given: Any) -> SourceConfig:
+    """Return an entry of `datasets`, whose keys and values are checked."""
+    entry = {"path": given} if isinstance(given, str) else given
+    if isinstance(given, SourceConfig):
+        return given
+    where = f"datasets, entry {number}:"
+    if not isinstance(entry, dict):
+        raise InputError(f"{where} {given!r} must have keys such as path")
+    known = [each.name for each in fields(SourceConfig)]
+    if unknown := [key for key in entry if key not in known]:
+        raise InputError(f"{where} {unknown[0]!r} is unknown; choose among {', '.join(known)}")
+    if not isinstance(entry.get("path"), str):
+        raise InputError(f"{where} it needs a path, and path is {entry.get('path')!r}")
+    for key, value in entry.items():
+        if value is None:
+            continue
+        if key == "chat" and not isinstance(value, bool):
+            raise InputError(f"{where} {key}={value!r} must be true or false")
+        if key in (*_OF_ROWS, "source", "name", "split") and not isinstance(value, (str, bool)):
+            raise InputError(f"{where} {key}={value!r} must be a text")
+        if key == "fraction" and not (isinstance(value, (int, float)) and 0 <= value <= 1):
+            raise InputError(
+                f"{where} fraction={value!r} must be from 0 to 1; epochs trains a data set more "
+                "than once"
+            )
+    return SourceConfig(**entry)
+
+
+@dataclass
+class DataArguments(SourceArguments, ColumnArguments, ScriptArguments):
+    """TRL's script arguments, and the columns to train on."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, a .json, .jsonl or .parquet file, or a folder of such files."},
+    )
+    dataset_train_split: str = field(
+        default="train", metadata={"help": "Split to train, or part of it: 'train[:1000]'."}
+    )
+    test_split_size: float | None = field(
+        default=None,
+        metadata={"help": "Share of the rows to hold out, in place of dataset_test_split."},
+    )
+
+
+class LoadedData(NamedTuple):
+    """Documents in TRL's columns, and notes for the user about how they were made.
+
+    Several sources are a dictionary, and so are held-out documents of different columns.
+    """
+
+    train: AnyDataset | dict[str, AnyDataset]
+    test: AnyDataset | dict[str, AnyDataset] | None
+    notes: list[str]
+    mixture: dict[str, dict[str, float]] | None = None
 
 
 def load_documents(
@@ -80,109 +194,129 @@ def load_documents(
     needs_test: bool = False,
     has_chat_template: bool = False,
     text_field: str = "text",
+    source_column: str | None = None,
+    kept: Sequence[str] = (),
     seed: int = 42,
 ) -> LoadedData:
     """Return the training documents that `args` describe, and held-out ones if needed.
 
-    The held-out documents are the split ``dataset_test_split``, or a share of the training split
-    if that split does not exist and ``test_split_size`` is given.
+    The held-out documents are a share of all rows (``test_split_size``), or a split.
 
     Args:
-        args: the data set and its columns.
+        args: the data sets and their columns.
         prompt_template: makes prompts from raw columns.
         query_field: the column that `prompt_template` uses as the query.
         needs_test: hold documents out even without ``test_split_size``.
         has_chat_template: make conversations of prompts and completions by default.
         text_field: the column of plain text.
+        source_column: a column for the names of sources in the held-out rows.
+        kept: columns that stay beside the documents, such as that of a curriculum.
         seed: draws the held-out documents.
 
     Raises:
-        InputError: the data set cannot be loaded, or has other columns.
+        InputError: a data set cannot be loaded, or has other columns.
     """
-    if is_prepared(str(args.dataset_name)):
-        return _load_prepared(args, prompt_template, needs_test)
-    splits, notes = _load_splits(args)
-    train = _pick(splits, args.dataset_train_split, args.dataset_name)
-    test = None
-    if args.dataset_test_split not in splits and args.test_split_size is not None:
-        train, test = _hold_out(train, args.test_split_size, seed)
-    elif needs_test or args.test_split_size is not None:
-        test = _pick(splits, args.dataset_test_split, args.dataset_name)
-
-    columns = args.columns(
+    run = RowColumns(
         prompt_template=prompt_template,
         query_field=query_field,
         has_chat_template=has_chat_template,
         text_field=text_field,
+        kept=(*KEPT_COLUMNS, *kept),
+        **{each.name: getattr(args, each.name) for each in fields(ColumnArguments)},
     )
-    documents = columns.convert(train)
-    notes += columns.notes(next(iter(train)), next(iter(documents)))
-    return LoadedData(documents, None if test is None else columns.convert(test), notes)
+    if args.datasets:
+        sources = load_sources(args.datasets, args.streaming, args.test_split_size, seed)
+        if needs_test and not sources.test:
+            raise InputError("with datasets, evaluation needs a test_split_size to hold out")
+        for option in (*(each.name for each in fields(ColumnArguments)), "prompt_template"):
+            if getattr(run, option) is not None:
+                raise InputError(f"with datasets, {option} belongs into the entries: move it there")
+        return _convert_sources(sources, run, source_column)
+    name = str(args.dataset_name)
+    if is_prepared(name):
+        return _load_prepared(args, prompt_template, needs_test)
+    entry = SourceConfig(path=name, name=args.dataset_config, split=args.dataset_train_split)
+    train, notes = read(entry, args.dataset_streaming), _unread_files(name)
+    test = None
+    if args.test_split_size is not None:
+        parts = _hold_out({name: train}, args.test_split_size, seed)
+        train, test = (part[name] for part in parts)
+    elif needs_test:
+        entry.split = args.dataset_test_split
+        test = read(entry, args.dataset_streaming)
+    documents = run.convert(train)
+    notes += run.notes(next(iter(train)), next(iter(documents)))
+    return LoadedData(documents, None if test is None else run.convert(test), notes)
 
 
-def convert_sources(
-    train: dict[str, AnyDataset],
-    test: dict[str, AnyDataset],
-    columns: RowColumns,
-    named: Mapping[str, Mapping[str, Any]],
-    source_column: str | None = None,
-) -> LoadedData:
-    """Return several data sets in TRL's columns.
+# --- reading --------------------------------------------------------------------------------------
 
-    Args:
-        train: rows to train, by source.
-        test: held-out rows, by source. They become one data set if their columns are the same.
-        columns: those that are named for all of them.
-        named: attributes of `RowColumns` that the entry of a source sets.
-        source_column: a column for the names of sources in the held-out rows.
+
+def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
+    """Return the rows of one data set.
 
     Raises:
-        InputError: a source is empty, or has other columns than are named.
+        InputError: it does not exist, cannot be read, or is empty.
     """
-    _check_some_have(columns, train)
-    own = {name: columns.of_source(name, rows, named.get(name, {})) for name, rows in train.items()}
-    documents, notes = {}, []
-    for name, rows in train.items():
-        if (first := next(iter(rows), None)) is None:
-            raise InputError(f"the data set {name} is empty")
-        documents[name] = own[name].convert(rows)
-        notes += [f"{name}: {note}" for note in own[name].notes(first, next(iter(documents[name])))]
-    held_out = {
-        name: (own.get(name) or columns.of_source(name, rows, named.get(name, {}))).convert(rows)
-        for name, rows in test.items()
-    }
-    if source_column is not None:
-        held_out = {
-            name: rows.remove_columns(
-                [c for c in rows.column_names if c == source_column]
-            ).add_column(source_column, [name] * len(rows))
-            for name, rows in held_out.items()
-        }
-    if len({str(rows.features) for rows in held_out.values()}) > 1:
-        return LoadedData(documents, held_out, notes)
-    joined = concatenate_datasets([*held_out.values()]) if held_out else None
-    return LoadedData(documents, joined, notes)
-
-
-def _check_some_have(columns: RowColumns, sources: Mapping[str, AnyDataset]) -> None:
-    """Raise InputError for an option whose columns no source has."""
-    present = [set(get_dataset_column_names(rows)) for rows in sources.values()]
-    for option in (*NAMING[:3], "prompt_template"):
-        needed = columns.columns_of(option)
-        if needed and not any(each.issuperset(needed) for each in present):
+    path, loader = Path(entry.path).expanduser(), entry.path
+    files: Any = entry.data_files
+    if path.is_file():
+        if path.suffix not in LOADERS:
+            raise InputError(f"{entry.path} must end in one of {', '.join(LOADERS)}")
+        loader, files = LOADERS[path.suffix], str(path)
+    elif path.is_dir():
+        if not any(file.suffix in LOADERS for file in path.rglob("*")):
+            endings = ", ".join(LOADERS)
+            raise InputError(f"the folder {path} holds no file that ends in one of {endings}")
+        loader = str(path)
+    elif path.suffix in LOADERS or loader.startswith((".", "/", "~")) or loader.count("/") > 1:
+        raise InputError(f"{entry.path} does not exist (looked from {Path.cwd()})")
+    try:
+        rows = load_dataset(
+            path=loader,
+            name=None if path.exists() else entry.name,
+            data_dir=entry.data_dir,
+            data_files=files,
+            split=entry.split,
+            streaming=streaming,
+        )
+        is_empty = next(iter(rows), None) is None
+    except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
+        cause = error.__cause__ or error
+        reason = str(cause).strip().split("\n")[0]
+        is_empty = isinstance(cause, StopIteration) or "corresponds to no data" in reason
+        if not is_empty:
+            where = "" if path.exists() else " (no file or folder here, so taken for a hub id)"
             raise InputError(
-                f"none of the datasets has the column {', '.join(map(repr, needed))}, which "
-                f"--{option} names"
-            )
+                f"cannot load the data set {entry.path}{where}: {reason}"
+                + "; name a split, or hold out a --test_split_size" * ("split" in reason)
+            ) from error
+    if is_empty:
+        raise InputError(f"the split {entry.split!r} of {entry.path} holds no row: it is empty")
+    if entry.columns is None:
+        return rows
+    missing = [column for column in entry.columns if column not in rows.column_names]
+    if missing:
+        found = ", ".join(rows.column_names)
+        raise InputError(f"{entry.path} has no column {missing[0]!r} among {found}")
+    return rows.select_columns(entry.columns)
 
 
-# --- prepared documents -------------------------------------------------------------------------
+def _unread_files(name: str) -> list[str]:
+    """Return a note on files of a folder that are not read, as their names belong to no split."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return []
+    files = {path.resolve() for path in folder.rglob("*") if path.suffix in LOADERS}
+    used = load_dataset_builder(str(folder)).config.data_files
+    unused = files - {Path(file).resolve() for split in used.values() for file in split}
+    unread = ", ".join(sorted(file.name for file in unused))
+    text = f"not read, because their names belong to no split of {name}: {unread}"
+    return [text] if unused else []
 
-# Options that made the columns and the splits. They must not change afterwards.
-_MADE_BY = (
-    *("dataset_config", "dataset_train_split", "dataset_test_split", "test_split_size"),
-    *("prompt_column", "completion_column", "messages_column", "chat"),
-)
+
+# Options that made the columns and the splits of prepared data. They must not change afterwards.
+_MADE_BY = ("dataset_config", "dataset_train_split", "dataset_test_split", "test_split_size")
 
 
 def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) -> LoadedData:
@@ -190,8 +324,9 @@ def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) 
     folder, manifest = str(args.dataset_name), read_manifest(str(args.dataset_name))
     if args.dataset_streaming:
         raise InputError(f"{folder} holds prepared data: leave dataset_streaming out")
-    given = {name: getattr(args, name) for name in _MADE_BY} | {"prompt_template": template}
     defaults = {each.name: each.default for each in fields(DataArguments)}
+    names = (*_MADE_BY, *(each.name for each in fields(ColumnArguments)))
+    given = {name: getattr(args, name) for name in names} | {"prompt_template": template}
     for name, value in given.items():
         stored = manifest["options"].get(name)
         if value != defaults.get(name) and str(value).lower() != str(stored).lower():
@@ -205,71 +340,380 @@ def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) 
     return LoadedData(load_prepared(folder), test, [])
 
 
-# --- reading ------------------------------------------------------------------------------------
-
-
-def _load_splits(args: DataArguments) -> tuple[dict[str, AnyDataset], list[str]]:
-    """Return the splits of ``dataset_name``, and a note on files that belong to no split."""
-    name, path = str(args.dataset_name), Path(str(args.dataset_name)).expanduser()
-    endings = ", ".join(LOADERS)
-    if path.is_file():
-        if path.suffix not in LOADERS:
-            raise InputError(f"{name} must end in one of {endings}")
-        return _read(name, args, LOADERS[path.suffix], data_files=str(path)), []
-    if path.is_dir():
-        files = {p.resolve() for p in path.rglob("*") if p.suffix in LOADERS}
-        if not files:
-            raise InputError(f"the folder {name} holds no file that ends in one of {endings}")
-        splits = _read(name, args, str(path))
-        # File names decide the splits. If one file is called train, files whose names belong to no
-        # split are not read.
-        used = load_dataset_builder(str(path)).config.data_files
-        unused = files - {Path(file).resolve() for split in used.values() for file in split}
-        if not unused:
-            return splits, []
-        unread = ", ".join(sorted(file.name for file in unused))
-        return splits, [f"not read, because their names belong to no split of {name}: {unread}"]
-    if path.suffix in LOADERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"{name} does not exist (looked from {Path.cwd()})")
-    hub_id = f"{name} (no file or folder here, so taken for a hub id)"
-    return _read(hub_id, args, name, name=args.dataset_config), []
-
-
-def _read(
-    source: str, args: DataArguments, loader: str, **options: str | None
-) -> dict[str, AnyDataset]:
-    """Call `load_dataset`; turn its errors into one sentence."""
-    try:
-        return load_dataset(loader, streaming=args.dataset_streaming, **options)
-    except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
-        cause = error.__cause__ or error
-        reason = str(cause).strip().split("\n")[0]
-        if isinstance(cause, StopIteration) or "corresponds to no data" in reason:
-            reason = "it is empty"
-        raise InputError(f"cannot load the data set {source}: {reason}") from error
-
-
-def _pick(splits: dict[str, AnyDataset], split: str, name: str | None) -> AnyDataset:
-    if split not in splits:
-        raise InputError(
-            f"{name} has no split {split!r}, only {_listed(splits)}; name one with "
-            "--dataset_train_split, --dataset_test_split, or hold out a --test_split_size"
-        )
-    if next(iter(splits[split]), None) is None:
-        raise InputError(f"the split {split!r} of {name} is empty")
-    return splits[split]
-
-
-def _hold_out(train: AnyDataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    if isinstance(train, IterableDataset):
-        raise InputError("test_split_size cannot hold out a share of a stream: name a test split")
-    if not 0 < share < 1 or round(share * len(train)) in (0, len(train)):
+def _hold_out(
+    rows: Mapping[str, AnyDataset], share: float, seed: int
+) -> tuple[dict[str, AnyDataset], dict[str, AnyDataset]]:
+    """Return rows to train and rows to hold out, drawn from all data sets together."""
+    for name, dataset in rows.items():
+        if records_of(dataset):
+            raise InputError(
+                f"test_split_size={share} cannot divide {name!r}, which is prepared: a row may be "
+                "several documents; name its rows as path, or leave test_split_size out"
+            )
+        if isinstance(dataset, IterableDataset):
+            raise InputError(
+                "test_split_size cannot hold out a share of a stream: name a test split"
+            )
+    ends = np.cumsum([len(dataset) for dataset in rows.values()])
+    number = int(np.ceil(share * ends[-1])) if 0 < share < 1 else 0
+    if not 0 < number < ends[-1] or round(share * ends[-1]) == 0:
         raise InputError(
             f"test_split_size={share} must be between 0 and 1, and leave a document on each side"
         )
-    parts = train.train_test_split(test_size=share, seed=seed)
-    return parts["train"], parts["test"]
+    is_test = np.zeros(ends[-1], bool)
+    is_test[np.random.default_rng(seed).permutation(ends[-1])[:number]] = True
+    parts: tuple[dict[str, AnyDataset], dict[str, AnyDataset]] = ({}, {})
+    for (name, dataset), of_source in zip(rows.items(), np.split(is_test, ends[:-1]), strict=True):
+        for part, chosen in zip(parts, (~of_source, of_source), strict=True):
+            if chosen.any():
+                part[name] = dataset.select(np.flatnonzero(chosen))
+    return parts
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(map(str, names))
+# --- several data sets ----------------------------------------------------------------------------
+
+
+class LoadedSources(NamedTuple):
+    """The entries of `datasets` by source: rows, held-out rows, shares, and entries."""
+
+    train: dict[str, AnyDataset]
+    test: dict[str, AnyDataset]
+    mixture: dict[str, dict[str, float]] | None
+    entries: dict[str, SourceConfig]
+
+
+def load_sources(
+    entries: Sequence[SourceConfig], streaming: bool, test_size: float | None, seed: int
+) -> LoadedSources:
+    """Return the rows that the entries of `datasets` describe.
+
+    Args:
+        entries: of `datasets`.
+        streaming: read them as streams.
+        test_size: share of all rows to hold out; None holds none out.
+        seed: draws the held-out rows.
+
+    Raises:
+        InputError: an entry cannot be loaded, or the entries do not go together.
+    """
+    named = dict(zip(_names(entries), entries, strict=True))
+    rows = {name: _read_source(entry, streaming) for name, entry in named.items()}
+    rows = _fractions(rows, entries, streaming=streaming)
+    test: dict[str, AnyDataset] = {}
+    if test_size is not None:
+        rows, test = _hold_out(rows, test_size, seed)
+    return LoadedSources(rows, test, _mixture(named), named)
+
+
+def load_named(
+    args: SourceArguments, run: Any, kept: tuple[str, ...]
+) -> tuple[dict[str, AnyDataset], dict[str, dict[str, float]] | None]:
+    """Return the rows of `datasets` and their shares; only entries that name columns get TRL's.
+
+    Args:
+        args: name the data sets.
+        run: the settings of the run.
+        kept: columns that stay beside a conversation.
+    """
+    sources = load_sources(args.datasets, args.streaming, None, run.seed)
+    columns = RowColumns(text_field=run.dataset_text_field, has_chat_template=True, kept=kept)
+    rows = {
+        name: columns.of_source(name, sources.entries[name]).convert(each)
+        if any(getattr(sources.entries[name], option) is not None for option in _OF_ROWS)
+        else each
+        for name, each in sources.train.items()
+    }
+    return rows, sources.mixture
+
+
+def _read_source(entry: SourceConfig, streaming: bool) -> AnyDataset:
+    if not is_prepared(entry.path):
+        return read(entry, streaming)
+    named = [
+        *(n for n in _OF_ROWS if getattr(entry, n) is not None),
+        *["columns"][: bool(entry.columns)],
+    ]
+    if streaming:
+        raise InputError(f"{entry.path} holds prepared data: leave streaming out")
+    if named:
+        raise InputError(
+            f"{entry.path} holds prepared data, which has no columns to name: leave {named[0]} out "
+            "of its entry"
+        )
+    return load_prepared(entry.path, entry.split)
+
+
+def _names(entries: Sequence[SourceConfig]) -> list[str]:
+    """Return a name for each entry, no two the same."""
+    names: list[str] = []
+    for entry in entries:
+        files = entry.data_files
+        path = files if isinstance(files, str) and entry.path in LOADERS.values() else entry.path
+        name = entry.source or "-".join(filter(None, [Path(path).stem, entry.name]))
+        if entry.source is not None and name in names:
+            raise InputError(f"two entries of datasets have the source {name!r}; name them apart")
+        same = sum(other == name or other.startswith(f"{name}-") for other in names)
+        names.append(f"{name}-{same + 1}" if name in names else name)
+    return names
+
+
+def _fractions(
+    rows: dict[str, AnyDataset], entries: Sequence[SourceConfig], *, streaming: bool
+) -> dict[str, AnyDataset]:
+    """Return the first rows of each, as TRL's `fraction` says; all of them without it."""
+    fractions = [entry.fraction for entry in entries if entry.fraction is not None]
+    if not fractions:
+        return rows
+    if len(fractions) < len(entries):
+        raise InputError("fraction must be set for all entries of datasets, or for none")
+    if streaming:
+        raise InputError("fraction needs the sizes of data sets, which streams do not tell")
+    if not sum(fractions):
+        raise InputError("one fraction of datasets must be above 0")
+    shares = [fraction / sum(fractions) for fraction in fractions]
+    sizes = [len(dataset) for dataset in rows.values()]
+    total = min(size / share for size, share in zip(sizes, shares, strict=True) if share > 0)
+    numbers = [round(share * total) for share in shares]
+    return {  # a prepared data set that stays whole keeps its counts
+        name: dataset if number == len(dataset) else dataset.select(range(number))
+        for (name, dataset), number in zip(rows.items(), numbers, strict=True)
+        if number
+    }
+
+
+def _mixture(entries: Mapping[str, SourceConfig]) -> dict[str, dict[str, float]] | None:
+    mixture: dict[str, dict[str, float]] = {}
+    for name, entry in entries.items():
+        given = {"weight": entry.weight, "epochs": entry.epochs}
+        share = {kind: value for kind, value in given.items() if value is not None}
+        if len(share) > 1:
+            raise InputError(f"the entry {name!r} of datasets has a weight and epochs; give one")
+        if share:
+            mixture[name] = share
+    return mixture or None
+
+
+def _convert_sources(
+    sources: LoadedSources, run: "RowColumns", source_column: str | None
+) -> LoadedData:
+    """Return several data sets in TRL's columns; those held out as one if their columns agree."""
+    documents: dict[str, AnyDataset] = {}
+    notes: list[str] = []
+    own = {name: run.of_source(name, entry) for name, entry in sources.entries.items()}
+    for name, rows in sources.train.items():
+        documents[name] = own[name].convert(rows)
+        found = own[name].notes(next(iter(rows)), next(iter(documents[name])))
+        notes += [f"{name}: {note}" for note in found]
+    held_out = {name: own[name].convert(rows) for name, rows in sources.test.items()}
+    if source_column is not None:
+        held_out = {
+            name: rows.remove_columns(
+                [c for c in rows.column_names if c == source_column]
+            ).add_column(source_column, [name] * len(rows))
+            for name, rows in held_out.items()
+        }
+    if len({str(rows.features) for rows in held_out.values()}) > 1:
+        return LoadedData(documents, held_out, notes, sources.mixture)
+    joined = concatenate_datasets([*held_out.values()]) if held_out else None
+    return LoadedData(documents, joined, notes, sources.mixture)
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """The columns of one data set to train on, and the form of its documents.
+
+    Attributes:
+        prompt_column: holds the prompt; None: "prompt", or `prompt_template`.
+        completion_column: holds the completion; None: "completion".
+        messages_column: holds conversations, of which nothing else is a part.
+        chat: make conversations of prompts and completions; None: if there is a chat template, and
+            no `prompt_template`.
+        prompt_template: makes prompts from raw columns.
+        dataset_text_field: the column of plain text, if it is named for this data set alone.
+        query_field: the column that {query} in `prompt_template` stands for.
+        text_field: the column of plain text in the documents of the run.
+        has_chat_template: whether conversations can be rendered.
+        kept: columns that stay beside a conversation.
+        source: the name of the data set, if it is one of several.
+    """
+
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    messages_column: str | None = None
+    chat: bool | None = None
+    prompt_template: str | None = None
+    dataset_text_field: str | None = None
+    query_field: str = "query"
+    text_field: str = "text"
+    has_chat_template: bool = False
+    kept: tuple[str, ...] = KEPT_COLUMNS
+    source: str | None = None
+
+    def of_source(self, source: str, entry: SourceConfig) -> "RowColumns":
+        """Return the columns of one of several data sets, which its entry names."""
+        return replace(self, source=source, **{name: getattr(entry, name) for name in _OF_ROWS})
+
+    def convert(self, dataset: AnyDataset) -> AnyDataset:
+        """Return `dataset` with columns for TRL, as the table at the top of this file shows.
+
+        Raises:
+            InputError: a column is missing, or the names contradict each other.
+        """
+        if records_of(dataset):
+            return dataset
+        if self.chat and not self.has_chat_template:
+            word = self._word("chat")
+            raise self._error(f"{word} needs a chat template: set one with --chat_template_path")
+        columns = get_dataset_column_names(dataset)
+        if image := {*columns} & {"image", "images"} - {*self.kept}:
+            raise self._error(
+                f"the column {image.pop()!r} holds images: train them with recipes/vision.py, or "
+                "remove it"
+            )
+        whole = "messages_column" if self.messages_column else "dataset_text_field"
+        makes_prompts = self.prompt_column or self.prompt_template or self.completion_column
+        if getattr(self, whole) is not None:
+            if makes_prompts:
+                word = self._word(whole)
+                raise self._error(f"{word} is the whole document: name no prompt beside it")
+            self._require(columns, getattr(self, whole), whole)
+        if self.messages_column:
+            rewrite: Any = self._conversation
+        elif self.dataset_text_field:
+            texts = dataset.select_columns([self.dataset_text_field])
+            if self.dataset_text_field == self.text_field:
+                return texts
+            return texts.rename_column(self.dataset_text_field, self.text_field)
+        elif makes_prompts or ("prompt" in columns and "input_ids" not in columns):
+            rewrite = self._prompt_completion(columns)
+        elif "input_ids" in columns:
+            return dataset
+        else:
+            forms = ("messages", "conversations", self.text_field)
+            form = next((form for form in forms if form in columns), None)
+            if form is None:
+                raise self._no_form(columns)
+            return dataset.select_columns([*(c for c in self.kept if c in columns), form])
+        dropped = [column for column in columns if column not in self.kept]
+        options = {} if isinstance(dataset, IterableDataset) else {"desc": "Naming columns"}
+        return dataset.map(rewrite, with_indices=True, remove_columns=dropped, **options)
+
+    def notes(self, row: Row, document: Row) -> list[str]:
+        """Return notes on surprises in the first row and the document made from it."""
+        prompt, completion = document.get("prompt"), document.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if prompt[-1:].isspace() or completion[:1].isspace() or not (prompt and completion):
+                return []
+            return [
+                f"the model reads {prompt[-12:] + completion[:12]!r} where prompt and completion "
+                f"meet; {self._word('prompt_template')} can put a space or a line break there"
+            ]
+        was_conversation = isinstance(row.get(self.prompt_column or "prompt"), list)
+        if prompt is None or was_conversation or self.chat:
+            return []
+        off = "--chat false" if self.source is None else "chat: false in its entry"
+        return [
+            "prompt and completion become a user and an assistant message, because the tokenizer "
+            f"has a chat template; {off} trains on the plain text"
+        ]
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _conversation(self, row: Row, index: int) -> Row:
+        """Return the row's messages (role and content, or ShareGPT's from and value)."""
+        column = str(self.messages_column)
+        messages = row[column]
+        if messages is None or messages == []:
+            raise self._error(f"row {index} has no message in the column {column!r}")
+        if not isinstance(messages, list):
+            kind = type(messages).__name__
+            raise self._error(f"row {index} has {kind} in the column {column!r}, not messages")
+        return {"messages": messages}
+
+    def _prompt_completion(self, columns: list[str]) -> Any:
+        """Return the function that makes a prompt and a completion from a row."""
+        template, completion = self._template(columns), self.completion_column or "completion"
+        if self.prompt_column and template:
+            one, other = self._word("prompt_column"), self._word("prompt_template")
+            raise self._error(f"give {one} or {other}, not both")
+        names = template.fields if template else [self.prompt_column or "prompt"]
+        for column in names:
+            self._require(columns, column, "prompt_template" if template else "prompt_column")
+        self._require(columns, completion, "completion_column")
+        chat = self.chat
+        if chat is None:
+            chat = self.has_chat_template and self.prompt_template is None
+
+        def rewrite(row: Row, index: int) -> Row:
+            for column in (*names, completion):
+                if row[column] is None:
+                    raise self._error(f"row {index} has no value in the column {column!r}")
+            document = {
+                "prompt": template.prompt(row) if template else row[names[0]],
+                "completion": row[completion],
+            }
+            if chat and not isinstance(document["prompt"], list):
+                roles = {"prompt": "user", "completion": "assistant"}
+                return {k: [{"role": roles[k], "content": str(v)}] for k, v in document.items()}
+            return {k: v if isinstance(v, list) else str(v) for k, v in document.items()}
+
+        return rewrite
+
+    def _template(self, columns: list[str]) -> PromptTemplate | None:
+        """Return the template; its {query} is the first of `query_field`, instruction, question."""
+        if self.prompt_template is None:
+            return None
+        names = (self.query_field, "instruction", "question")
+        query = next((name for name in names if name in columns), self.query_field)
+        try:
+            template = PromptTemplate.from_setting(self.prompt_template, query)
+            _ = template.fields  # raises for braces that cannot be read
+        except ValueError as error:
+            raise self._error(str(error)) from error
+        return template
+
+    # --- mistakes -------------------------------------------------------------------------------
+
+    def _no_form(self, columns: list[str]) -> InputError:
+        """Return the refusal of columns that no option names, with options that may fit them."""
+        found = ", ".join(columns)
+        where = "" if self.source is None else " in its entry"
+        answers = ("output", "answer", "response", "completion", "solution")
+        answer = next((name for name in answers if name in columns), None)
+        question = next(
+            (n for n in ("question", "query", "problem", "input") if n in columns), None
+        )
+        if answer and {"instruction", "input"} <= {*columns}:
+            fits = {"prompt_template": "alpaca", "completion_column": answer}
+        elif answer and "instruction" in columns:
+            fits = {"prompt_column": "instruction", "completion_column": answer}
+        elif answer and question:
+            fits = {"prompt_column": question, "completion_column": answer}
+        else:
+            words = [self._word(o) for o in ("prompt_column", "completion_column")]
+            return self._error(
+                f"no column to train on among {found}: name yours{where} with {words[0]} and "
+                f"{words[1]}, {self._word('messages_column')} or {self._word('dataset_text_field')}"
+            )
+        sign = " " if self.source is None else ": "
+        options = " ".join(f"{self._word(name)}{sign}{value}" for name, value in fits.items())
+        return self._error(f"no column to train on among {found}: these fit{where}: {options}")
+
+    def _require(self, columns: list[str], column: str, option: str) -> None:
+        if column not in columns:
+            raise self._error(
+                f"no column {column!r} among {', '.join(columns)}: name yours with "
+                f"{self._word(option)}"
+            )
+
+    def _word(self, option: str) -> str:
+        """Return an option as the user writes it: in an entry of `datasets`, without dashes."""
+        return option if self.source is not None else f"--{option}"
+
+    def _error(self, sentence: str) -> InputError:
+        return InputError(
+            sentence if self.source is None else f"the data set {self.source}: {sentence}"
+        )

@@ -42,40 +42,20 @@ minutes on a busy CPU core):
     The model is in outputs/response_template.
 """
 
-from dataclasses import dataclass
+from trl_packing.recipes.recipe_run import Arguments, finish, parse
 
-import torch
-from transformers.hf_argparser import HfArg
-from trl import TrlParser
-
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+from trl_packing import PackedSFTTrainer, show_document
 from trl_packing.tools.command.exit_messages import exits_in_one_line
-
-
-@dataclass
-class Arguments:
-    """The model and the data."""
-
-    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show the first text, train, save the model, and return the trainer."""
-    parser = TrlParser(
-        (Arguments, PackedSFTConfig), usage="response_template.py --config FILE [--OPTION VALUE]"
+    arguments, training_args = parse(
+        argv, Arguments, output_dir="outputs/response_template", response_template="### Response:\n"
     )
-    parser.set_defaults(output_dir="outputs/response_template", response_template="### Response:\n")
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    arguments, training_args = parser.parse_args_and_config(argv)
 
-    rows = load_rows(
-        arguments.dataset_name, arguments.dataset_train_split, config=arguments.dataset_config
-    )
+    rows = arguments.rows()
     if training_args.dataset_text_field in rows.column_names:  # not those that are prepared
         rows = rows.select_columns(training_args.dataset_text_field)
     trainer = PackedSFTTrainer(
@@ -85,9 +65,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     say("\nTrained tokens are between ⟦ and ⟧.")
     say(show_document(trainer.train_dataset[0], trainer.processing_class))
     trainer.train(training_args.resume_from_checkpoint)
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

@@ -37,44 +37,24 @@ and the second command prints:
     The model is in outputs/resuming.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers.hf_argparser import HfArg
-from trl import TrlParser
+from trl_packing.recipes.recipe_run import Arguments, finish, parse
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
+from trl_packing import PackedSFTTrainer
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 from trl_packing.training.checkpoints import last_whole_checkpoint
-
-
-@dataclass
-class Arguments:
-    """The model and the data."""
-
-    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Start, or continue from the last complete checkpoint; return the trainer."""
-    parser = TrlParser(
-        (Arguments, PackedSFTConfig), usage="resuming.py --config FILE [--OPTION VALUE]"
+    arguments, training_args = parse(
+        argv, Arguments, output_dir="outputs/resuming", save_steps=50, save_total_limit=2
     )
-    parser.set_defaults(output_dir="outputs/resuming", save_steps=50, save_total_limit=2)
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    arguments, training_args = parser.parse_args_and_config(argv)
 
-    rows = load_rows(
-        arguments.dataset_name, arguments.dataset_train_split, config=arguments.dataset_config
-    )
     trainer = PackedSFTTrainer(
-        model=arguments.model_name_or_path, args=training_args, train_dataset=rows
+        model=arguments.model_name_or_path, args=training_args, train_dataset=arguments.rows()
     )
     say = trainer.accelerator.print
     checkpoint, half_written = last_whole_checkpoint(Path(training_args.output_dir))
@@ -85,9 +65,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     else:
         say(f"Continuing from {checkpoint.name}.")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

@@ -19,22 +19,32 @@ of such files) and its columns. Every option of TRL's sft.py works (`--help`), a
     accelerate launch recipes/sft_packed.py --config recipes/sft_gsm8k.yaml --use_peft
     torchrun --nproc_per_node 2 recipes/sft_packed.py
 
-recipe_columns.py lists the columns that can be named, and how; recipe_mixture.py the `datasets:` of
-a YAML file, which trains several data sets, each with its own columns and share (sft_mixture.yaml).
+recipe_data.py lists the columns that can be named, and how, and the `datasets:` of a YAML file,
+which trains several data sets, each with its own columns and share (sft_mixture.yaml). The same
+script trains all weights (full_*.yaml) and adapters (lora_*.yaml, dora_*.yaml, qlora_*.yaml); it
+saves the adapter alone. To merge it into the base model:
+
+    from peft import AutoPeftModelForCausalLM
+    model = AutoPeftModelForCausalLM.from_pretrained("outputs/lora")
+    model.merge_and_unload().save_pretrained("outputs/merged")
 """
 
-import os
-import sys
 import warnings
 from dataclasses import dataclass, field
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-# With 2 threads on 2 busy cores, threads that spin while they wait made the demo 8 times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from trl_packing.recipes import FOLDER
+from trl_packing.recipes.recipe_data import (
+    DataArguments,
+    InputError,
+    LoadedData,
+    load_documents,
+)
+from trl_packing.recipes.recipe_run import parse as parse_run
+from trl_packing.recipes.recipe_summary import ShortLines, summary
 
-import torch
 from accelerate import PartialState
 from datasets import disable_progress_bars
 from transformers import (
@@ -44,23 +54,13 @@ from transformers import (
     ProgressCallback,
     set_seed,
 )
-from transformers.utils import is_torch_bf16_gpu_available
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.data_utils import get_dataset_column_names
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.config import PackingOptions
 from trl_packing.formatting.printable import escape_text
-from trl_packing.recipes import FOLDER
-from trl_packing.recipes.recipe_columns import InputError
-from trl_packing.recipes.recipe_data import (
-    DataArguments,
-    LoadedData,
-    convert_sources,
-    load_documents,
-)
-from trl_packing.recipes.recipe_mixture import MixtureArguments, load_sources
-from trl_packing.recipes.recipe_summary import ShortLines, summary
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 # TRL 1.16 sets options that transformers 5.23 has renamed. Users cannot change that.
@@ -103,7 +103,7 @@ NUM_SHOWN = 5  # answers that are printed
 
 
 @dataclass
-class RecipeArguments(MixtureArguments, DataArguments):
+class RecipeArguments(DataArguments):
     """The data, and the number of held-out prompts to answer before and after training."""
 
     num_samples: int = field(
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         raise InputError(str(error)) from error
     if is_demo and trainer.pop_callback(ProgressCallback):
         trainer.add_callback(ShortLines)
-    questions = list(data.test.take(data_args.num_samples)) if data.test is not None else []
+    questions = list(data.test.take(data_args.num_samples)) if data_args.num_samples else []
     answers = {"before": answer(trainer, questions)}
     metrics = trainer.train(training_args.resume_from_checkpoint).metrics
     answers["after"] = answer(trainer, questions)
@@ -155,6 +155,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.save_metrics("all", metrics, combined=False)
     trainer.save_model(training_args.output_dir)
     summary(trainer, say)
+    if hasattr(trainer.model, "get_nb_trainable_parameters"):
+        trained, total = trainer.model.get_nb_trainable_parameters()
+        say(f"Trained {trained:,} of {total:,} parameters ({trained / total:.1%}).")
     say(f"Model and metrics are in {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=data_args.dataset_name)
@@ -165,29 +168,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConfig, ModelConfig]:
     """Return TRL's three groups of arguments; the demo's if neither model nor data set is given."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = TrlParser((RecipeArguments, PackedSFTConfig, ModelConfig))
-    given, _ = parser.parse_known_args(argv)
-    names_data = given.dataset_name or given.datasets
-    is_demo = not (given.model_name_or_path or names_data or "--config" in argv)
-    if not is_torch_bf16_gpu_available():
-        parser.set_defaults(bf16=False)  # TRL's default is True, also on CPU
-    if not torch.accelerator.is_available():
-        # With use_cpu, accelerate joins the processes that torchrun starts. Without it, each trains
-        # alone.
-        parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
-    if is_demo:
-        parser.set_defaults(**DEMO_ARGUMENTS)
     try:
-        data_args, training_args, model_args = parser.parse_args_and_config(argv)
+        found = parse_run(argv, RecipeArguments, ModelConfig, demo=DEMO_ARGUMENTS)
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
-    names_data = data_args.dataset_name or data_args.datasets
-    if not is_demo and not (model_args.model_name_or_path and names_data):
-        raise InputError("your own run needs --model_name_or_path and --dataset_name (or datasets)")
-    if data_args.dataset_name and data_args.datasets:
-        warnings.warn("datasets is used, and dataset_name is not", stacklevel=2)
-    return data_args, training_args, model_args
+    if found[0].dataset_name and found[0].datasets:
+        raise InputError("dataset_name and datasets both name the data; give one")
+    return found
 
 
 def load_data(
@@ -195,34 +182,24 @@ def load_data(
 ) -> LoadedData:
     """Return the rows to train and to hold out; `datasets` also sets the mixture of the run."""
     template, training_args.prompt_template = training_args.prompt_template, None  # applied here
-    needs_test = training_args.eval_strategy != "no" or data_args.num_samples > 0
-    options = {
-        "prompt_template": template,
-        "query_field": training_args.query_field,
-        "has_chat_template": bool(tokenizer.chat_template or training_args.chat_template_path),
-        "text_field": training_args.dataset_text_field,
-    }
-    if not data_args.datasets:
-        return load_documents(data_args, needs_test=needs_test, seed=training_args.seed, **options)
-    if needs_test and data_args.test_split_size is None:
-        raise InputError("with datasets, evaluation needs a test_split_size to hold out")
-    streams = data_args.streaming or data_args.dataset_streaming
-    sources = load_sources(
-        data_args.datasets,
-        streaming=streams,
-        test_size=data_args.test_split_size,
+    if template is not None and data_args.completion_column is None:
+        response = training_args.response_field
+        data_args.completion_column = None if response == "response" else response
+    data = load_documents(
+        data_args,
+        prompt_template=template,
+        query_field=training_args.query_field,
+        needs_test=training_args.eval_strategy != "no" or data_args.num_samples > 0,
+        has_chat_template=bool(tokenizer.chat_template or training_args.chat_template_path),
+        text_field=training_args.dataset_text_field,
+        source_column=training_args.source_column,
+        kept=PackingOptions.of(training_args).named_columns(),
         seed=training_args.seed,
     )
-    if sources.mixture is not None and training_args.mixture is not None:
+    if data.mixture is not None and training_args.mixture is not None:
         raise InputError("mixture and a weight or epochs in datasets say the same; give one")
-    training_args.mixture = training_args.mixture or sources.mixture
-    return convert_sources(
-        sources.train,
-        sources.test,
-        data_args.columns(**options),
-        sources.columns,
-        training_args.source_column,
-    )
+    training_args.mixture = training_args.mixture or data.mixture
+    return data
 
 
 def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple[Any, Any]:
@@ -235,12 +212,7 @@ def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple
         config = LlamaConfig(vocab_size=len(tokenizer), **special, **DEMO_MODEL)
         attention = model_args.attn_implementation
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention), tokenizer
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
+    set_model_options(training_args, model_args)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name,
@@ -252,11 +224,23 @@ def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple
     return name, tokenizer
 
 
+def set_model_options(training_args: PackedSFTConfig, model_args: ModelConfig) -> None:
+    """Set the options with which the trainer loads the model."""
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+
+
 # --- answers to held-out prompts, before and after ------------------------------------------------
 
 
 def answer(trainer: PackedSFTTrainer, questions: list[dict[str, Any]]) -> list[str]:
     """Return the model's greedy answers. Every rank computes all of them, so that no rank waits."""
+    if not questions:  # ZeRO-3 would gather the whole model
+        return []
     tokenizer, size = trainer.processing_class, trainer.args.eval_batch_size
     longest = max((len(tokenizer(text(q["completion"])).input_ids) for q in questions), default=0)
     answers: list[str] = []

@@ -34,32 +34,29 @@ Expected output (the demo, half a minute on a CPU core):
 """
 
 import random
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+from trl_packing.recipes.make_demo_data import order
+from trl_packing.recipes.recipe_run import Arguments as RunArguments
+from trl_packing.recipes.recipe_run import finish, parse
+from trl_packing.recipes.sft_packed import load_model
+
 from datasets import Dataset
 from transformers.hf_argparser import HfArg
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
-from trl_packing.recipes.make_demo_data import order
-from trl_packing.recipes.sft_packed import load_model
+from trl_packing import PackedSFTTrainer
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 DEMO = {"max_length": 1024, "per_device_train_batch_size": 1, "num_train_epochs": 1}
 
 
 @dataclass
-class Arguments:
+class Arguments(RunArguments):
     """The model and the data; without them, the demo's."""
 
-    model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
-    dataset_name: str | None = HfArg(default=None, help="Hub id, file, or folder of files.")
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
     prompt_column: str = HfArg(default="prompt", help="Column of the prompts.")
     answers_column: str = HfArg(default="answers", help="Column of an answer, or a list of them.")
 
@@ -89,25 +86,15 @@ def one_each(rows: dict[str, Any], names: tuple[str, str], chat: bool) -> dict[s
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train, print the tokens that were computed, save the model, and return the trainer."""
-    usage = "shared_prefixes.py [--config FILE] [--OPTION VALUE]"
-    parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
-    parser.set_defaults(output_dir="outputs/shared_prefixes", prefix_sharing="group")
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    words = sys.argv[1:] if argv is None else argv
-    is_demo = not {"--config", "--model_name_or_path", "--dataset_name"} & {*words}
-    if is_demo:
-        parser.set_defaults(**DEMO)
-    arguments, training_args = parser.parse_args_and_config(argv)
-
-    model, tokenizer, data = arguments.model_name_or_path, None, arguments.dataset_name
+    arguments, training_args = parse(
+        argv, Arguments, demo=DEMO, output_dir="outputs/shared_prefixes", prefix_sharing="group"
+    )
+    model, tokenizer = arguments.model_name_or_path, None
+    is_demo = model is None
     if is_demo:
         rows, (model, tokenizer) = demo_rows(), load_model(training_args, ModelConfig())
-    elif model and data:
-        split, subset = arguments.dataset_train_split, arguments.dataset_config
-        rows = load_rows(data, split, config=subset)
     else:
-        raise ValueError("your own run needs --model_name_or_path and --dataset_name")
+        rows = arguments.rows()
     if "labels" not in rows.column_names:  # documents of `trl-packing prepare` have them
         names = (arguments.prompt_column, arguments.answers_column)
         make = partial(one_each, names=names, chat=not is_demo)
@@ -117,9 +104,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     metrics = trainer.train(training_args.resume_from_checkpoint).metrics
     say(f"Tokens of documents: {metrics['train_tokens']:,}.")
     say(f"Tokens computed: {metrics.get('train_computed_tokens', metrics['train_tokens']):,}.")
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

@@ -33,25 +33,22 @@ Expected output (SmolLM2-135M-Instruct, four files of 100 conversations, three s
 
 from dataclasses import dataclass
 
-import torch
+from trl_packing.recipes.recipe_run import Arguments as RunArguments
+from trl_packing.recipes.recipe_run import finish, parse
+
 from datasets import load_dataset
 from transformers.hf_argparser import HfArg
-from trl import TrlParser
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 from trl_packing.data.prepared import is_prepared
 from trl_packing.streaming.shards import assign_shards
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
 @dataclass
-class Arguments:
+class Arguments(RunArguments):
     """The model and the data."""
 
-    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="Hub id, or a folder of .jsonl or .parquet files.")
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split to read.")
     shuffle_buffer: int = HfArg(
         default=0, help="Size of a shuffle buffer in documents, for files sorted by source."
     )
@@ -60,18 +57,12 @@ class Arguments:
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Print how the stream is divided, train, save the model, and return the trainer."""
-    parser = TrlParser(
-        (Arguments, PackedSFTConfig), usage="streaming.py --config FILE [--OPTION VALUE]"
-    )
-    parser.set_defaults(output_dir="outputs/streaming")
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    arguments, training_args = parser.parse_args_and_config(argv)
+    arguments, training_args = parse(argv, Arguments, output_dir="outputs/streaming")
 
     if is_prepared(arguments.dataset_name):
         raise ValueError(
             f"{arguments.dataset_name} holds prepared data, which need no streaming: train them "
-            "with another recipe, such as full.py"
+            "with another recipe, such as sft_packed.py"
         )
     stream = load_dataset(
         arguments.dataset_name,
@@ -92,9 +83,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         f"{assignment.num_readers} at a time."
     )
     trainer.train(training_args.resume_from_checkpoint)
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

@@ -41,26 +41,14 @@ up to 768 tokens, six steps of one bin at a learning rate of 2e-4, five minutes 
     The model is in outputs/tool_calling.
 """
 
-from dataclasses import dataclass
+from trl_packing.recipes.recipe_run import Arguments, finish, parse
 
 import torch
-from transformers.hf_argparser import HfArg
-from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows, show_document
+from trl_packing import PackedSFTTrainer, show_document
 from trl_packing.data.prepared import is_prepared
 from trl_packing.tools.command.exit_messages import exits_in_one_line
-
-
-@dataclass
-class Arguments:
-    """The model and the data."""
-
-    model_name_or_path: str = HfArg(help="Hub id, or a folder with a model.")
-    dataset_name: str = HfArg(help="Hub id, a .json, .jsonl or .parquet file, or a folder.")
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
 
 def first_answer(trainer: PackedSFTTrainer) -> str:
@@ -82,19 +70,13 @@ def first_answer(trainer: PackedSFTTrainer) -> str:
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Show the trained tokens, train, show replies before and after; return the trainer."""
-    parser = TrlParser(
-        (Arguments, PackedSFTConfig), usage="tool_calling.py --config FILE [--OPTION VALUE]"
+    arguments, training_args = parse(
+        argv, Arguments, output_dir="outputs/tool_calling", train_on="assistant"
     )
-    parser.set_defaults(output_dir="outputs/tool_calling", train_on="assistant")
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    arguments, training_args = parser.parse_args_and_config(argv)
 
-    rows = load_rows(
-        arguments.dataset_name, arguments.dataset_train_split, config=arguments.dataset_config
-    )
+    rows = arguments.rows()
     if is_prepared(arguments.dataset_name):  # both sets
-        train, held_out = rows, load_rows(arguments.dataset_name, "eval")
+        train, held_out = rows, arguments.rows("eval")
     else:
         train, held_out = rows.select(range(len(rows) - 1)), rows.select([len(rows) - 1])
     trainer = PackedSFTTrainer(
@@ -109,9 +91,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     say(f"\nbefore  {first_answer(trainer)!r}")
     trainer.train(training_args.resume_from_checkpoint)
     say(f"\nafter   {first_answer(trainer)!r}")
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

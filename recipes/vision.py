@@ -31,24 +31,19 @@ Expected output (the demo, two minutes on a busy CPU core):
     The model is in outputs/vision.
 """
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from trl_packing.recipes.recipe_data import KEPT_COLUMNS, SourceArguments, load_named
+from trl_packing.recipes.recipe_run import Arguments as RunArguments
+from trl_packing.recipes.recipe_run import finish, parse
+
 from datasets import Dataset
 from transformers import AutoProcessor
 from transformers.hf_argparser import HfArg
-from trl import TrlParser
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, load_rows
-from trl_packing.recipes.recipe_mixture import (
-    MixtureArguments,
-    SourceConfig,
-    load_sources,
-    with_own_columns,
-)
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
@@ -57,16 +52,9 @@ LANGUAGE_MODEL = r".*\.(language_model|text_model)\..*_proj"  # its matrices
 
 
 @dataclass
-class Arguments(MixtureArguments):
+class Arguments(SourceArguments, RunArguments):
     """The model and the data; without them, the demo's."""
 
-    model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
-    dataset_name: str | None = HfArg(default=None, help="Hub id, file, or folder of files.")
-    datasets: list[SourceConfig] = field(
-        default_factory=list, metadata={"help": "Several data sets, best in a YAML file."}
-    )
-    dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
-    dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
     image_folder: str | None = HfArg(default=None, help="Folder of the paths of images.")
     max_pixels: int | None = HfArg(default=None, help="Scale images down (Qwen-VL, GLM-4V).")
     lora_r: int = HfArg(default=0, help="Rank of an adapter, with alpha twice it; 0: all weights.")
@@ -89,47 +77,35 @@ def in_folder(rows: Dataset, folder: str) -> Dataset:
 
 def load(arguments: Arguments, training_args: PackedSFTConfig) -> Any:
     """Return the rows of `dataset_name`, or of each of `datasets`, which also set the mixture."""
-    name, folder = arguments.dataset_name, arguments.image_folder
-    if name and not arguments.datasets:
-        rows = load_rows(name, arguments.dataset_train_split, config=arguments.dataset_config)
+    folder = arguments.image_folder
+    if not arguments.datasets:
+        rows = arguments.rows()
         return in_folder(rows, folder) if folder else rows
-    if name:
+    if arguments.dataset_name:
         raise ValueError("dataset_name and datasets both name the data; give one")
-    streaming, seed = arguments.streaming, training_args.seed
-    loaded = load_sources(arguments.datasets, streaming=streaming, test_size=None, seed=seed)
-    if loaded.mixture and training_args.mixture:
+    sources, mixture = load_named(arguments, training_args, kept=(*KEPT_COLUMNS, "images", "image"))
+    if mixture and training_args.mixture:
         raise ValueError("mixture and a weight or epochs in datasets say the same; give one")
-    training_args.mixture = training_args.mixture or loaded.mixture
-    sources: dict[str, Any] = with_own_columns(loaded, training_args.dataset_text_field)
+    training_args.mixture = training_args.mixture or mixture
     return {name: in_folder(rows, folder) if folder else rows for name, rows in sources.items()}
 
 
 @exits_in_one_line
 def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Train, compare the losses of the demo, save the model, and return the trainer."""
-    usage = "vision.py [--config FILE] [--OPTION VALUE]"
-    parser = TrlParser((Arguments, PackedSFTConfig), usage=usage)
-    parser.set_defaults(output_dir="outputs/vision", train_on="assistant")
-    if not torch.accelerator.is_available():  # TRL's defaults assume a GPU
-        parser.set_defaults(use_cpu=True, bf16=False, dataloader_pin_memory=False)
-    words = sys.argv[1:] if argv is None else argv
-    own = {"--config", "--model_name_or_path", "--dataset_name", "--datasets"}
-    is_demo = not own & {*words}
-    if is_demo:
-        parser.set_defaults(**DEMO)
-    arguments, training_args = parser.parse_args_and_config(argv)
-
-    model, data = arguments.model_name_or_path, arguments.dataset_name or arguments.datasets
+    arguments, training_args = parse(
+        argv, Arguments, demo=DEMO, output_dir="outputs/vision", train_on="assistant"
+    )
+    model = arguments.model_name_or_path
+    is_demo = model is None
     if is_demo:
         from trl_packing.recipes.demo_pictures import demo_model, demo_rows, exchanged
 
         rows, (model, processor) = demo_rows(600), demo_model(training_args.seed)
-    elif model and data:
+    else:
         rows = load(arguments, training_args)
         pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
         processor = AutoProcessor.from_pretrained(model, **pixels)
-    else:
-        raise ValueError("your own run needs --model_name_or_path and --dataset_name or datasets")
     adapter, rank = None, arguments.lora_r
     if rank:
         from peft import LoraConfig
@@ -149,9 +125,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         new = demo_rows(60, pictures=[1], seed=1)
         right, wrong = (trainer.evaluate(r)["eval_loss"] for r in (new, exchanged(new)))
         say(f"Loss on new pictures: {right:.2f}. With the pictures of other rows: {wrong:.2f}.")
-    trainer.save_model()
-    say(f"The model is in {training_args.output_dir}.")
-    trainer.accelerator.end_training()
+    finish(trainer)
     return trainer
 
 

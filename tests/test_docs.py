@@ -136,9 +136,8 @@ def test_every_page_is_in_the_navigation():
     recipes = {p.name for p in (ROOT / "recipes").glob("*.py")} - {
         "demo_pictures.py",
         "make_demo_data.py",
-        "recipe_columns.py",
         "recipe_data.py",
-        "recipe_mixture.py",
+        "recipe_run.py",
         "recipe_summary.py",
     }
     made = {f"recipes/{name}.md" for name in recipes} | {"recipes/README.md"}
@@ -229,12 +228,13 @@ def settings_named(page: str) -> set[str]:
 
 
 def known_settings() -> set[str]:
+    from trl_packing.recipes import vision
+    from trl_packing.recipes.recipe_data import DataArguments
+
     from trl import ModelConfig
 
     from trl_packing.config import PackedSFTConfig, options
     from trl_packing.packing.bins import STRATEGIES
-    from trl_packing.recipes import vision
-    from trl_packing.recipes.recipe_data import DataArguments
 
     classes = (PackedSFTConfig, ModelConfig, DataArguments, vision.Arguments)
     names = {f.name for c in classes for f in dataclasses.fields(c)}

@@ -67,7 +67,7 @@ def test_a_notebook_becomes_text_code_and_escaped_outputs(tmp_path):
     ("address", "rank"),
     [
         ("settings.md", None),
-        ("recipes/lora.py.md", {"boost": 0.5}),
+        ("recipes/chat_data.py.md", {"boost": 0.5}),
         ("LOG.md", {"boost": 0.2}),
         ("repository/benchmarks/results/pack.md", {"boost": 0.2}),
         ("repository/trl_packing/config/options.py.md", {"exclude": True}),

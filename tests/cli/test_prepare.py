@@ -2,6 +2,14 @@
 
 import json
 
+from trl_packing.recipes.recipe_data import (
+    DataArguments,
+    InputError,
+    SourceConfig,
+    load_documents,
+    load_sources,
+)
+
 import pytest
 import yaml
 from helpers.prepared import chats
@@ -11,8 +19,6 @@ from trl_packing.cli import main
 from trl_packing.cli.prepare import _places
 from trl_packing.data.prepared import records_of
 from trl_packing.formatting import tokenize_rows
-from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
-from trl_packing.recipes.recipe_mixture import SourceConfig, load_sources
 from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
@@ -229,10 +235,10 @@ def test_an_entry_that_is_prepared_takes_no_settings_of_rows(place, entry, chang
 
 def test_prepared_entries_and_rows_are_one_mixture(place):
     prepare_pairs()
-    entries = [{"path": "out", "fraction": 3, "weight": 2}]
-    entries += [{"path": "pairs.jsonl", "fraction": 1, "weight": 1, "source": "pairs"}]
+    entries = [{"path": "out", "fraction": 0.75, "weight": 2}]
+    named = {"prompt_column": "question", "completion_column": "answer"}
+    entries += [{"path": "pairs.jsonl", "fraction": 0.25, "weight": 1, "source": "pairs"} | named]
     options = {"datasets": entries, "model_name_or_path": "model", "output_dir": "run"}
-    options |= {"prompt_column": "question", "completion_column": "answer"}
     (place / "run.yaml").write_text(json.dumps(options))
     call = TrainingCommand.from_words(["--config", "run.yaml"]).trainer_call()
     sets = call.train_dataset
@@ -291,7 +297,7 @@ def test_a_stream_of_a_prepared_folder_is_refused(place, capsys):
 
 @pytest.mark.slow
 def test_a_recipe_trains_a_prepared_folder(place, capsys):
-    from trl_packing.recipes import full
+    from trl_packing.recipes import resuming
 
     model = save_tiny_model(place)
     run = ["--model_name_or_path", model, "--max_length", "64", "--train_on", "assistant"]
@@ -299,6 +305,6 @@ def test_a_recipe_trains_a_prepared_folder(place, capsys):
     options = [*run, "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
     losses = []
     for data in ("chats.jsonl", "out"):
-        trainer = full.main(["--dataset_name", data, *options, "--output_dir", f"run-{data}"])
+        trainer = resuming.main(["--dataset_name", data, *options, "--output_dir", f"run-{data}"])
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert losses[0] == losses[1]

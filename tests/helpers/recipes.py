@@ -6,8 +6,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trl import TrlParser
-
 from trl_packing import PackedSFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -15,10 +13,6 @@ FOLDER = ROOT / "recipes"
 
 # A recipe → the YAML file that its test runs.
 RECIPES = {
-    "full": "full_0.1b",
-    "lora": "lora_0.1b",
-    "qlora": "lora_0.1b",
-    "dora": "lora_0.1b",
     "chat_data": "chat_data",
     "tool_calling": "tool_calling",
     "every_turn": "every_turn",
@@ -42,12 +36,21 @@ def commands_of(name: str) -> list[str]:
 
 
 def parse(recipe: str, arguments: list[str]) -> tuple[Any, PackedSFTConfig]:
-    parser = TrlParser((module(recipe).Arguments, PackedSFTConfig))
-    return parser.parse_args_and_config([*arguments, "--use_cpu", "true", "--bf16", "false"])
+    words = [*arguments, "--use_cpu", "true", "--bf16", "false"]
+    if recipe == "sft_packed":
+        return module(recipe).parse(words)[:2]
+    return module("recipe_run").parse(words, module(recipe).Arguments)
 
 
 def expected_output(recipe: str) -> list[str]:
-    """Return the lines that the docstring of a recipe promises: the last indented part of it."""
+    """Return the lines that a recipe promises: the last indented part of its docstring.
+
+    That of a YAML file, named with its ending, is the indented part of its comment.
+    """
+    if recipe.endswith(".yaml"):
+        text = (FOLDER / recipe).read_text().partition("# Expected output")[2]
+        lines = re.findall(r"(?m)^#   (.*)", text)
+        return [line.strip() for line in lines]
     text = (module(recipe).__doc__ or "").rstrip()
     assert "\nExpected output" in text, f"{recipe}.py has no expected output"
     found = re.search(r"(?:\n(?:    [^\n]*)?)+$", text)

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from trl_packing.recipes import FOLDER, compare_packing, padding_free
 from trl_packing.recipes.recipe_data import InputError
+
+import pytest
 
 SMALL = ["--num_documents", "24", "--max_length", "256", "--per_device_train_batch_size", "2"]
 
@@ -43,7 +43,7 @@ def test_the_table_has_a_line_a_run_and_its_speed_against_the_first():
 
 
 def test_what_is_missing_is_said_in_one_sentence():
-    with pytest.raises(InputError, match="needs --model_name_or_path and --dataset_name"):
+    with pytest.raises(InputError, match="name the model and the data"):
         compare_packing.main(["--model_name_or_path", "m"])
     with pytest.raises(InputError, match=r"nothing\.yaml"):
         compare_packing.main(["--config", "nothing.yaml"])

@@ -4,10 +4,6 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-from datasets import Dataset
-
 from trl_packing.recipes.recipe_summary import (
     ShortLines,
     chart,
@@ -17,6 +13,11 @@ from trl_packing.recipes.recipe_summary import (
     summary,
     what_packing_did,
 )
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.histogram import Histogram
 

@@ -19,13 +19,14 @@ def test_a_docstring_says_how_to_run_it_and_what_comes_out(recipe):
 def test_other_words_are_not_taken_for_the_expected_output(monkeypatch):
     promised = ["documents    200 · 39,312 tokens", "Trained 4,884,480 of … (3.5%)."]
     monkeypatch.setattr("helpers.recipes.expected_output", lambda recipe: promised)
-    assert_prints("lora", "documents  7 · 1 tokens\nTrained 5 of 1,024 parameters (29.5%).")
+    name = "lora_0.1b.yaml"
+    assert_prints(name, "documents  7 · 1 tokens\nTrained 5 of 1,024 parameters (29.5%).")
     for output in (
         "documents  7 · 1 tokens\nTrained all of them (3.5%).",
         "Trained 5 of 1,024 parameters (29.5%).\ndocuments  7 · 1 tokens",
     ):
         with pytest.raises(AssertionError, match="not printed"):
-            assert_prints("lora", output)
+            assert_prints(name, output)
 
 
 def test_the_readme_lists_every_recipe_and_every_yaml_file():
@@ -34,7 +35,7 @@ def test_the_readme_lists_every_recipe_and_every_yaml_file():
         assert f"`{name}`" in text
     named = set(re.findall(r"`([\w./]+\.(?:py|yaml))`", text))
     assert [name for name in named if not (FOLDER / name).exists()] == []
-    helpers = {"recipe_columns.py", "recipe_data.py", "recipe_mixture.py", "recipe_summary.py"}
+    helpers = {"recipe_run.py", "recipe_data.py", "recipe_summary.py"}
     parts = helpers | {"make_demo_data.py", "demo_pictures.py"}
     runnable = {path.name for path in FOLDER.glob("*.py")} - parts
     assert runnable <= named

@@ -1,11 +1,8 @@
 """A recipe that cannot run says why in one line."""
 
-import re
-from importlib.util import find_spec
-
 import pytest
 import torch
-from helpers.recipes import FOLDER, RECIPES, module
+from helpers.recipes import RECIPES, module
 
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
@@ -16,14 +13,13 @@ DEMOS = ["every_turn", "shared_prefixes", "vision"]  # without arguments, these 
 def test_without_a_model_it_says_what_is_missing(recipe, capsys):
     with pytest.raises(SystemExit) as refusal:
         module(recipe).main([])
-    missing = "the following arguments are required: --model_name_or_path, --dataset_name"
-    assert refusal.value.code == f"{recipe}.py: {missing}"
+    assert refusal.value.code.startswith(f"{recipe}.py: name the model and the data: --model_name")
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("recipe", DEMOS)
 def test_a_demo_with_only_data_says_what_is_missing(recipe, tmp_path):
-    with pytest.raises(SystemExit, match="needs --model_name_or_path and --dataset_name"):
+    with pytest.raises(SystemExit, match="name the model and the data"):
         module(recipe).main(["--dataset_name", str(tmp_path / "nothing.jsonl")])
 
 
@@ -33,19 +29,16 @@ def test_a_refusal_is_one_line_without_a_traceback(recipe, tmp_path, monkeypatch
     (tmp_path / "bad.yaml").write_text("learning_rate: [1")
     (tmp_path / "unknown.yaml").write_text("lerning_rate: 1.0e-4")
     given = ["--model_name_or_path", "nothing", "--dataset_name", str(tmp_path / "nothing.jsonl")]
-    if recipe == "qlora":
-        given += ["--use_cpu", "true"]
-    lacks_package = recipe == "qlora" and find_spec("bitsandbytes") is None
     for options, sentence in (
         (["--nonsense", "1"], "--nonsense"),
         (["--max_lenght", "1"], "--max_lenght is unknown; did you mean --max_length?"),
         (["--max_length", "one"], "argument --max_length: invalid int value: 'one'"),
-        (["--lr_scheduler_type", "cosin"], "'cosin'; did you mean cosine?"),
+        (["--lr_scheduler_type", "cosin"], "'cosin'"),
         (["--train_on", "assistant", "--assistant_only_loss", "true"], "both say what is trained"),
         (["--config", str(tmp_path / "nothing.yaml")], "nothing.yaml"),
         (["--config", str(tmp_path / "bad.yaml")], "bad.yaml"),
         (["--config", str(tmp_path / "unknown.yaml")], "lerning_rate"),
-        ([], "bitsandbytes is not installed" if lacks_package else "nothing.jsonl"),
+        ([], "nothing.jsonl"),
     ):
         with pytest.raises(SystemExit) as refusal:
             module(recipe).main([*given, *options])
@@ -82,18 +75,3 @@ def test_a_rank_says_its_number_and_an_unexpected_error_its_type(monkeypatch):
     assert refusal.value.code == (
         "test_refusals.py (rank 1): KeyError: 'no key' (TRL_PACKING_TRACEBACK=1 shows where)"
     )
-
-
-def test_qlora_without_cuda_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as refusal:
-        module("qlora").main(["--config", str(FOLDER / "qlora_70b.yaml")])
-    assert re.fullmatch(r"qlora.py: .*CUDA.*lora.py.*--use_cpu true", str(refusal.value))
-
-
-def test_qlora_without_bitsandbytes_says_what_to_install(monkeypatch):
-    qlora = module("qlora")
-    monkeypatch.setattr(qlora, "find_spec", lambda name: None)
-    arguments = ["--config", str(FOLDER / "qlora_70b.yaml"), "--use_cpu", "true"]
-    with pytest.raises(SystemExit, match=r"pip install 'trl-packing\[qlora\]'"):
-        qlora.main(arguments)

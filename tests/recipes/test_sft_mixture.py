@@ -2,14 +2,14 @@
 
 import json
 
+from trl_packing.recipes import sft_packed
+from trl_packing.recipes.recipe_data import InputError, SourceConfig, load_sources
+
 import pytest
 import yaml
 from datasets import concatenate_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
-from trl_packing.recipes import sft_packed
-from trl_packing.recipes.recipe_data import InputError
-from trl_packing.recipes.recipe_mixture import SourceConfig, load_sources
 from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
@@ -52,7 +52,8 @@ def by_trl(entries):
 
 
 @pytest.mark.parametrize(
-    "shares", [({}, {}), ({"fraction": 0.5}, {"fraction": 0.5}), ({"fraction": 3}, {"fraction": 1})]
+    "shares",
+    [({}, {}), ({"fraction": 0.5}, {"fraction": 0.5}), ({"fraction": 0.75}, {"fraction": 0.25})],
 )
 def test_the_rows_are_those_of_trl(files, shares):
     entries = [{"path": file, **share} for file, share in zip(files.values(), shares, strict=True)]
@@ -109,24 +110,10 @@ def test_weights_of_entries_may_count_tokens(tmp_path, files):
         check_arguments(unmixed.args, unmixed.train_dataset)
 
 
-def test_data_sets_of_other_forms_need_no_common_columns(tmp_path, files):
-    chat = tmp_path / "chat.jsonl"
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    chat.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(4)))
-    question = tmp_path / "qa.jsonl"
-    question.write_text('{"question": "Two?", "answer": "Two."}\n' * 4)
-    alpaca = tmp_path / "alpaca.jsonl"
-    alpaca.write_text('{"instruction": "Three?", "output": "Three."}\n' * 4)
-    own = {"prompt_column": "instruction", "completion_column": "output"}
-    entries = [{"path": str(chat)}, {"path": str(question)}, {"path": str(alpaca), **own}]
-    named = {"prompt_column": "question", "completion_column": "answer"}
-    sets = call_of(config_of(tmp_path, entries, **named)).train_dataset
-    columns = {name: rows.column_names for name, rows in sets.items()}
-    pairs = ["prompt", "completion"]
-    assert columns == {"chat": ["messages"], "qa": pairs, "alpaca": pairs}
-    assert sets["alpaca"][0] == {"prompt": "Three?", "completion": "Three."}
-    with pytest.raises(ValueError, match="the data set alpaca: no column to train on"):
-        call_of(config_of(tmp_path, [*entries[:2], {"path": str(alpaca)}], **named))
+def test_columns_are_named_in_the_entries(tmp_path, files):
+    config = config_of(tmp_path, [{"path": files["a"]}], prompt_column="question")
+    with pytest.raises(ValueError, match="prompt_column belongs into the entries"):
+        call_of(config)
 
 
 # Files of data sets as people have them, by source.
@@ -173,27 +160,22 @@ def test_each_entry_names_its_own_columns(tmp_path):
     assert {n: list(r) for n, r in streams.items()} == {n: list(r) for n, r in sets.items()}
 
 
-def test_an_entry_decides_for_itself_what_the_run_decides_for_the_others(tmp_path):
+def test_an_entry_decides_whether_its_rows_are_conversations(tmp_path):
     own = {
-        "alpaca": {"prompt_template": "alpaca", "query_field": "instruction"}
-        | {"completion_column": "output", "chat": True},
+        "alpaca": {"prompt_template": "alpaca", "completion_column": "output", "chat": True},
         "math": {"prompt_column": "answer", "completion_column": "question"},
         "trl": {"chat": False},
-        "web": {},
+        "web": {"dataset_text_field": "body"},
     }
-    named = {"prompt_template": "Q: {question}\n", "completion_column": "answer", "chat": True}
-    named |= {"dataset_text_field": "body", "chat_template_path": str(chat_template(tmp_path))}
-    sets = call_of(config_of(tmp_path, entries_of(tmp_path, own), **named)).train_dataset
+    more = {"dataset_text_field": "page", "chat_template_path": str(chat_template(tmp_path))}
+    sets = call_of(config_of(tmp_path, entries_of(tmp_path, own), **more)).train_dataset
     prompt, completion = sets["alpaca"][0]["prompt"], sets["alpaca"][0]["completion"]
     assert (prompt[0]["role"], completion[0]["content"]) == ("user", "1")
     assert "### Instruction:\nAdd 0.\n\n### Input:\n0 and 1\n" in prompt[0]["content"]
     assert sets["math"][2]["prompt"] == [{"role": "user", "content": "2."}]
     assert sets["math"][2]["completion"] == [{"role": "assistant", "content": "What is 2?"}]
     assert sets["trl"][1] == FILES["trl"][1]
-    assert sets["web"].column_names == ["body"]
-    unnamed = [{"path": str(tmp_path / "math.jsonl")}, {"path": str(tmp_path / "trl.jsonl")}]
-    sets = call_of(config_of(tmp_path, unnamed, **named)).train_dataset
-    assert sets["math"][2]["prompt"] == [{"role": "user", "content": "Q: What is 2?\n"}]
+    assert sets["web"].column_names == ["page"]
 
 
 def chat_template(tmp_path):
@@ -207,10 +189,13 @@ def chat_template(tmp_path):
     [
         ("alpaca", {"prompt_column": "instrution"}, "alpaca: no column 'instrution' among instr"),
         ("alpaca", {"prompt_column": "instruction"}, "alpaca: no column 'completion' among"),
-        ("alpaca", {}, "alpaca: no column to train on among .* in its entry with prompt_column"),
+        (
+            "alpaca",
+            {},
+            "alpaca: no column to train on among .* in its entry: prompt_template: alpaca",
+        ),
         ("alpaca", {"prompt_template": "{q}"}, "alpaca: no column 'q' among .* with prompt_templ"),
         ("alpaca", {"prompt_template": "{q"}, "alpaca: prompt_template cannot be read"),
-        ("alpaca", {"query_field": "input"}, "alpaca: query_field names a column of a prompt_t"),
         ("math", OWN["math"] | {"prompt_template": "{answer}"}, "math: give prompt_column or prom"),
         ("math", OWN["math"] | {"chat": True}, "math: chat needs a chat template"),
         ("tools", {"messages_column": "n"}, "tools: row 0 has int in the column 'n', not mess"),

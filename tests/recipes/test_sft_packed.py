@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trl_packing.recipes import FOLDER, make_demo_data, sft_packed
+from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+
 import pytest
 from datasets import Dataset, IterableDataset
 from filelock import FileLock
-
-from trl_packing.recipes import FOLDER, make_demo_data, sft_packed
-from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
 
 SHARED = FOLDER.parents[1] / "shared"
 ROWS = [{"question": f"What is {i}?", "answer": f"A number: {i}.", "n": i} for i in range(10)]
@@ -47,7 +47,7 @@ def load(
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
 def test_named_columns_of_a_file_become_prompt_and_completion(tmp_path, ending):
-    train, test, _ = load(write(tmp_path / f"data{ending}", ROWS), **NAMED)
+    train, test, *_ = load(write(tmp_path / f"data{ending}", ROWS), **NAMED)
     assert test is None
     assert train.column_names == ["prompt", "completion"]
     assert train[3] == {"prompt": "What is 3?", "completion": "A number: 3."}
@@ -57,7 +57,7 @@ def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
     write(tmp_path / "train.jsonl", ROWS[:7])
     write(tmp_path / "test.jsonl", ROWS[7:])
     arguments = DataArguments(dataset_name=str(tmp_path), **NAMED)
-    train, test, notes = load_documents(arguments, needs_test=True)
+    train, test, notes, _ = load_documents(arguments, needs_test=True)
     assert (len(train), len(test)) == (7, 3)
     assert test[0]["prompt"] == "What is 7?"
     assert not any("not read" in note for note in notes)
@@ -70,6 +70,52 @@ def test_a_file_of_the_folder_that_is_in_no_split_is_named(tmp_path):
     assert any("more.jsonl" in note for note in notes)
 
 
+def test_a_part_of_a_split_is_read(tmp_path):
+    name = write(tmp_path / "data.jsonl", ROWS)
+    train = load(name, dataset_train_split="train[:3]", **NAMED).train
+    assert train["prompt"] == ["What is 0?", "What is 1?", "What is 2?"]
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (
+            {"question": "Why?", "answer": "So."},
+            "--prompt_column question --completion_column answer",
+        ),
+        (
+            {"instruction": "Add.", "input": "1 and 1", "output": "2"},
+            "--prompt_template alpaca --completion_column output",
+        ),
+        (
+            {"problem": "1 + 1", "solution": "2"},
+            "--prompt_column problem --completion_column solution",
+        ),
+    ],
+)
+def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path, row, options):
+    name = write(tmp_path / "data.jsonl", [row] * 3)
+    with pytest.raises(InputError, match=f"these fit: {options}"):
+        load(name)
+    words = options.replace("--", "").split()
+    train = load(name, **dict(zip(words[::2], words[1::2], strict=True))).train
+    assert next(iter(row.values())) in train[0]["prompt"]
+    assert train[0]["completion"] == [*row.values()][-1]
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_rows_with_images_belong_to_another_recipe(tmp_path, column):
+    row = {"messages": [{"role": "user", "content": "Why?"}], column: "a.png"}
+    with pytest.raises(InputError, match=r"holds images: train them with recipes/vision.py"):
+        load(write(tmp_path / "data.jsonl", [row]))
+
+
+def test_the_weight_of_a_document_stays_beside_it(tmp_path):
+    row = {"messages": [{"role": "user", "content": "Why?"}], "loss_weight": 0.5, "n": 1}
+    train = load(write(tmp_path / "data.jsonl", [row])).train
+    assert train[0] == {key: row[key] for key in ("messages", "loss_weight")}
+
+
 def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
     name = write(tmp_path / "data.jsonl", ROWS)
     template = r"{n}. {question} {{brief}}\nAnswer: "  # as a shell passes it: \ and n
@@ -77,15 +123,15 @@ def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
     assert train[2]["prompt"] == "2. What is 2? {brief}\nAnswer: "
 
 
-def test_a_share_is_held_out_where_there_is_no_test_split(tmp_path):
-    train, test, _ = load(write(tmp_path / "data.jsonl", ROWS), test_split_size=0.2, **NAMED)
+def test_a_share_is_held_out(tmp_path):
+    train, test, *_ = load(write(tmp_path / "data.jsonl", ROWS), test_split_size=0.2, **NAMED)
     assert (len(train), len(test)) == (8, 2)
     assert not set(train["prompt"]) & set(test["prompt"])
 
 
 def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_path):
     name = write(tmp_path / "data.jsonl", ROWS)
-    train, _, notes = load(name, has_chat_template=True, **NAMED)
+    train, _, notes, _ = load(name, has_chat_template=True, **NAMED)
     assert train[0] == {
         "prompt": [{"role": "user", "content": "What is 0?"}],
         "completion": [{"role": "assistant", "content": "A number: 0."}],
@@ -117,7 +163,7 @@ def test_the_user_is_told_when_prompt_and_completion_touch(tmp_path):
     ],
 )
 def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row):
-    train, _, notes = load(write(tmp_path / "data.jsonl", [row] * 3))
+    train, _, notes, _ = load(write(tmp_path / "data.jsonl", [row] * 3))
     assert train[0] == row
     assert notes == []
 
@@ -143,7 +189,7 @@ def test_a_stream_gives_the_same_documents(tmp_path):
     [
         ("data.jsonl", {"prompt_column": "query"}, "'query' among question, answer, n: .*--prompt"),
         ("data.jsonl", {"prompt_column": "question"}, "'completion' among .*--completion_column"),
-        ("data.jsonl", {"prompt_template": "{query}"}, "'query' among .*--prompt_template"),
+        ("data.jsonl", {"prompt_template": "{q}"}, "'q' among .*--prompt_template"),
         ("data.jsonl", {"prompt_template": "{query"}, "cannot be read"),
         ("data.jsonl", {"prompt_template": "question"}, "no field in braces"),
         ("data.jsonl", {"messages_column": "chat"}, "'chat' among .*--messages_column"),
@@ -152,7 +198,7 @@ def test_a_stream_gives_the_same_documents(tmp_path):
         ("data.jsonl", {"chat": True, **NAMED}, "--chat needs a chat template"),
         ("data.jsonl", {"test_split_size": 1.5, **NAMED}, "between 0 and 1"),
         ("data.jsonl", {"test_split_size": 0.01, **NAMED}, "a document on each side"),
-        ("data.jsonl", {"dataset_train_split": "dev", **NAMED}, "no split 'dev', only train"),
+        ("data.jsonl", {"dataset_train_split": "dev", **NAMED}, "dev.*train.*; name a split"),
         ("data.jsonl", {}, "no column to train on among question, answer, n"),
         ("nothing.jsonl", NAMED, "nothing.jsonl does not exist"),
         ("no/such/folder", NAMED, "does not exist"),
@@ -186,8 +232,8 @@ def test_a_stream_cannot_hold_out_a_share(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--model_name_or_path", "a/model"], "needs --model_name_or_path and --dataset_name"),
-        (["--dataset_name", "data.jsonl"], "needs --model_name_or_path and --dataset_name"),
+        (["--model_name_or_path", "a/model"], "name the model and the data"),
+        (["--dataset_name", "data.jsonl"], "name the model and the data"),
         (["--config", "nothing.yaml"], "nothing.yaml"),
         (["--max_length", "0"], "max_length"),
         (["--model_name_or_path", "no/model", "--dataset_name", "data.jsonl"], "load the model"),
@@ -231,7 +277,7 @@ def test_the_committed_demo_is_what_its_script_writes(tmp_path):
 
 
 def test_no_held_out_prompt_is_trained_on():
-    train, test, _ = load_documents(
+    train, test, *_ = load_documents(
         DataArguments(dataset_name=str(FOLDER / "demo" / "data")), needs_test=True
     )
     assert len(test) == 200

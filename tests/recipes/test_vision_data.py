@@ -2,11 +2,12 @@
 
 import json
 
+from trl_packing.recipes.recipe_data import SourceConfig
+from trl_packing.recipes.vision import Arguments, load
+
 import pytest
 
 from trl_packing import PackedSFTConfig
-from trl_packing.recipes.recipe_mixture import SourceConfig
-from trl_packing.recipes.vision import Arguments, load
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

@@ -14,8 +14,9 @@ from trl_packing import PackedSFTConfig
 
 def runs() -> list[Any]:
     """Return every pair of a YAML file and a recipe that its comment names."""
-    pairs = [(name, recipe) for name in YAMLS for recipe in commands_of(name)]
-    return [pytest.param(*pair, id=" ".join(pair)) for pair in pairs if pair[1] in RECIPES]
+    pairs = [(name, recipe) for name in YAMLS for recipe in {*commands_of(name)}]
+    known = (*RECIPES, "sft_packed")
+    return [pytest.param(*pair, id=" ".join(pair)) for pair in pairs if pair[1] in known]
 
 
 @pytest.mark.parametrize(("name", "recipe"), runs())
@@ -39,12 +40,38 @@ def test_every_recipe_has_a_yaml_file():
     assert set(RECIPES) <= named
 
 
-@pytest.mark.parametrize("line", ["max_lenght: 5", "lora_r: 8", "packing_strategy: best"])
-def test_a_key_or_a_value_that_cannot_be_is_refused(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("max_lenght: 5", "--max_lenght is unknown; did you mean --max_length?"),
+        ("shuffle_buffer: 8", "'?shuffle_buffer"),
+        ("packing_strategy: best", "packing_strategy"),
+        ("max_length: 8", "gives 'max_length' twice; keep one"),
+        ("5: 8", "the key 5, which is no name of an option"),
+        ("null: 8", "the key None, which is no name of an option"),
+        ("tokenizer_name_or_path: [a, b]", "tokenizer_name_or_path"),
+        ("dataset_test_split: [a, b]", "dataset_test_split=.* must be one value, not a list"),
+        ("datasets: a.jsonl", "datasets='a.jsonl' must be a list of entries"),
+        ("datasets: [{path: a.jsonl, fraction: 2}]", "fraction=2 must be from 0 to 1"),
+        ("datasets: [5]", "datasets, entry 1: 5 must have keys such as path"),
+        ("datasets: [{path: 5}]", "it needs a path, and path is 5"),
+        ("- a", "cannot be read"),
+    ],
+)
+def test_a_key_or_a_value_that_cannot_be_is_refused(tmp_path, line, words):
     path = tmp_path / "wrong.yaml"
     path.write_text((FOLDER / "full_0.1b.yaml").read_text() + line + "\n")
-    with pytest.raises(ValueError, match=line.split(":")[0]):
-        parse("full", ["--config", str(path)])
+    with pytest.raises(ValueError, match=words):
+        parse("sft_packed", ["--config", str(path)])
+
+
+@pytest.mark.parametrize("value", ["[a, b]", "{a: b}"])
+def test_a_list_or_a_mapping_is_no_model(tmp_path, value):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(f"model_name_or_path: {value}\ndataset_name: a.jsonl\n")
+    for recipe in ("sft_packed", "chat_data"):
+        with pytest.raises(ValueError, match=r"model_name_or_path=.* must be one value, not a "):
+            parse(recipe, ["--config", str(path)])
 
 
 ENGINES = [

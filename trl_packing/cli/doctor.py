@@ -12,7 +12,7 @@ EPILOG = """\
 examples:
   trl-packing doctor
   trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096
-  trl-packing doctor recipes/lora.py --config recipes/lora_8b.yaml
+  trl-packing doctor --config recipes/lora_8b.yaml
 
 exit status:
   0  nothing here would stop a training run

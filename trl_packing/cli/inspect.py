@@ -107,14 +107,12 @@ def _packed_rows(run: "PreviewedRun", arguments: argparse.Namespace, *, color: b
 
 
 def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> None:
-    from trl_packing.tools.command.command_line import command_line
     from trl_packing.tools.rows.packed_rows import PackedEpoch
     from trl_packing.tools.rows.page import rows_page
 
     epoch = PackedEpoch.of(run)
-    title = f"Packed rows · {name_of_data(arguments)}"
+    title = f"Packed rows · {name_of_data(arguments.words)}"
     note_beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
-    command = command_line("trl-packing")
-    text = rows_page(epoch, title=title, note=note_beside, command=command)
+    text = rows_page(epoch, title=title, note=note_beside, command=arguments.command_line)
     Path(arguments.html).write_text(text, encoding="utf-8")
     arguments.notes.append(f"wrote {arguments.html}")

@@ -8,8 +8,10 @@ import argparse
 import json
 import logging
 import os
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -46,6 +48,27 @@ def uses_color(choice: str, stream: TextIO | None = None) -> bool:
 def print_json(value: Any) -> None:
     """Print `value` as one JSON object. ASCII alone, so no character of it can act."""
     print(json.dumps(value, indent=2))
+
+
+# The values of --hub_token, --api_key and --password are secrets, those of --eos_token are not.
+_SECRET = re.compile(r"^--(?!eos|pad)\w*(token|key|password|secret)(=.*)?$", re.IGNORECASE)
+
+
+def command_line(program: str, words: Sequence[str]) -> str:
+    """Return a command as pages show it: quoted for a shell, without the values of secrets.
+
+    Examples:
+        >>> command_line("trl-packing", ["plan", "--hub_token", "hf_123", "--eos_token", "</s>"])
+        "trl-packing plan --hub_token ... --eos_token '</s>'"
+    """
+    shown: list[str] = []
+    hides_next = False
+    for word in words:
+        found = _SECRET.match(word.replace("-", "_").replace("__", "--", 1))
+        name = word.partition("=")[0]
+        shown.append("..." if hides_next else f"{name}=..." if found and "=" in word else word)
+        hides_next = bool(found) and "=" not in word
+    return " ".join([program, *(word if word == "..." else shlex.quote(word) for word in shown)])
 
 
 def note(text: str) -> None:

@@ -71,16 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_files(run: "PreviewedRun", arguments: argparse.Namespace) -> Any:
     """Write the page and the picture, and return the report."""
-    from trl_packing.tools.command.command_line import command_line
     from trl_packing.tools.plan.page import plan_page
     from trl_packing.tools.plan.plot import plot_plan
     from trl_packing.tools.plan.run_plan import plan_run
 
     plan = plan_run(run, ranks=arguments.ranks)
     if arguments.html:
-        data = name_of_data(arguments)
+        data = name_of_data(arguments.words)
         name = Path(data).name if Path(data).exists() else data
-        text = plan_page(plan, title=f"Plan · {name}", command=command_line("trl-packing"))
+        text = plan_page(plan, title=f"Plan · {name}", command=arguments.command_line)
         Path(arguments.html).write_text(text, encoding="utf-8")
         note(f"wrote {arguments.html}")
     if arguments.png:

@@ -50,9 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         words += ["--dataset_num_proc", str(arguments.num_proc)]
     quiet_libraries()
     from trl_packing.tools import prepare
-    from trl_packing.tools.command.training_command import TrainingCommand, options_of_recipe
+    from trl_packing.tools.command.training_command import TrainingCommand
 
-    command, options = TrainingCommand.from_words(words), options_of_recipe(words)
+    command = TrainingCommand.from_words(words)
+    options = command.options
     if "datasets" not in options:
         out = prepare.check_place(out)  # before the data are loaded
     call = command.trainer_call()
@@ -63,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         made = prepare.prepare_run(call, out, options=options)
         text, told = prepare.as_text(made), prepare.as_json(made)
-    if command.why:
-        arguments.notes.append(f"prepared as {command.why}")
+    if not command.is_named:
+        arguments.notes.append("prepared as sft_packed.py trains it")
     if arguments.json:
         print_json(told)
     else:

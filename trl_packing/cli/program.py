@@ -1,6 +1,6 @@
 """The program `trl-packing`: its commands, and errors as one line.
 
-trl-packing plan recipes/lora.py --config recipes/lora_8b.yaml --ranks 8
+trl-packing plan --config recipes/lora_8b.yaml --ranks 8
 trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
 trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 """
@@ -9,24 +9,23 @@ import argparse
 import importlib
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import NoReturn
 
 import trl_packing
-from trl_packing.cli.output import add_output_arguments, note, short_log
+from trl_packing.cli.output import add_output_arguments, command_line, note, short_log
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.command.exit_messages import message_of
-from trl_packing.tools.command.spelling import suggest
+from trl_packing.tools.command.options import check_typing, suggest, values_of
 
 # Modules of this folder, in the order of the help.
 COMMANDS = ("inspect", "plan", "prepare", "verify", "doctor", "compare")
 
 EPILOG = """\
 examples:
-  trl-packing plan recipes/lora.py --config recipes/lora_8b.yaml --ranks 8
+  trl-packing plan --config recipes/lora_8b.yaml --ranks 8
   trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
   trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
 Any training command becomes a preview: replace `accelerate launch` by
@@ -62,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
     try:
+        if hasattr(arguments, "forwarded"):
+            _check_typing(arguments)
         with short_log():
             status = arguments.run(arguments)
         sys.stdout.flush()
@@ -77,22 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = message_of(error)
         if message is None:
             raise
-        message = _suggest_own_option(message, arguments)
         print(f"trl-packing {arguments.command}: {message}", file=sys.stderr)
         return 2
 
 
-def _suggest_own_option(message: str, arguments: argparse.Namespace) -> str:
-    """Return `message` with a suggestion, if it is about an option that no recipe has."""
-    found = re.fullmatch(r"--(\S+) is unknown; --help lists the options", message)
-    hint = suggest(found[1], vars(arguments), mark="--") if found else ""
-    return f"--{found[1]} is unknown{hint}" if found and hint else message
+def _check_typing(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an unknown option of sft_packed.py, before anything slow is imported."""
+    words = arguments.words
+    if not words or words[0].startswith("--"):
+        check_typing([f"--{name}" for name in values_of(words)], vars(arguments).keys())
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     arguments.notes = []
+    arguments.command_line = command_line("trl-packing", sys.argv[1:] if argv is None else argv)
     if hasattr(arguments, "forwarded"):  # the training script comes first, if there is one
         leading = list(takewhile(lambda word: not word.startswith("--"), rest))
         size = min(len(leading), 2 if leading[:1] == ["-m"] else 1)

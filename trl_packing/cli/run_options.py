@@ -1,10 +1,14 @@
 """The options that describe a run. They are those of its training command.
 
-accelerate launch recipes/lora.py --config c.yaml --max_length 512   trains
-trl-packing plan  recipes/lora.py --config c.yaml --max_length 512   shows the same run
+accelerate launch train.py --config c.yaml --max_length 512   trains
+trl-packing plan  train.py --config c.yaml --max_length 512   shows the same run
 """
 
 import argparse
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_packing.cli.output import quiet_libraries
@@ -12,47 +16,19 @@ from trl_packing.cli.output import quiet_libraries
 if TYPE_CHECKING:
     from trl_packing.tools.preview.previewed_run import PreviewedRun
 
-_FLAG = "[BOOL]"
-
+# Options of sft_packed.py that a preview needs most often; their help would take seconds to import.
 RUN = (
     (("--config",), "FILE", "YAML file with options, as in training"),
     (("--model_name_or_path", "--model"), "NAME", "hub id or folder of a model"),
     (("--dataset_name", "--data"), "NAME", "hub id, .json, .jsonl or .parquet file, or folder"),
     (("--dataset_config",), "NAME", "subset of a data set on the hub"),
     (("--dataset_train_split", "--split"), "SPLIT", "split or part of it: 'train[:1000]'"),
+    (("--prompt_column",), "NAME", "column of the prompt, such as question"),
+    (("--completion_column",), "NAME", "column of the completion, such as answer"),
+    (("--messages_column",), "NAME", "column of conversations"),
     (("--max_length", "--max-length"), "N", "tokens of a bin; documents beyond it are cut"),
     (("--model_revision", "--revision"), "NAME", "branch, tag or commit of the model"),
-    (("--trust_remote_code",), _FLAG, "run code that comes with the model"),
-)
-
-# The settings of `PackedSFTConfig` that TRL does not have, or that have other defaults here.
-# config/options.py has them in full; importing it would take seconds.
-SETTINGS = (
-    ("packing", _FLAG, "false: padding-free, the documents of a padded run in each step"),
-    ("packing_strategy", "{bfd,bfd_split,next_fit,greedy,wrapped}", "how bins are filled"),
-    ("overflow", "{truncate,truncate_prompt,drop,split,overlap,error}", "longer documents"),
-    ("overlap_tokens", "N", "with overflow overlap: tokens that a piece repeats"),
-    ("train_on", "{assistant,last_assistant,every_turn,all}", "trained messages"),
-    ("response_template", "TEXT", "train the text after it: '### Answer:'"),
-    ("instruction_template", "TEXT", "with response_template: train every answer"),
-    ("prompt_template", "TEXT", "alpaca, qa, a file, or text with {columns}"),
-    ("query_field", "COLUMN", "with prompt_template: the question"),
-    ("response_field", "COLUMN", "with prompt_template: the answer"),
-    ("append_eos", _FLAG, "end documents in the tokenizer's EOS"),
-    ("documents_per_step", "N", "documents of an optimizer step, over all ranks"),
-    ("loss_weighting", "{token,document,sqrt}", "weight of a token in the loss"),
-    ("source_column", "COLUMN", "report losses for each value of it"),
-    ("curriculum", "COLUMN", "order an epoch by it: length, or a column of numbers; =-length"),
-    ("mixture", "JSON", 'shares of sources: \'{"math": {"weight": 3}, ...}\''),
-    ("mixture_unit", "{documents,tokens,trained_tokens}", "unit of the shares"),
-    ("mixture_temperature", "T", "draw small sources more often: shares of size^(1/T)"),
-    ("static_shapes", _FLAG, "one shape of micro-batches, for torch_compile"),
-    ("max_patches", "N", "with images: most patches of the vision tower in a bin"),
-    ("prefix_sharing", "{off,bin,group}", "compute common beginnings of documents once"),
-    ("prefix_group_size", "N", "with prefix_sharing group: most documents of a group"),
-    ("attention", "BACKEND", "auto, varlen, documents, model, flash_attention_2, ..."),
-    ("run_page", _FLAG, "write run.html into output_dir while training"),
-    ("isolation_check", "{error,warn,off}", "before the first step: does a document leak?"),
+    (("--trust_remote_code",), None, "run code that comes with the model"),
 )
 
 _USAGE = "trl-packing {name} [SCRIPT] [--config FILE] [--OPTION VALUE ...]"
@@ -79,8 +55,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     run = parser.add_argument_group(
         "the run",
         "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
-        "not train. Without it, the recipe is the one that the comments of FILE name,\n"
-        "or the first one that takes the options.",
+        "not train. Without it, the run is that of recipes/sft_packed.py.",
     )
     settings = parser.add_argument_group(
         "settings of trl_packing",
@@ -88,19 +63,35 @@ def add_run_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     for names, metavar, text in RUN:
         _forward(run, names, metavar, text)
-    for setting, metavar, text in SETTINGS:
-        _forward(settings, (f"--{setting}",), metavar, text)
+    for setting, is_flag, text in our_settings():
+        _forward(settings, (f"--{setting}",), None if is_flag else "VALUE", text)
 
 
-def _forward(group: Any, names: tuple[str, ...], metavar: str, text: str) -> None:
-    is_flag = metavar == _FLAG
+def our_settings() -> Iterator[tuple[str, bool, str]]:
+    """Yield each setting of `PackingOptions`: its name, whether it is a flag, and its help.
+
+    They are read from the source, because importing it would take seconds.
+    """
+    import trl_packing
+
+    source = (Path(trl_packing.__file__).parent / "config" / "options.py").read_text("utf-8")
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    for node in next(each for each in classes if each.name == "PackingOptions").body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+            text = max((text for text in texts if isinstance(text, str)), key=len)
+            first = re.split(r"(?<!e\.g)\.\s+(?=[A-Z'{])", text)[0].rstrip(".")
+            yield ast.unparse(node.target), ast.unparse(node.annotation) == "bool", first
+
+
+def _forward(group: Any, names: tuple[str, ...], metavar: str | None, text: str) -> None:
     group.add_argument(
         *names,
         action=_Forward,
-        nargs="?" if is_flag else None,
-        metavar=metavar.strip("[]"),
+        nargs="?" if metavar is None else None,
+        metavar=metavar or "BOOL",
         default=argparse.SUPPRESS,
-        help=text,
+        help=text.replace("%", "%%"),
     )
 
 
@@ -127,19 +118,18 @@ def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     from trl_packing.tools.preview.previewed_run import PreviewedRun
 
     command = TrainingCommand.from_words(arguments.words)
-    run = PreviewedRun.from_call(command.trainer_call(), stream_rows=arguments.stream_rows)
-    if command.why:
-        arguments.notes.append(f"shown as {command.why}")
+    run = PreviewedRun.from_call(command.call, stream_rows=arguments.stream_rows)
+    if not command.is_named:
+        arguments.notes.append("shown as sft_packed.py trains it; name another script first")
     if run.is_stream:
         read = f"only its first {len(run.dataset):,} rows are read (--stream_rows)"
         arguments.notes.append(f"a stream: {read}")
     return run
 
 
-def name_of_data(arguments: argparse.Namespace) -> str:
+def name_of_data(words: Sequence[str]) -> str:
     """Return the data set of a run for a title: its name, or the file or script that names it."""
-    words = arguments.words
     for option in ("--dataset_name", "--data", "--config"):
         if option in words[:-1]:
             return words[words.index(option) + 1]
-    return words[0] if words else ""
+    return words[int(words[:1] == ["-m"])] if words else ""

@@ -35,14 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the verdicts; return 1 if documents leak."""
     quiet_libraries()
-    from trl_packing.tools.command.training_command import model_of_words
+    from trl_packing.tools.command.training_command import TrainingCommand
     from trl_packing.tools.exactness.verify import VerifiedModel
     from trl_packing.tools.exactness.with_images import ImageProbes
 
-    name_or_model, args = model_of_words(arguments.words)
+    command = TrainingCommand.from_words(arguments.words)
+    name_or_model, args = command.model_and_settings()
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
     say = (lambda *_: None) if arguments.json else print
-    images = ImageProbes.of(model.model, name_or_model, args, arguments.words)
+    images = ImageProbes.of(model.model, name_or_model, args, command)
     say(f"{model}\n")
     results = []
     for result in model.verify(gradients=arguments.gradients, images=images):

@@ -1,82 +1,50 @@
 """The script and the options that a command without its launcher means."""
 
 import json
-from pathlib import Path
+from dataclasses import fields
+
+from trl_packing.recipes.sft_packed import RecipeArguments
 
 import pytest
 from helpers.recipes import FOLDER
+from helpers.tiny import save_tiny_model
+from trl import ModelConfig
 
-from trl_packing.tools.command import training_command
-from trl_packing.tools.command.given_options import GivenOptions
-from trl_packing.tools.command.training_command import TrainingCommand, model_of_words
+from trl_packing import PackedSFTConfig
+from trl_packing.tools.command.options import check_typing
+from trl_packing.tools.command.training_command import TrainingCommand
 
 RUN = ("--model", "m", "--data", "d.jsonl")
 
 
-def recipe_of(*words: str) -> str:
-    return Path(TrainingCommand.from_words(words).script).stem
-
-
-@pytest.mark.parametrize(
-    ("words", "recipe"),
-    [
-        (RUN, "full"),
-        ((*RUN, "--learning_rate", "1e-4", "--bf16", "--no_remove_unused_columns"), "full"),
-        ((*RUN, "--lora_r", "8"), "lora"),
-        ((*RUN, "--merged_dir", "x"), "dora"),
-        ((*RUN, "--counts_right", "true"), "evaluation"),
-        ((*RUN, "--shuffle_buffer", "10"), "streaming"),
-        ((*RUN, "--prompt_column", "q"), "sft_packed"),
-        ((*RUN, "--use_peft"), "sft_packed"),
-        ((*RUN, "--num_documents", "10"), "compare_packing"),
-        (("recipes/dora.py", *RUN), "dora"),
-        (("-m", "trl_packing.recipes.dora", *RUN), "dora"),
-        ((str(FOLDER / "dora.py"), *RUN), "dora"),
-        (("--config", str(FOLDER / "lora_8b.yaml")), "lora"),
-        (("--config", str(FOLDER / "chat_data.yaml")), "chat_data"),
-        # The recipe that the file names has no such option.
-        (("--config", str(FOLDER / "chat_data.yaml"), "--prompt_column", "q"), "sft_packed"),
-    ],
-)
-def test_the_recipe_is_named_or_found_by_the_file_or_the_options(words, recipe, monkeypatch):
-    monkeypatch.chdir(FOLDER.parent)
-    assert recipe_of(*words) == recipe
-
-
-@pytest.mark.parametrize("missing", ["peft", "bitsandbytes"])
-def test_without_the_packages_of_an_adapter_the_data_are_still_shown(missing, monkeypatch):
-    found = training_command.find_spec
-    monkeypatch.setattr(
-        training_command, "find_spec", lambda name: None if name == missing else found(name)
-    )
-    words = ["recipes/qlora.py", "--config", str(FOLDER / "qlora_70b.yaml"), "--lora_r", "8"]
-    command = TrainingCommand.from_words(words)
-    assert Path(command.script).stem == "full"
-    assert f"({missing} is not installed)" in command.why
-    assert command.in_file is not None
-    assert not {"lora_r", "lora_alpha"} & {*command.in_file, *command.words}
-    assert command.in_file["max_length"] == 4096
-
-
-def test_a_copy_of_a_recipe_elsewhere_is_the_users_own_script(tmp_path, monkeypatch):
+def test_a_script_runs_as_it_is_and_without_one_it_is_sft_packed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lora.py").write_text("print('mine')")
-    command = TrainingCommand.from_words(["lora.py", "--model", "m", "--own-option", "1"])
-    assert command.script == "lora.py"
-    assert command.words == ("--model", "m", "--own-option", "1")
+    own = TrainingCommand.from_words(["lora.py", "--model", "m", "--own-option", "1"])
+    assert (own.script, own.words) == ("lora.py", ("--model", "m", "--own-option", "1"))
+    assert own.is_named
+    assert own.options == {}
+    module = TrainingCommand.from_words(["-m", "json.tool", "--model", "m"])
+    assert (module.script, module.words, module.is_module) == ("json.tool", ("--model", "m"), True)
+    none = TrainingCommand.from_words([*RUN, "--split=train[:4]", "--revision", "v2"])
+    assert none.script == str(FOLDER / "sft_packed.py")
+    assert none.words == (
+        *("--model_name_or_path", "m", "--dataset_name", "d.jsonl"),
+        *("--dataset_train_split=train[:4]", "--model_revision", "v2"),
+    )
+    assert not none.is_named
+    # Outside of a checkout, the path of a recipe is found in the package.
+    recipe = TrainingCommand.from_words(["recipes/chat_data.py", "--data", "d"])
+    assert recipe.script == str(FOLDER / "chat_data.py")
+    assert recipe.words == ("--dataset_name", "d")
+    assert recipe.options == {"dataset_name": "d"}
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ((*RUN, "--max_lenght", "5"), "--max_lenght is unknown; did you mean --max_length?"),
-        ((*RUN, "--max_lenght=5"), "did you mean --max_length?"),
-        ((*RUN, "--lora_r", "8", "--counts_right", "1"), "no recipe takes --counts_right and "),
-        (("recipes/loar.py",), "did you mean lora.py?"),
+        (("recipes/chat_dta.py",), "did you mean chat_data.py?"),
         (("-m", "no.such.module"), "there is no module no.such.module"),
-        ((*RUN, "--config"), "--config takes one YAML file"),
-        (("-x", *RUN), "'-x' belongs to no option"),
-        (("--model", "m"), "name the model and the data"),
     ],
 )
 def test_a_command_that_means_no_script_is_refused(words, sentence):
@@ -84,30 +52,47 @@ def test_a_command_that_means_no_script_is_refused(words, sentence):
         TrainingCommand.from_words(words)
 
 
-def test_abbreviations_are_those_of_argparse():
-    options = GivenOptions.from_words(["--max_len", "5", "--max-steps=3", "--bf16"])
-    spelled = options.spelled_out(["max_length", "max_steps", "bf16", "bf16_full_eval"])
-    assert spelled.on_line == {"max_length": ["5"], "max_steps": ["3"], "bf16": []}
-    with pytest.raises(ValueError, match="--max is unknown"):
-        GivenOptions.from_words(["--max", "5"]).spelled_out(["max_length", "max_steps"])
-
-
-def test_the_revision_joins_what_is_given_for_the_model(tmp_path):
+def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("model_init_kwargs:\n  dtype: bfloat16\n")
-    words = ["--config", str(file), *RUN, "--revision", "v2"]
-    command = TrainingCommand.from_words(words)
-    given = command.words[command.words.index("--model_init_kwargs") + 1]
-    assert json.loads(given) == {"dtype": "bfloat16", "revision": "v2"}
-    name, args = model_of_words([*words, "--attention", "varlen", "--max-length", "64"])
+    file.write_text("model_init_kwargs:\n  low_cpu_mem_usage: true\nbf16: true\n")
+    words = ["--config", str(file), "--model", "m", "--revision", "v2"]
+    command = TrainingCommand.from_words([*words, "--attention", "varlen", "--max-length", "64"])
+    name, args = command.model_and_settings()
     assert (name, args.attention, args.max_length) == ("m", "varlen", 64)
-    assert args.model_init_kwargs == {"dtype": "bfloat16", "revision": "v2"}
-    sft = TrainingCommand.from_words([*RUN, "--prompt_column", "q", "--revision", "v2"])
-    assert sft.words[-2:] == ("--model_revision", "v2")
+    assert args.model_init_kwargs["revision"] == "v2"
+    assert args.model_init_kwargs["low_cpu_mem_usage"] is True
+    with pytest.raises(ValueError, match="name the model and the data"):
+        TrainingCommand.from_words(["--max_length", "64"]).model_and_settings()
 
 
-def test_the_environment_of_a_file_is_kept(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("env:\n  A: 1\nmax_length: 64\n")
-    command = TrainingCommand.from_words(["--config", str(file), *RUN])
-    assert command.in_file == {"env": {"A": 1}, "max_length": 64}
+def test_the_script_runs_once(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps([{"text": "So."}] * 3))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from datasets import load_dataset\n"
+        "from trl_packing import PackedSFTConfig, PackedSFTTrainer\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "with (folder / 'runs').open('a') as file:\n    file.write('x')\n"
+        "rows = load_dataset('json', data_files=str(folder / 'rows.json'), split='train')\n"
+        "PackedSFTTrainer(str(folder), PackedSFTConfig(str(folder / 'out')), train_dataset=rows)\n"
+    )
+    save_tiny_model(tmp_path, "llama")
+    command = TrainingCommand.from_words([str(script)])
+    assert command.model_and_settings()[0] == str(tmp_path)
+    assert len(command.call.train_dataset) == 3
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+def test_typing_errors_are_known_from_the_files_of_libraries():
+    """Every option of a run is in these files, so none is refused that exists."""
+    names = {
+        f.name for kind in (RecipeArguments, PackedSFTConfig, ModelConfig) for f in fields(kind)
+    }
+    check_typing([f"--{name}" for name in names])
+    check_typing(["--max_len", "5", "--no_remove_unused_columns", "--lora_r=3", "--data", "d"])
+    for word in ("--max_lenght", "--max-lenght=5"):
+        with pytest.raises(
+            ValueError, match=r"--max_lenght is unknown; did you mean --max_length\?"
+        ):
+            check_typing([word])

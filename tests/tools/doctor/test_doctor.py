@@ -174,11 +174,32 @@ def test_precision_advice_fits_the_device(trials):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes bf16")
-def test_a_precision_that_the_machine_refuses_fails_only_if_it_was_asked_for(trials):
-    assert "add --use_cpu True" in precision(CPU, trials=trials)
-    refused = diagnose(["--bf16", "True"], devices=[CPU], trials=trials)
+def test_the_precision_is_that_of_the_run_on_this_machine(trials, tmp_path):
+    """sft_packed.py turns bf16 off here; what was asked for, or another script leaves on, stops."""
+    assert precision(CPU, trials=trials) == ""
+    refused = diagnose(["--bf16", "True", "--use_cpu", "False"], devices=[CPU], trials=trials)
     assert [f.name for f in refused.failures] == ["settings"]
-    assert "set --bf16 False" in refused.failures[0].text
+    assert "set bf16 to false, or add use_cpu" in refused.failures[0].text
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from datasets import Dataset\n"
+        "from trl_packing import PackedSFTConfig, PackedSFTTrainer\n"
+        "rows = Dataset.from_list([{'text': 'So.'}])\n"
+        "PackedSFTTrainer('m', PackedSFTConfig('out'), train_dataset=rows)\n"
+    )
+    stops = diagnose([str(script)], devices=[CPU], trials=trials)
+    assert "bf16" in stops.failures[0].text
+    script.write_text(script.read_text().replace("'out'", "'out', use_cpu=True, bf16=False"))
+    fits = diagnose([str(script)], devices=[CPU], trials=trials)
+    assert not [f for f in fits.failures if f.name == "settings"]
+
+
+def test_a_script_that_would_stop_before_its_trainer_fails(trials, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('none.jsonl is missing')\n")
+    diagnosis = diagnose([str(script)], devices=[CPU], trials=trials)
+    assert [f.name for f in diagnosis.failures] == ["settings"]
+    assert "none.jsonl is missing" in diagnosis.failures[0].text
 
 
 def test_a_misspelled_option_and_a_wrong_value_are_named(trials):

@@ -18,6 +18,7 @@ from trl_packing.tools.exactness.with_images import ImageProbes
 from trl_packing.vision.batch import ImageBatches
 
 NAME = "qwen2_5_vl"
+NO_DATA = TrainingCommand.from_words(["--model", "none"])
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,8 @@ def probes(processor, monkeypatch):
     model = tiny_vision_model(NAME, processor)
     args = config_from_settings(["--max_length", "320"])
     call = TrainerCall(model, args, image_dataset(), processor)
-    monkeypatch.setattr(TrainingCommand, "trainer_call", lambda self: call)
-    words = ["--model", "none", "--data", "none.jsonl"]
+    monkeypatch.setattr(TrainingCommand, "trainer_call", lambda self, **_: call)
+    words = TrainingCommand.from_words(["--model", "none", "--data", "none.jsonl"])
     return model, ImageProbes.of(model, model, args, words)
 
 
@@ -97,7 +98,9 @@ def test_gradients_of_a_tower_whose_buffers_the_backward_reads(monkeypatch):
     model = tiny_vision_model("llava_next", processor)
     name = "trl_packing.tools.exactness.with_images.processing_class_of"
     monkeypatch.setattr(name, lambda *_: processor)
-    probes = ImageProbes.of(model, "none", config_from_settings([]), ["--model", "none"])
+    probes = ImageProbes.of(
+        model, "none", config_from_settings([]), TrainingCommand.from_words(["--model", "none"])
+    )
     result = results_of(model, probes, gradients=True)[-1]
     assert result.images
     assert result.is_exact, str(result)
@@ -119,8 +122,8 @@ def test_probes_of_several_data_sets_are_those_with_images(processor, monkeypatc
     lines = Dataset.from_dict({"prompt": ["a"] * 100, "completion": ["b"] * 100})
     sets = {"lines": lines, "pictures": image_dataset()}
     call = TrainerCall(model, config_from_settings(["--max_length", "320"]), sets, processor)
-    monkeypatch.setattr(TrainingCommand, "trainer_call", lambda self: call)
-    words = ["--model", "none", "--datasets", "none.jsonl"]
+    monkeypatch.setattr(TrainingCommand, "trainer_call", lambda self, **_: call)
+    words = TrainingCommand.from_words(["--model", "none", "--datasets", "none.jsonl"])
     with pytest.raises(ValueError, match="TRL's own code prepares data for this tokenizer"):
         ImageProbes.of(model, model, call.args, words)
     sets["lines"] = Dataset.from_list(documents_of_lengths([4] * 100))
@@ -134,7 +137,7 @@ def test_a_model_without_data_is_checked_with_noise(processor, monkeypatch):
     args = config_from_settings([])
     name = "trl_packing.tools.exactness.with_images.processing_class_of"
     monkeypatch.setattr(name, lambda *_: processor)
-    probes = ImageProbes.of(model, "none", args, ["--model", "none"])
+    probes = ImageProbes.of(model, "none", args, NO_DATA)
     assert probes.source == "of noise"
     sizes = {image.size for document in probes.documents for (image,) in document["images"]}
     assert sizes == {(336, 224), (112, 168)}
@@ -151,7 +154,9 @@ def test_a_tokenizer_alone_is_refused(processor, monkeypatch):
     name = "trl_packing.tools.exactness.with_images.processing_class_of"
     monkeypatch.setattr(name, lambda *_: processor.tokenizer)
     with pytest.raises(ValueError, match="is no processor, which images need"):
-        ImageProbes.of(model, "none", config_from_settings([]), ["--model", "none"])
+        ImageProbes.of(
+            model, "none", config_from_settings([]), TrainingCommand.from_words(["--model", "none"])
+        )
 
 
 def test_the_command_verifies_the_demo_with_its_pictures(capsys):

@@ -5,6 +5,8 @@ import io
 import re
 import textwrap
 
+from trl_packing.recipes import multipack_picture
+
 import numpy as np
 import pytest
 from helpers.attacks import ATTACKS, harmful
@@ -15,7 +17,6 @@ from hypothesis import strategies as st
 from trl_packing import pack, show_document, show_rows
 from trl_packing.formatting.printable import escape_hidden, escape_text
 from trl_packing.packing.prefix_tree import build_prefix_tree
-from trl_packing.recipes import multipack_picture
 
 
 def document(tokenizer, *parts: tuple[str, bool]) -> dict:

@@ -5,7 +5,6 @@ an error inside a training step    →  a traceback, because no option caused it
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -14,8 +13,7 @@ from traceback import walk_tb
 from typing import ParamSpec, TypeVar
 
 from trl_packing.formatting.printable import escape_hidden
-from trl_packing.tools.command.spelling import name_unknown_option, shorten_choices, unused_option
-from trl_packing.tools.command.usage_errors import short_usage_errors
+from trl_packing.tools.command.options import short_usage_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,18 +23,6 @@ TRACEBACK = "TRL_PACKING_TRACEBACK"
 
 # Errors with a message for the user. Other errors may be bugs, so their type is named.
 _FOR_USERS = (ValueError, OSError, ImportError)
-
-# Ways out that a Python program has, and those that a shell has instead.
-_IN_A_SHELL = (
-    (
-        r" \(or pass formatting_func\)",
-        "; or make prompts and answers of your columns: "
-        "--prompt_template 'Question: {question}' --response_field answer",
-    ),
-    (r"drop the column: dataset\.remove_columns\((.*?)\)", r"remove the column \1 from the data"),
-    # argparse names both spellings of an option.
-    (r"(--\w+)/--[\w-]+", r"\1"),
-)
 
 
 def message_of(error: Exception) -> str | None:
@@ -48,21 +34,11 @@ def message_of(error: Exception) -> str | None:
     frames = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
     if os.environ.get(TRACEBACK) or "training_step" in frames:
         return None
-    words = " ".join(escape_hidden(_for_shell(str(error))).split())
+    words = " ".join(escape_hidden(str(error)).split())
     if isinstance(error, _FOR_USERS) and words:
         return words
     named = f"{type(error).__name__}: {words}" if words else type(error).__name__
     return f"{named} ({TRACEBACK}=1 shows where)"
-
-
-def _for_shell(message: str) -> str:
-    for python, shell in _IN_A_SHELL:
-        message = re.sub(python, shell, message)
-    if unused_option(message):
-        from trl_packing.tools.command.training_command import known_options
-
-        message = name_unknown_option(message, known_options())
-    return shorten_choices(message)
 
 
 def exits_in_one_line(main: Callable[P, T]) -> Callable[P, T]:

@@ -16,7 +16,7 @@ from trl import TrlParser
 from trl.chat_template_utils import clone_chat_template
 
 from trl_packing.config import PackedSFTConfig
-from trl_packing.tools.command.spelling import suggest
+from trl_packing.tools.command.options import suggest
 
 # A CPU-only machine accepts these arguments. None of them affects what is previewed.
 _FIXED = ("--output_dir", "unused", "--use_cpu", "--bf16", "false", "--report_to", "none")

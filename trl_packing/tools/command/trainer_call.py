@@ -9,7 +9,7 @@ import inspect
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from unittest.mock import patch
 from transformers import Trainer, TrainingArguments
 from trl import SFTTrainer
 
-from trl_packing.tools.command.usage_errors import short_usage_errors
+from trl_packing.tools.command.options import short_usage_errors
 from trl_packing.trainer import PackedSFTTrainer
 
 # A machine without a GPU accepts these arguments. None of them affects the data.
@@ -70,7 +70,9 @@ class _OtherTrainer(BaseException):
     """The script has built a trainer that is not `PackedSFTTrainer`."""
 
 
-def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False) -> TrainerCall:
+def call_of_script(
+    script: str, words: Sequence[str], *, is_module: bool = False, on_any_machine: bool = True
+) -> TrainerCall:
     """Run `script` up to its first `PackedSFTTrainer`, and return the arguments of that.
 
     Its output goes to stderr. The trainer is not built: nothing is trained or written by it.
@@ -79,13 +81,17 @@ def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False
         script: a Python file, or the name of a module.
         words: its command line.
         is_module: `script` is the name of a module.
+        on_any_machine: change settings that need another device, such as bf16.
 
     Raises:
         ValueError: the script ends before, or builds another trainer.
     """
     name = script.rpartition(".")[2] + ".py" if is_module else Path(script).name
     try:
-        with _stops_at_trainer(script, words, is_module):
+        with (
+            fits_any_machine() if on_any_machine else nullcontext(),
+            _stops_at_trainer(script, words, is_module),
+        ):
             if is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -102,22 +108,28 @@ def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False
 
 
 @contextmanager
-def _stops_at_trainer(script: str, words: Sequence[str], is_module: bool) -> Iterator[None]:
-    """Make a trainer raise `_Reached`, the arguments fit any machine, and errors one line."""
+def fits_any_machine() -> Iterator[None]:
+    """Change settings that need a GPU, or write somewhere, inside the block."""
     post_init = TrainingArguments.__post_init__
 
-    def fit_machine(self: Any) -> None:
+    def fit(self: Any) -> None:
         for name, value in _ON_ANY_MACHINE.items():
             if hasattr(self, name):
                 setattr(self, name, value)
         post_init(self)
 
+    with patch.object(TrainingArguments, "__post_init__", fit):
+        yield
+
+
+@contextmanager
+def _stops_at_trainer(script: str, words: Sequence[str], is_module: bool) -> Iterator[None]:
+    """Make a trainer raise `_Reached`, and errors one line."""
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))
         stack.enter_context(patch.object(PackedSFTTrainer, "__init__", _reach))
         for other in (SFTTrainer, Trainer):
             stack.enter_context(patch.object(other, "__init__", _refuse_trainer))
-        stack.enter_context(patch.object(TrainingArguments, "__post_init__", fit_machine))
         stack.enter_context(short_usage_errors())
         stack.enter_context(patch.object(sys, "argv", [script, *words]))
         if not is_module:

@@ -172,10 +172,6 @@ def _precision(device: Device, run: RunSettings) -> Section:
 def _precision_advice(device: Device, run: RunSettings) -> list[str]:
     """Return how to set bf16 and fp16 on a device, where this differs from the run's."""
     found = []
-    if run.needs:
-        found.append(
-            f"add {' '.join(run.needs)}: TRL's default, bf16 on a GPU, stops on this device"
-        )
     if device.capability is not None and device.capability < (8, 0) and not run.args.fp16:
         found.append("no bf16 before sm80: set --fp16 True --bf16 False")
     elif device.capability is not None and device.capability >= (8, 0) and run.args.fp16:

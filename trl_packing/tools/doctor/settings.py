@@ -1,30 +1,20 @@
-"""The options of a run, as the doctor judges them: its settings, its model's config.
-
-Options of the script itself, such as the data, do not matter here.
-"""
+"""The settings of a run, as its script makes them on this machine, and the config of its model."""
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants
 from transformers import AutoConfig
-from trl import ModelConfig, TrlParser
 
 from trl_packing.config import PackedSFTConfig
-from trl_packing.tools.command.given_options import GivenOptions
+from trl_packing.tools.command.options import values_of
 from trl_packing.tools.command.settings import check_path_exists
-from trl_packing.tools.command.spelling import shorten_choices
-from trl_packing.tools.command.training_command import options_of_words
+from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.doctor.findings import Finding
-
-# Settings that decide the precision; where none is given, the doctor chooses.
-_PRECISION = {"bf16", "fp16", "use_cpu"}
-
-_ANYWHERE = ("--use_cpu", "True", "--bf16", "False", "--fp16", "False")
 
 
 @dataclass(frozen=True)
@@ -32,67 +22,55 @@ class RunSettings:
     """The settings of a run.
 
     Attributes:
-        options: as on a command line, and in its YAML file.
         args: the config of the trainer.
-        model: TRL's options of the model.
-        problem: why the settings cannot be used on the device; empty if they can.
-        needs: options that the run needs on this device beside those given.
+        model: its name, or the model; None without one.
+        problem: why the run would stop before its trainer is built; empty if it would not.
+        given: options of sft_packed.py by name; empty for another script.
     """
 
-    options: GivenOptions
     args: Any
-    model: ModelConfig
+    model: Any = None
     problem: str = ""
-    needs: tuple[str, ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> "RunSettings":
-        """Return the settings that the words of a training command describe.
+        """Return the settings of a training command: the script runs up to its trainer.
 
         Raises:
             ValueError: an option is unknown, or has a value that it cannot have.
         """
-        options = options_of_words(words, _names(ModelConfig))
-        try:
-            return cls(options, *_parse(options))
-        except ValueError as error:
-            # Either the device refuses the precision, or the options are wrong on any device.
-            return cls(options, *_parse(options, _ANYWHERE), problem=str(error))
-
-    @property
-    def output_dir(self) -> str:
-        """The folder of the run."""
-        return str(self.args.output_dir)
+        command = TrainingCommand.from_words(words)
+        given = {} if command.is_named else values_of(command.words)
+        has_model = command.is_named or "model_name_or_path" in given
+        if not has_model:
+            command = replace(command, words=(*command.words, "--model_name_or_path", "none"))
+        problem = ""
+        for on_any_machine in (False, True):
+            try:
+                model, args = command.model_and_settings(on_any_machine=on_any_machine)
+                return cls(args, model if has_model else None, problem, given)
+            except ValueError as error:
+                if on_any_machine and not command.is_named:
+                    raise
+                problem = problem or str(error)
+        return cls(PackedSFTConfig("outputs", use_cpu=True, bf16=False), None, problem, given)
 
     def on(self, device: Any) -> "RunSettings":
-        """Return the settings with the precision that they have on `device`.
-
-        Settings that do not name the precision get one with which the device can train, and name
-        it in `needs`.
-        """
-        if device.kind == "cuda" and not torch.cuda.is_available():
-            return self._on_described(device)
-        if not self.problem:
-            return self
-        if self.options.names & _PRECISION:
-            reason = self.problem.rstrip(".")
-            return replace(self, problem=f"{reason}; set --bf16 False, or add --use_cpu True")
-        needs = ("--use_cpu", "True") if device.kind == "cpu" else ("--bf16", "False")
-        return replace(self, args=_parse(self.options, needs)[0], needs=needs, problem="")
-
-    def _on_described(self, device: Any) -> "RunSettings":
-        """Return the settings on a GPU that is described, and not there."""
-        args, names = copy.copy(self.args), self.options.names
-        args.fp16, args.bf16 = "fp16" in names, not names & {"fp16", "bf16"}
-        if args.bf16 and (device.capability or (8, 0)) < (8, 0):
-            args.bf16 = False
-            return replace(self, args=args, needs=("--bf16", "False"), problem="")
-        return replace(self, args=args, problem="")
-
-    @property
-    def name(self) -> str | None:
-        """Name of the model, None without one."""
-        return self.model.model_name_or_path
+        """Return the settings with the precision that they have on `device`."""
+        if device.kind == "cuda" and not torch.cuda.is_available():  # described, and not there
+            args = copy.copy(self.args)
+            args.fp16, args.bf16 = (
+                "fp16" in self.given,
+                self.given.keys().isdisjoint(("fp16", "bf16")),
+            )
+            if (device.capability or (8, 0)) < (8, 0):
+                args.bf16 = False
+            return replace(self, args=args, problem="")
+        if "bf16" in self.problem:
+            way_out = "set bf16 to false, or add use_cpu"
+            return replace(self, problem=f"{self.problem.rstrip('.')}; {way_out}")
+        return self
 
     @property
     def precision(self) -> str:
@@ -104,9 +82,7 @@ class RunSettings:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights: float32, as TRL loads them, unless the options name another."""
-        given = (self.args.model_init_kwargs or {}).get("dtype")
-        if given is None and "dtype" in self.options.names:
-            given = self.model.dtype
+        given = (self.args.model_init_kwargs or {}).get("dtype", getattr(self.model, "dtype", None))
         named = getattr(torch, str(given).removeprefix("torch."), None)
         return named if isinstance(named, torch.dtype) else torch.float32
 
@@ -118,38 +94,19 @@ class RunSettings:
         return torch.float16 if self.args.fp16 else self.dtype
 
 
-def _names(kind: Any) -> set[str]:
-    return {field.name for field in fields(kind)}
-
-
-def _parse(options: GivenOptions, more: Sequence[str] = ()) -> tuple[Any, ModelConfig]:
-    """Return the two configs, from the options that are theirs; others belong to the script."""
-    options = options.only(_names(PackedSFTConfig) | _names(ModelConfig))
-    in_file = {"output_dir": "outputs"} | options.in_file
-    parser = TrlParser((PackedSFTConfig, ModelConfig))
-    parser.error = _raise
-    parser.set_defaults_with_config(**in_file)
-    args, model = parser.parse_args_into_dataclasses([*options.words(), *more])
-    return args, model
-
-
-def _raise(message: str) -> Any:
-    raise ValueError(shorten_choices(message))
-
-
 # --- the model ------------------------------------------------------------------------------------
 
 
 def load_config(run: RunSettings) -> tuple[Any, Finding | None]:
     """Return the config of the model, from its folder or the cache, and what is wrong with it."""
-    model = run.name
-    if model is None:
-        return None, None
+    model = run.model
+    if not isinstance(model, str):
+        return getattr(model, "config", None), None
     try:
         check_path_exists("--model", model)
         config = AutoConfig.from_pretrained(
             model,
-            revision=run.model.model_revision,
+            revision=(run.args.model_init_kwargs or {}).get("revision") or "main",
             trust_remote_code=run.args.trust_remote_code,
             local_files_only=True,
         )

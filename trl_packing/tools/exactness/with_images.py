@@ -4,7 +4,6 @@ the command names data with images    short documents of its first rows
 it names a model alone                noise of two sizes, in a prompt each
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from trl_packing.isolation.fallback import CheckResult, Refusal
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.command.settings import config_from_settings, processing_class_of
 from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.command.training_command import TrainingCommand, names_data
+from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.choice import has_images
@@ -46,14 +45,14 @@ class ImageProbes:
     source: str
 
     @classmethod
-    def of(cls, model: Any, name_or_model: Any, args: Any, words: Sequence[str]) -> Any:
+    def of(cls, model: Any, name_or_model: Any, args: Any, command: TrainingCommand) -> Any:
         """Return the probes for a model; None if no rows with images are packed for its type.
 
         Args:
             model: on its device.
             name_or_model: as the command names it.
             args: the settings of the run.
-            words: of the command.
+            command: names the data, if it does.
 
         Raises:
             ValueError: the rows cannot be prepared.
@@ -62,8 +61,8 @@ class ImageProbes:
         if model.config.model_type not in FAMILIES:
             return None
         call, source = None, "of the data"
-        if names_data(words):
-            call = TrainingCommand.from_words(words).trainer_call()
+        if command.names_data:
+            call = command.call
         if call is None or not has_images(call.train_dataset):
             processor = call and call.processing_class
             processor = processor or processing_class_of(name_or_model, args)

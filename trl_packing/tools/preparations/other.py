@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_packing.tools.command.given_options import read_config
+from trl_packing.tools.command.options import read_config
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preparations.side import Side

@@ -1,0 +1,106 @@
+"""Every command in `recipes/` and in the README trains two steps, with its YAML file unchanged.
+
+Stand-ins are the model, a tiny one, and the hub, which serves rows of the same columns.
+"""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, load_dataset
+from helpers.recipes import FOLDER, ROOT, YAMLS, commands_of, module
+from helpers.tiny import save_tiny_model, tiny_rows
+
+from trl_packing import PackedSFTTrainer
+
+
+def chats() -> list[dict[str, Any]]:
+    rows = tiny_rows("conversational_language_modeling", 64)
+    return [row | {"source": "a" if i % 3 else "b"} for i, row in enumerate(rows)]
+
+
+def pairs(*names: str) -> list[dict[str, Any]]:
+    rows = tiny_rows("question_answer", 48)
+    return [dict(zip(names, (row["question"], row["answer"]), strict=True)) for row in rows]
+
+
+def looks() -> list[dict[str, Any]]:
+    return list(module("demo_pictures").demo_rows(16))
+
+
+# Rows with the columns of the data sets on the hub.
+HUB = {
+    "openai/gsm8k": lambda: pairs("question", "answer"),
+    "tatsu-lab/alpaca": lambda: [
+        {**row, "input": "", "text": f"{row['instruction']}\n\n### Response:\n{row['output']}"}
+        for row in pairs("instruction", "output")
+    ],
+    "hkust-nlp/dart-math-uniform": lambda: pairs("query", "response"),
+    "llamafactory/glaive_toolcall_en": lambda: tiny_rows("tools", 24),
+    "trl-lib/llava-instruct-mix": looks,
+}
+
+
+def hub(path: str, name: str | None = None, *, split: str = "train", **options: Any) -> Any:
+    """Serve a data set as `load_dataset` does; files are read as they are."""
+    if path.count("/") != 1 or Path(path).exists():
+        return load_dataset(path, name, split=split, **options)
+    assert re.fullmatch(r"\w+(\[:\d+\])?", split), split
+    rows = Dataset.from_list(HUB.get(path, chats)())
+    return rows.to_iterable_dataset(num_shards=4) if options.get("streaming") else rows
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("vision")
+    for part in module("demo_pictures").demo_model(seed=0):
+        part.save_pretrained(folder)
+    text = save_tiny_model(tmp_path_factory.mktemp("text"), "llama", chat=True)
+    return {"text": text, "vision": str(folder)}
+
+
+def commands() -> list[Any]:
+    """Return the options of every command, by its recipe; the quick ones are not marked slow."""
+    found = {(recipe, f"--config recipes/{name}") for name in YAMLS for recipe in commands_of(name)}
+    texts = [(ROOT / "README.md").read_text(), *(f.read_text() for f in FOLDER.glob("*.yaml"))]
+    texts += [module(f.stem).__doc__ or "" for f in FOLDER.glob("[!m]*.py")]
+    for text in texts:
+        lines = text.replace("\\\n", " ").replace("#  ", " ")
+        for recipe, options in re.findall(r"recipes/(\w+)\.py((?: +--config [^#\n]*)?)", lines):
+            if "--config recipes/" in options:
+                found.add((recipe, " ".join(options.split()).rstrip("`,")))
+    quick = "recipes/sft_mixture.yaml"
+    return [
+        pytest.param(*each, marks=() if each[1].endswith(quick) else pytest.mark.slow)
+        for each in sorted(found)
+        if "dataset_name" not in each[1]  # with a file of the reader
+    ]
+
+
+@pytest.mark.parametrize(("recipe", "options"), commands())
+def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
+    if "4bit" in options or "qlora" in options:
+        pytest.importorskip("bitsandbytes")
+    for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.dataset"):
+        monkeypatch.setattr(f"{name}.load_dataset", hub)
+    monkeypatch.setattr(module("streaming"), "load_dataset", hub)
+    monkeypatch.chdir(ROOT)
+    trained = []
+    train = PackedSFTTrainer.train
+    monkeypatch.setattr(
+        PackedSFTTrainer,
+        "train",
+        lambda self, *a, **k: trained.append(self) or train(self, *a, **k),
+    )
+    words = [*shlex.split(options), "--max_steps", "2", "--output_dir", str(tmp_path)]
+    words += ["--model_name_or_path", models["vision" if recipe == "vision" else "text"]]
+    if recipe == "vision":
+        words += ["--dataloader_num_workers", "0"]  # four, on a machine of two cores, warn
+    if recipe in ("compare_packing", "padding_free"):
+        words += ["--num_documents", "8"]
+    module(recipe).main(words)
+    assert trained
+    assert all(0 < trainer.state.global_step <= 2 for trainer in trained)
+    assert all(trainer._run_path.reason is None for trainer in trained)
