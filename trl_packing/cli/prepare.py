@@ -20,8 +20,8 @@ Then train, plan or inspect with --dataset_name prepared and the same
 settings.
 
 DATA is a hub id, a file or a folder, and OUT the folder to write, which
-appears only when it is complete. The data sets of a mixture become folders in OUT; the command
-prints the entries of `datasets:` that train them.
+appears only when it is complete. The data sets of a mixture become folders
+in OUT; the command prints the entries of `datasets:` that train them.
 
 exit status:
   0  OUT holds the prepared data
