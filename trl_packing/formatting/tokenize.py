@@ -16,7 +16,7 @@ import string
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -166,7 +166,18 @@ def _prompt_end(view: Any, document: Rendered) -> int | None:
         return None
     if text[size - 1 : size].isalnum() and text[size].isalnum():
         return None
+    if prompt[-1:].isspace() and not _keeps_at_end(view.tokenizer, prompt[-1]):
+        return None
     return view.token_starting_at(size)
+
+
+@lru_cache(maxsize=64)
+def _keeps_at_end(tokenizer: Any, space: str) -> bool:
+    """Whether a tokenizer reads white space at the end of a text as it does before a letter."""
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    if normalizer is None:
+        return True
+    return normalizer.normalize_str(f"a{space}") + "a" == normalizer.normalize_str(f"a{space}a")
 
 
 def _view(tokenizer: Any, encoded: Any, number: int, document: Rendered) -> Any:
@@ -190,7 +201,11 @@ class _Offsets:
             return None
         # With trimmed offsets " word" also starts at its "w", and the token before ends earlier.
         before = self.encoding.token_to_chars(token - 1) if token else None
-        return token if (before[1] if before else 0) == char else None
+        if (before[1] if before else 0) != char:
+            return None
+        # The tokenizer may end every text, so the prompt too, in the token that begins here.
+        ids, after = self.encoding.ids, self._num_tokens
+        return None if after < len(ids) and ids[token] == ids[after] else token
 
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
         """Return the tokens of the characters [start, stop), without space that belongs to none."""
