@@ -167,14 +167,76 @@ def test_conversations_without_messages_are_dropped_and_counted(tmp_path, usual,
         ),
     ],
 )
-@pytest.mark.parametrize("num_proc", [None, 2])
-def test_bad_rows_of_a_kind_are_counted_in_one_sentence(tmp_path, usual, bad, sentence, num_proc):
+def test_bad_rows_of_a_kind_are_counted_in_one_sentence(tmp_path, usual, bad, sentence):
     with pytest.raises(ValueError) as error:
-        trainer_for(tmp_path, every_third(usual, bad), dataset_num_proc=num_proc)
+        trainer_for(tmp_path, every_third(usual, bad))
     assert str(error.value) == f"{sentence} (10 such rows)"
     with pytest.raises(ValueError) as error:
         trainer_for(tmp_path, [bad, *[usual] * 3])
     assert str(error.value) == sentence
+
+
+def test_a_bad_row_is_found_in_its_batch(tmp_path):
+    """The other rows are not rendered again, which would take minutes on a million."""
+    rendered = []
+
+    def formatted(row):
+        rendered.append(row["n"])
+        return None if row["n"] == 2500 else "a b c"
+
+    rows = Dataset.from_list([{"n": n} for n in range(4000)])
+    args = PackedSFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"^row 2500 of the train dataset: formatting_func ret"):
+        PackedSFTTrainer(
+            tiny_model("llama"),
+            args,
+            train_dataset=rows,
+            processing_class=tiny_tokenizer(),
+            formatting_func=formatted,
+        )
+    assert rendered.count(2500) >= 1
+    assert len(rendered) < 5000
+
+
+def test_a_bad_row_of_several_processes_is_named(tmp_path):
+    rows = [{"messages": [user("Hi"), said("Yes?")]}] * 20 + [
+        {"messages": [user("Hi"), said(None)]}
+    ]
+    with pytest.raises(ValueError, match="row 20 of the train dataset: message 1"):
+        trainer_for(tmp_path, rows, dataset_num_proc=2)
+
+
+def test_messages_beside_a_text_of_nulls_are_trained(tmp_path):
+    rows = [{"messages": [user("Hi"), said("Yes?")]}] * 4
+    beside = trainer_for(tmp_path / "beside", [{**row, "text": None} for row in rows])
+    assert documents(beside) == documents(trainer_for(tmp_path / "alone", rows))
+    with pytest.raises(ValueError, match=r"row 1 .* has no 'messages'"):
+        trainer_for(tmp_path / "null", [rows[0], {"messages": None}, rows[1]])
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [{"role": 5, "content": "a"}]}, "has int 5 as role; make it a string"),
+        ({"messages": []}, "all 4 rows of the train dataset are empty"),
+        ({"text": "a b", "loss_weight": 1e300}, r"1e\+300, more than float32 holds; divide all"),
+        ({"messages": [user("a"), said("b", weight=1e300)]}, r"weight=1e\+300; .*float32 holds"),
+        ({"messages": '[{"role": "user", "content": "a"}]'}, r"is a text; .*json\.loads"),
+    ],
+    ids=["role", "empty", "loss_weight", "weight", "JSON"],
+)
+def test_a_row_that_cannot_be_trained_is_refused_in_one_sentence(tmp_path, row, words):
+    with pytest.raises(ValueError, match=words):
+        trainer_for(tmp_path, [row] * 4)
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("value", [2**63, 2**70, -(2**63) - 1])
+def test_tokens_beyond_64_bits_are_named(tmp_path, column, value):
+    row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+    trainer = trainer_for(tmp_path, stream_of([row] * 3 + [{**row, column: [5, 6, value]}]))
+    with pytest.raises(ValueError, match=f"row 3 has {value} in '{column}'.* 64 bits"):
+        trainer.train()
 
 
 def test_rows_that_differ_in_a_number_or_a_name_are_of_one_kind(tmp_path):

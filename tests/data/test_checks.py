@@ -87,7 +87,8 @@ def test_good_columns_pass(columns):
 @pytest.mark.parametrize("column", ["text", "prompt", "completion", "messages"])
 def test_a_missing_value_is_named_by_its_row(column):
     value = [{"role": "user", "content": "a"}] if column == "messages" else "a"
-    columns = {"prompt": ["p"] * 4, "completion": ["c"] * 4, column: [value, value, None, value]}
+    pairs = {"prompt": ["p"] * 4, "completion": ["c"] * 4}
+    columns = (pairs if column in pairs else {}) | {column: [value, value, None, value]}
     dataset = Dataset.from_dict(columns).select([1, 2, 3])
     with pytest.raises(ValueError, match=f"row 1 of the train dataset has no '{column}'"):
         check_columns(dataset, "train", "text")

@@ -125,3 +125,11 @@ def test_braces_that_do_not_close_are_refused(given):
 def test_a_field_without_a_name_of_a_column_is_refused(given):
     with pytest.raises(ValueError, match="no name of a column"):
         PromptTemplate.from_setting(given)
+
+
+@pytest.mark.parametrize("template", ["{text:>1000000000}", "{text:{width}}"])
+def test_a_width_that_would_not_end_is_refused(template):
+    with pytest.raises(ValueError, match=r"format .* for 'text'; give a width below 1,000"):
+        PromptTemplate.from_setting(template)
+    row = {"text": "a", "score": 1}
+    assert PromptTemplate.from_setting("{text:>3} {score:.2f}").prompt(row) == "  a 1.00"

@@ -26,6 +26,7 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.documents.weight_columns import document_weights_from_rows
 from trl_packing.formatting.message_flags import has_flags
+from trl_packing.formatting.row_form import form_of, name_of_messages
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
@@ -131,9 +132,20 @@ def check_columns(dataset: AnyDataset, name: str, text_field: str) -> None:
             _check_no_missing(dataset, name, ["input_ids"])
             _check_token_columns(dataset, name)
             return
-        if "completion" not in columns and whole:
-            known -= {"prompt"}  # it repeats the beginning of the conversation (ultrachat_200k)
-        _check_no_missing(dataset, name, sorted({*known, "completion"} & set(columns)))
+        rows = dataset.select_columns(sorted({*known, "completion"} & {*columns}))
+        _check_no_missing(dataset, name, _columns_read(rows, text_field))
+
+
+def _columns_read(rows: Dataset, text_field: str) -> list[str]:
+    """Return the columns that rows of the form of the first are made of; all if it has none."""
+    first = rows.with_format(None)[0]
+    try:
+        form = form_of(first, text_field)
+    except ValueError:
+        return rows.column_names
+    if form.startswith("prompt"):
+        return [name for name in ("prompt", "completion") if name in rows.column_names]
+    return [text_field] if form == "text" else [name_of_messages(first) or "messages"]
 
 
 def empty_completions(dataset: AnyDataset, column: str, name: str) -> str | None:

@@ -79,6 +79,11 @@ def fit_documents(
         if len(kept) < len(dataset):
             fitted = documents.with_dataset(dataset.select(kept))
     if not len(fitted) or not fitted.num_trained().any():
+        if not lengths.any():
+            raise ValueError(
+                f"all {len(lengths):,} rows of the {name} dataset are empty: they have no "
+                "messages or tokens; check how it was loaded"
+            )
         raise ValueError(
             f"no document of the {name} dataset has a trained token left "
             f"({len(lengths)} read, {int(too_long.sum())} longer than max_length="

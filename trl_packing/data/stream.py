@@ -23,7 +23,7 @@ from trl_packing.data.fitting import fit_table
 from trl_packing.data.model_limits import NO_LIMITS
 from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.bad_rows import check_same_columns
+from trl_packing.documents.bad_rows import check_same_columns, named_if_beyond_int64
 from trl_packing.documents.labels import (
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
@@ -100,7 +100,8 @@ class StreamFit:
 
     def __call__(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
-        table = pa.table({name: pa.array(batch[name]) for name in self.columns})
+        with named_if_beyond_int64(batch, rows):
+            table = pa.table({name: pa.array(batch[name]) for name in self.columns})
         documents = _documents_of(table)
         NO_LIMITS.check_documents(documents, "of the stream", rows)
         if self.eos is not None and self.eos.appends:

@@ -9,7 +9,8 @@ A data set has bad rows by the dozen; if each run named only one of them, each w
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,24 @@ def check_same_columns(
                 f"row {rows[wrong[0]]} of the stream has {differs}; give all rows the same columns"
                 f", and no null values{and_others(wrong)}"
             )
+
+
+@contextmanager
+def named_if_beyond_int64(
+    batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
+) -> Iterator[None]:
+    """Raise ValueError naming the row and column in place of an OverflowError of NumPy or Arrow."""
+    try:
+        yield
+    except OverflowError as error:
+        for column in (*TOKEN_COLUMNS, *MASK_COLUMNS):
+            for row, values in zip(rows, batch.get(column, [[]] * len(rows)), strict=True):
+                if beyond := [value for value in values or () if abs(value) >= 2**63]:
+                    raise ValueError(
+                        f"row {row} has {beyond[0]} in {column!r}, which 64 bits cannot hold; was "
+                        "it tokenized with another tokenizer?"
+                    ) from error
+        raise
 
 
 _BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT)

@@ -28,7 +28,7 @@ from trl_packing.documents.labels import (
 LOSS_WEIGHTINGS = ("token", "document", "sqrt")
 
 _POWER = {"token": 0.0, "document": 1.0, "sqrt": 0.5}
-_MOST = float(np.finfo(np.float32).max)
+LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 _WORDS = {"token": "", "document": "1/n", "sqrt": "1/√n"}
 
 
@@ -84,7 +84,7 @@ def weigh_tokens(
     totals = np.bincount(document, trained, minlength=len(lengths)) ** _POWER[loss_weighting]
     factors = np.divide(document_weights, totals, out=np.zeros(len(lengths)), where=totals > 0)
     products = trained * factors[document]
-    if products.max() > _MOST:
+    if products.max() > LARGEST_WEIGHT:
         at = int(np.argmax(products))
         raise ValueError(
             f"{TOKEN_WEIGHTS} {trained[at]:.3g} times {DOCUMENT_WEIGHT} "
@@ -109,13 +109,18 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
         weight = float(given)
     except (TypeError, ValueError):
         weight = np.nan
-    if not 0 <= weight <= _MOST:  # NaN compares false
+    if not 0 <= weight <= LARGEST_WEIGHT:  # NaN compares false
         raise ValueError(f"{which} has {wrong_weight(given)}")
     return weight
 
 
 def wrong_weight(value: Any) -> str:
     """Return the end of a sentence about a `loss_weight` that cannot be used."""
+    if isinstance(value, (int, float)) and LARGEST_WEIGHT < value < np.inf:
+        return (
+            f"{DOCUMENT_WEIGHT}={value!r}, more than float32 holds; divide all weights by one "
+            "number: only their ratios count"
+        )
     return (
         f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers that are not negative (0 leaves "
         "a document out of the loss)"

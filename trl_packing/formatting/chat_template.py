@@ -8,12 +8,14 @@ Both are learned once, from short conversations. `message_spans` uses them to fi
 characters of a rendered conversation a model has to write.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
@@ -75,6 +77,26 @@ class ChatTemplate:
     def source(self) -> str:
         """The text of the template. Raises ValueError if there is none."""
         return self.tokenizer.get_chat_template(self.override)
+
+    def check_numbers(self) -> None:
+        """Raise ValueError for a template that computes with numbers that only an attack needs.
+
+        ``{{ 'x' * 10**10 }}`` would be computed when the template is compiled, for hours.
+        """
+        if not self.exists:
+            return
+        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            tree = reader.parse(_GENERATION.sub("", self.source))
+        except TemplateError:  # rendering will raise it
+            return
+        for node in tree.find_all((nodes.Const, nodes.Pow, nodes.Mul)):
+            if _constant(node) > _LARGEST_NUMBER:
+                raise ValueError(
+                    f"the chat template has a number above {_LARGEST_NUMBER:,} in line "
+                    f"{node.lineno}, so that rendering a conversation might not end; use another "
+                    "template"
+                )
 
     @property
     def exists(self) -> bool:
@@ -233,6 +255,22 @@ class ChatTemplate:
         # ChatML on a tokenizer without ChatML's tokens: the model has to stop with these words.
         words = self.around_answer[1].rstrip()
         return len(words) if after.startswith(words) else 0
+
+
+_LARGEST_NUMBER = 10_000_000
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+
+
+def _constant(node: nodes.Node) -> float:
+    """Return the number that an expression of constants is, infinity for large powers, or 0."""
+    if isinstance(node, nodes.Const):
+        return float(node.value) if isinstance(node.value, int) else 0
+    if not isinstance(node, nodes.BinExpr):
+        return 0
+    left, right = _constant(node.left), _constant(node.right)
+    if isinstance(node, nodes.Pow):
+        return math.pow(left, right) if left > 0 and right * math.log2(left) < 1000 else math.inf
+    return left * right if isinstance(node, nodes.Mul) else 0
 
 
 def absent_from(text: str) -> str:

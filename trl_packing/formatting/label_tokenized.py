@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.bad_rows import check_same_columns
+from trl_packing.documents.bad_rows import check_same_columns, named_if_beyond_int64
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IGNORE_INDEX,
@@ -195,9 +195,9 @@ def _label_by_masks(
     ignored = () if completion_only else ("completion_mask",)
     masks = [name for name in MASK_COLUMNS if name in batch and name not in ignored]
     rows = zip(batch["input_ids"], *(batch[name] for name in masks), strict=True)
-    return {
-        "labels": [
+    with named_if_beyond_int64(batch, rows_read):
+        labels = [
             document_labels(dict(zip(masks, values, strict=True)), np.asarray(ids, np.int64))
             for ids, *values in rows
         ]
-    }
+    return {"labels": labels}

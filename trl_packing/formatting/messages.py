@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trl_packing.documents.weights import LARGEST_WEIGHT
 from trl_packing.formatting.printable import quote
 
 Message = dict[str, Any]
@@ -152,8 +153,10 @@ def _complaints(message: Any, chat_template: str) -> Iterator[str]:
         yield f"is {_short(message)}, not a dictionary with 'role' and 'content'"
         return
     role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
+    if role is None:
         yield f"has no role (keys: {sorted(message)})"
+    elif not isinstance(role, str):
+        yield f"has {_short(role)} as role; make it a string, such as 'user'"
     elif (
         role not in ROLES and f"'{role}'" not in chat_template and f'"{role}"' not in chat_template
     ):
@@ -212,8 +215,11 @@ def trained_messages(
     for number, message in enumerate(messages):
         train, weight = message.get("train"), message.get("weight")
         weight = 1.0 if weight is None else weight
-        if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
-            raise ValueError(f"message {number} has weight={weight!r}; give a number of 0 or more")
+        if not isinstance(weight, (int, float)) or not 0 <= weight <= LARGEST_WEIGHT:
+            raise ValueError(
+                f"message {number} has weight={weight!r}; give a number of 0 or more that float32 "
+                "holds: only the ratios of weights count"
+            )
         if train not in (None, True, False):
             raise ValueError(f"message {number} has train={train!r}; give true or false")
         if weight and (number in chosen if train is None else train):

@@ -7,6 +7,7 @@
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,16 @@ class PromptTemplate:
     def fields(self) -> list[str]:
         """The columns that the template needs, with {query} as `query_field`."""
         try:
-            names = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
+            fields = [field for field in Formatter().parse(self.template) if field[1] is not None]
         except ValueError as error:
             raise ValueError(f"prompt_template cannot be read: {error}") from error
+        names = [name or "" for _, name, _, _ in fields]
+        for _, name, width, _ in fields:
+            if width and re.search(r"\d{4}|{", width):
+                raise ValueError(
+                    f"prompt_template has the format {width[:20]!r} for {name!r}; give a width "
+                    "below 1,000, as a number"
+                )
         if "" in names:
             raise ValueError("prompt_template has braces with no name of a column, {}; write {{}}")
         return [self.column(name) for name in names]

@@ -42,7 +42,7 @@ def form_of(row: Row, text_field: str) -> str:
     Raises:
         ValueError: for a row of none of these forms.
     """
-    messages = _name_of_messages(row)
+    messages = name_of_messages(row)
     # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
     # conversation repeats its beginning (ultrachat_200k).
     if row.get("prompt") is not None and (messages is None or row.get("completion") is not None):
@@ -79,7 +79,7 @@ def messages_of(
     """
     names: tuple[str, ...] = ("prompt", "completion")
     if form == "messages":
-        names = (_name_of_messages(row) or "messages",)
+        names = (name_of_messages(row) or "messages",)
     lists, sharegpt = [], False
     for name in names:
         messages: Any = row.get(name)
@@ -122,7 +122,8 @@ def _is_json_of_messages(text: Any) -> bool:
         return False
 
 
-def _name_of_messages(row: Row) -> str | None:
+def name_of_messages(row: Row) -> str | None:
+    """Return the column that holds the whole conversation of a row, or None."""
     names = ("messages", "conversations")
     return next((name for name in names if isinstance(row.get(name), list)), None)
 

@@ -84,7 +84,8 @@ class RowFormat:
         Raises:
             ValueError: for templates that are empty or cannot be read.
         """
-        options = PackingOptions.of(args)
+        options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
+        chat.check_numbers()
         answers = prompt_template = None
         if options.response_template is not None:
             answers = ResponseTemplate.from_settings(
@@ -95,7 +96,7 @@ class RowFormat:
                 options.prompt_template, options.query_field
             )
         return cls(
-            ChatTemplate(tokenizer, chat_template),
+            chat,
             tokenizer.eos_token,
             text_field=args.dataset_text_field,
             completion_only=completion_only,

@@ -10,9 +10,10 @@ With `train_on="every_turn"`, a row becomes several documents, each with the num
 `datasets` caches the result by the tokenizer, the settings and the version of this package.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -28,6 +29,7 @@ from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE, TOKEN_WEIGHTS,
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.message_flags import flag_of, has_flags, messages_in
 from trl_packing.formatting.printable import escape_hidden, quote
+from trl_packing.formatting.row_form import Row
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
 
@@ -129,30 +131,13 @@ def documents_from_rows(
     options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
     try:
         return rows.map(_prepare_batch, **options)
-    except (ValueError, RuntimeError) as error:
-        named = _with_names(error, rows, row_format, name, num_proc)
-        if named is None:
+    except RuntimeError as error:
+        if not str(error).startswith(_WORKER_ENDED):
             raise
-        raise named from error
-
-
-def _with_names(
-    error: ValueError | RuntimeError,
-    rows: Dataset,
-    row_format: RowFormat,
-    name: str,
-    num_proc: int | None,
-) -> Exception | None:
-    """Return `error` with all bad rows, or the reason why a process ended; None if it has none."""
-    if str(error).startswith(_WORKER_ENDED):
-        return ValueError(
+        raise ValueError(
             f"a process that tokenized the {name} dataset was killed, probably because memory "
             f"ran out; use fewer processes (dataset_num_proc={num_proc})"
-        )
-    bad = _all_bad_rows(rows, row_format, row_format.form(next(iter(rows))), name)
-    if not bad:
-        return None
-    return (RuntimeError if isinstance(error, RuntimeError) else ValueError)(str(bad))
+        ) from error
 
 
 def _dtypes_of(
@@ -204,21 +189,16 @@ def _prepare_batch(
     version: str,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    tokenizer = row_format.chat.tokenizer
-    numbers: list[int] = []  # the row of each document, in the batch
-    turns: list[int] = []
-    # A fast tokenizer releases the interpreter lock, so the next rows are rendered meanwhile.
-    with ThreadPoolExecutor(max_workers=1) as tokenizing:
-        parts = []
-        rendered = _render_all(rows, indices, form, row_format, name, TOKEN_WEIGHTS in columns)
-        while chunk := list(islice(rendered, _AT_ONCE)):
-            found = [indices[number] for number, _, _ in chunk]
-            texts = [document for _, _, document in chunk]
-            parts.append(tokenizing.submit(_tokenized, tokenizer, texts, found, name))
-            numbers += [number for number, _, _ in chunk]
-            turns += [turn for _, turn, _ in chunk]
-    documents = [document for part in parts for document in part.result()]
-    _warn_of_lost_prompts(tokenizer, documents)
+    names = [f"row {first_row + index} of the {name} dataset" for index in indices]
+    render = partial(_rendered, form=form, row_format=row_format, columns=columns)
+    try:
+        documents, numbers, turns = _documents_of(rows, names, render, row_format.chat.tokenizer)
+    except (ValueError, RuntimeError) as error:
+        bad = _bad_rows(rows, names, render)
+        if not bad:
+            raise
+        raise (RuntimeError if isinstance(error, RuntimeError) else ValueError)(str(bad)) from error
+    _warn_of_lost_prompts(row_format.chat.tokenizer, documents)
     made: dict[str, list[Any]] = {
         "input_ids": [document.input_ids for document in documents],
         "labels": _of_one_type([document.labels for document in documents]),
@@ -231,28 +211,30 @@ def _prepare_batch(
     return made | {column: [batch[column][n] for n in numbers] for column in repeated}
 
 
-def _render_all(
-    rows: Sequence[Mapping[str, Any]],
-    indices: Sequence[int],
-    form: str,
-    row_format: RowFormat,
-    name: str,
-    weighted: bool,
-) -> Iterator[tuple[int, int, Rendered]]:
-    """Yield the place of a row in the batch, the number of a turn, and its text.
+def _documents_of(
+    rows: Sequence[Row], names: Sequence[str], render: Callable[..., list[Rendered]], tokenizer: Any
+) -> tuple[list[Tokenized], list[int], list[int]]:
+    """Return the documents of a batch, the place of each one's row, and the number of its turn.
 
     The number is -1 for a conversation without a trained turn.
     """
-    for place, row in enumerate(rows):
-        which = f"row {indices[place]} of the {name} dataset"
-        for turn, document in enumerate(_rendered(row, form, row_format, which)):
-            if not weighted and any(weight != 1 for *_, weight in document.spans or ()):
-                raise ValueError(
-                    f"{which}: a message has a weight other than 0 and 1, but messages of the "
-                    "first row have none, so there is no column for it; give them one, too (1 is "
-                    "the default)"
-                )
-            yield place, turn if document.spans else -1, document
+    rendered = (
+        (place, turn if document.spans else -1, document)
+        for place, (row, which) in enumerate(zip(rows, names, strict=True))
+        for turn, document in enumerate(render(row, which))
+    )
+    parts = []
+    places: list[int] = []
+    turns: list[int] = []
+    # A fast tokenizer releases the interpreter lock, so the next rows are rendered meanwhile.
+    with ThreadPoolExecutor(max_workers=1) as tokenizing:
+        while chunk := list(islice(rendered, _AT_ONCE)):
+            found, numbers, texts = zip(*chunk, strict=True)
+            where = [names[place] for place in found]
+            parts.append(tokenizing.submit(_tokenized, tokenizer, texts, where))
+            places += found
+            turns += numbers
+    return [document for part in parts for document in part.result()], places, turns
 
 
 def _of_one_type(labels: list[Any]) -> list[Any]:
@@ -263,10 +245,17 @@ def _of_one_type(labels: list[Any]) -> list[Any]:
 
 
 def _rendered(
-    row: Mapping[str, Any], form: str, row_format: RowFormat, which: str
+    row: Row, which: str, form: str, row_format: RowFormat, columns: Sequence[str]
 ) -> list[Rendered]:
+    """Return the texts of a row. Raises an error that names the row, `which`."""
     try:
-        return row_format.documents(row, form)
+        documents = row_format.documents(row, form)
+        if TOKEN_WEIGHTS not in columns and not all(map(_is_whole, documents)):
+            raise ValueError(
+                "a message has a weight other than 0 and 1, but messages of the first row have "
+                "none, so there is no column for it; give them one, too (1 is the default)"
+            )
+        return documents
     except TEMPLATE_ERRORS as error:
         if row_format.formatting_func is not None:
             raise  # with the traceback of the user's own function
@@ -277,15 +266,19 @@ def _rendered(
         raise kind(f"{which}: {escape_hidden(str(error))}") from error
 
 
+def _is_whole(document: Rendered) -> bool:
+    return all(weight == 1 for *_, weight in document.spans or ())
+
+
 def _tokenized(
-    tokenizer: Any, documents: Sequence[Rendered], rows: Sequence[int], name: str
+    tokenizer: Any, documents: Sequence[Rendered], names: Sequence[str]
 ) -> list[Tokenized]:
     try:
         return tokenize(tokenizer, documents)
     except (TypeError, UnicodeError, ValueError):  # of fast and slow tokenizers, on bad Unicode
-        for row, document in zip(rows, documents, strict=True):
+        for which, document in zip(names, documents, strict=True):
             if problem := _tokenizing_problem(tokenizer, document):
-                raise ValueError(f"row {row} of the {name} dataset: {problem}") from None
+                raise ValueError(f"{which}: {problem}") from None
         raise
 
 
@@ -302,13 +295,14 @@ def _tokenizing_problem(tokenizer: Any, document: Rendered) -> str | None:
     return None
 
 
-def _all_bad_rows(rows: Dataset, row_format: RowFormat, form: str, name: str) -> BadRows:
+def _bad_rows(
+    rows: Sequence[Row], names: Sequence[str], render: Callable[..., list[Rendered]]
+) -> BadRows:
+    """Return the rows of a batch that cannot be rendered, or whose text is no valid Unicode."""
     bad = BadRows()
-    for number, row in enumerate(rows):
-        which = f"row {number} of the {name} dataset"
+    for row, which in zip(rows, names, strict=True):
         try:
-            rendered = _rendered(row, form, row_format, which)
-            problems = (lone_surrogate(document.text) for document in rendered)
+            problems = (lone_surrogate(document.text) for document in render(row, which))
             problem = next(filter(None, problems), None)
             sentence = problem and f"{which}: {problem}"
         except (ValueError, RuntimeError) as error:
