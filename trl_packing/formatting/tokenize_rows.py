@@ -189,7 +189,7 @@ def _prepare_batch(
     version: str,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    names = [f"row {first_row + index} of the {name} dataset" for index in indices]
+    names = [f"row {index} of the {name} dataset" for index in indices]
     render = partial(_rendered, form=form, row_format=row_format, columns=columns)
     try:
         documents, numbers, turns = _documents_of(rows, names, render, row_format.chat.tokenizer)
