@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trl_packing.pages.axes import log_ticks, short, ticks
-from trl_packing.pages.charts import histogram, lines
+from trl_packing.pages.charts import histogram
 from trl_packing.pages.page import bars, table
 
 BAR = re.compile(r'height="([\d.]+)" fill="([^"]+)"><title>([\d.,]+)(?: to ([\d.,]+))?: ([\d,]+) ')
@@ -54,21 +54,6 @@ def test_nothing_and_one_value_can_be_shown():
     assert "nothing" in histogram([], label="tokens")
     assert [bar[1:] for bar in shown(histogram([7], label="tokens"))] == [(7, 7, 1)]
     assert "<svg" in histogram([0.5], label="share")
-    assert "nothing" in lines({"loss": ([], [])}, x_label="steps")
-    assert "nothing" in lines({"loss": ([1.0], [float("nan")])}, x_label="steps")
-    assert "<path" in lines({"loss": ([1.0], [2.0])}, x_label="steps")
-
-
-def test_a_line_stays_small_and_ends_where_the_run_ends():
-    x = np.arange(100_000)
-    svg = lines({"loss": (x, -x)}, x_label="steps")
-    assert len(svg) < 15_000
-    assert "L512.0 178.0" in svg  # the last step and the lowest loss, in the corner
-
-
-def test_a_gap_is_not_drawn_across():
-    svg = lines({"loss": ([0, 1, 2, 3], [1, float("inf"), 2, 3])}, x_label="steps")
-    assert re.search(r'd="M[^L]*M[^L]*L[^L]*"', svg)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 997), (-3.2, 5), (1e-7, 2e-7), (5, 1e9)])

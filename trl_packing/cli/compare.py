@@ -1,4 +1,4 @@
-"""`trl-packing compare`: several runs over documents, tokens, steps or hours."""
+"""`trl-packing compare`: runs beside each other, over the documents that they trained."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ EPILOG = """\
 examples:
   trl-packing compare outputs/packed outputs/padded
   trl-packing compare outputs/* --html compare.html
-  trl-packing compare outputs/packed of_trl/trainer_state.json --over tokens
+  trl-packing compare outputs/packed of_trl/trainer_state.json
 
 exit status:
   0  the comparison is printed
@@ -30,31 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at least two: output_dir of a run, one of its checkpoints, its run.json, or the "
         "trainer_state.json of any Trainer",
     )
-    parser.add_argument(
-        "--over",
-        choices=("documents", "tokens", "steps", "hours"),
-        help="axis on which losses are compared; default: documents if all runs know them, else "
-        "tokens, else steps if they hold equally many documents",
-    )
     parser.add_argument("--html", metavar="FILE", help="write the curves as a page")
-    parser.add_argument("--png", metavar="FILE", help="draw the curves; needs matplotlib")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison."""
     from trl_packing.pages.page import check_can_write
-    from trl_packing.tools.runs.compare import compare
+    from trl_packing.tools.runs.compare import compare, compare_page
     from trl_packing.tools.runs.files import load_run
-    from trl_packing.tools.runs.page import compare_page
 
     if len(arguments.runs) < 2:
         raise ValueError(
             f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
         )
     check_can_write("--html", arguments.html)
-    check_can_write("--png", arguments.png)
     records = [load_run(path) for path in arguments.runs]
-    comparison = compare(records, arguments.over)
+    comparison = compare(records)
     if arguments.json:
         print_json(json.loads(comparison.to_json()))
     else:
@@ -62,9 +53,4 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         Path(arguments.html).write_text(compare_page(records, comparison), encoding="utf-8")
         note(f"wrote {arguments.html}")
-    if arguments.png:
-        from trl_packing.tools.runs.plot import plot_runs
-
-        plot_runs(records, comparison).savefig(arguments.png, dpi=150)
-        note(f"wrote {arguments.png}")
     return 0

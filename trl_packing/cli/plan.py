@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=int, default=1, metavar="N", help="data-parallel processes (default: 1)"
     )
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page")
-    parser.add_argument("--png", metavar="FILE", help="draw the plan; needs matplotlib")
     add_stream_argument(parser)
     add_run_arguments(parser, "plan")
 
@@ -49,14 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     from trl_packing.tools.preview.preview import preview_epoch
 
     check_can_write("--html", arguments.html)
-    check_can_write("--png", arguments.png)
-    if arguments.png:
-        from trl_packing.tools.plan.plot import figure_class
-
-        figure_class()  # known to be missing before the documents are prepared
     run = previewed_run(arguments)
-    if arguments.html or arguments.png:
-        report = _write_files(run, arguments)
+    if arguments.html:
+        report = _write_page(run, arguments)
     else:
         report = preview_epoch(run, ranks=arguments.ranks)
     if arguments.json:
@@ -69,20 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write_files(run: "PreviewedRun", arguments: argparse.Namespace) -> Any:
-    """Write the page and the picture, and return the report."""
+def _write_page(run: "PreviewedRun", arguments: argparse.Namespace) -> Any:
+    """Write the page, and return the report."""
     from trl_packing.tools.plan.page import plan_page
-    from trl_packing.tools.plan.plot import plot_plan
     from trl_packing.tools.plan.run_plan import plan_run
 
     plan = plan_run(run, ranks=arguments.ranks)
-    if arguments.html:
-        data = name_of_data(arguments.words)
-        name = Path(data).name if Path(data).exists() else data
-        text = plan_page(plan, title=f"Plan · {name}", command=arguments.command_line)
-        Path(arguments.html).write_text(text, encoding="utf-8")
-        note(f"wrote {arguments.html}")
-    if arguments.png:
-        plot_plan(plan).savefig(arguments.png, dpi=150, format="png")
-        note(f"wrote {arguments.png}")
+    data = name_of_data(arguments.words)
+    name = Path(data).name if Path(data).exists() else data
+    text = plan_page(plan, title=f"Plan · {name}", command=arguments.command_line)
+    Path(arguments.html).write_text(text, encoding="utf-8")
+    note(f"wrote {arguments.html}")
     return plan.report

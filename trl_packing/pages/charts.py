@@ -1,9 +1,9 @@
-"""Charts as inline SVG: histograms and lines in the colors of the page.
+"""Charts as inline SVG: histograms in the colors of the page.
 
 The page's style sheet gives the colors, so that a chart follows light and dark.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from trl_packing.pages.page import escape
 
 # A histogram of positive values gets a logarithmic axis if most of them would share a few bars.
 _LONG_TAIL = 16
-
-_MOST_POINTS = 600  # of a line; the page stays small and the curve looks the same
 
 
 def histogram(
@@ -57,73 +55,6 @@ def histogram(
                 f"{escape(counted)}</title></rect>"
             )
     return _svg([*axis, *bars, *x_axis.drawn(label), *x_axis.mark(cut)], label)
-
-
-def lines(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    *,
-    x_label: str,
-    y_label: str = "",
-    from_zero: bool = False,
-) -> str:
-    """Return curves in one frame, with a legend if they are more than one.
-
-    Args:
-        series: name -> x and y of its points, ascending in x. Points that are not finite are gaps.
-        x_label: of the x-axis.
-        y_label: name of the chart, for readers that do not see it.
-        from_zero: start the y-axis at 0.
-    """
-    points = {name: _thinned(*map(np.asarray, xy)) for name, xy in series.items()}
-    xs, ys = (np.concatenate([np.zeros(0), *(p[i] for p in points.values())]) for i in (0, 1))
-    seen = np.isfinite(xs) & np.isfinite(ys)
-    if not seen.any():
-        return '<p class="note">nothing to show</p>'
-    xs, ys = xs[seen], ys[seen]
-    x_axis = Axis(float(xs.min()), float(xs.max()) if np.ptp(xs) else float(xs.min()) + 1)
-    axis, y = y_axis(float(ys.max()), 0.0 if from_zero else float(ys.min()))
-    curves = [
-        f'<path d="{_path(px, py, x_axis, y)}" fill="none" stroke="{series_color(i)}" '
-        f'stroke-width="1.6" stroke-linejoin="round"><title>{escape(name)}</title></path>'
-        for i, (name, (px, py)) in enumerate(points.items())
-    ]
-    chart = _svg([*axis, *curves, *x_axis.drawn(x_label)], y_label or x_label)
-    return legend(points) * (len(points) > 1) + chart
-
-
-def legend(names: Iterable[str]) -> str:
-    """Return names beside their colors, in the order of `series_color`."""
-    items = (
-        f'<span><i style="background:{series_color(i)}"></i>{escape(name)}</span>'
-        for i, name in enumerate(names)
-    )
-    return f'<p class="legend">{"".join(items)}</p>'
-
-
-def series_color(index: int) -> str:
-    """Return the color of a series in CSS; six differ."""
-    return f"var(--series-{index % 6})"
-
-
-def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `_MOST_POINTS` points, the first and the last among them."""
-    if len(x) <= _MOST_POINTS:
-        return x.astype(float), y.astype(float)
-    at = np.unique(np.linspace(0, len(x) - 1, _MOST_POINTS).round().astype(int))
-    return x[at].astype(float), y[at].astype(float)
-
-
-def _path(x: np.ndarray, y: np.ndarray, x_axis: Axis, height: Callable[[float], float]) -> str:
-    parts, pen = [], "M"
-    for px, py in zip(x.tolist(), y.tolist(), strict=True):
-        if not (np.isfinite(px) and np.isfinite(py)):
-            pen = "M"
-            continue
-        parts.append(f"{pen}{x_axis.x(px):.1f} {height(py):.1f}")
-        pen = "L"
-    if len(parts) == 1:  # a lone point is drawn as a short line
-        parts.append("h2")
-    return "".join(parts)
 
 
 def bar_edges(values: np.ndarray, bins: int = 32) -> tuple[np.ndarray, bool]:

@@ -145,6 +145,7 @@ class Frame {
     this.isLog = state.log && this.chart.may_be_log && values.every((v) => v > 0);
     this.setRanges(points.map(xOf), values);
     this.drawAxes();
+    this.lines.forEach((line, i) => { line.over = this.lines.slice(0, i).filter((other) => this.hides(line, other)).length; });
     for (const line of this.lines) this.drawLine(line);
     this.cursor = svg('g', {}, this.canvas);
   }
@@ -195,16 +196,24 @@ class Frame {
     }
   }
 
+  // Whether two lines lie on each other; the later one is dashed then, so that both are seen.
+  hides(line, other) {
+    const far = (p, q) => p[VALUE] === null || q[VALUE] === null ? p[VALUE] !== q[VALUE]
+      : Math.hypot(this.x(xOf(p)) - this.x(xOf(q)), this.y(p[VALUE]) - this.y(q[VALUE])) > 1.5;
+    return line.points.length === other.points.length && !line.points.some((p, i) => far(p, other.points[i]));
+  }
+
   drawLine(line) {
     const { curve, points } = line;
     line.drawn = state.smooth ? smoothed(points) : points;
     const style = `stroke:${color(curve)}`;
     if (state.smooth) svg('path', { class: 'line faint', d: this.path(points), style }, this.canvas);
-    svg('path', { class: 'line', d: this.path(line.drawn), style, 'stroke-dasharray': dash(curve) }, this.canvas);
+    const gaps = line.over ? `6 ${6 * line.over}` : dash(curve);
+    svg('path', { class: 'line', d: this.path(line.drawn), style, 'stroke-dasharray': gaps }, this.canvas);
     const real = line.drawn.filter((p) => p[VALUE] !== null);
     if (real.length <= 40 || line.drawn.length !== real.length)
       for (const p of real.length <= 40 ? real : lonely(line.drawn))
-        svg('circle', { cx: this.x(xOf(p)), cy: this.y(p[VALUE]), r: 2.2, style: `fill:${color(curve)}` }, this.canvas);
+        svg('circle', { cx: this.x(xOf(p)), cy: this.y(p[VALUE]), r: 2.2 / (1 + line.over), style: `fill:${color(curve)}` }, this.canvas);
     const base = HEIGHT - BOTTOM;
     for (const p of points.filter((q) => q[VALUE] === null)) {
       const x = this.x(xOf(p));

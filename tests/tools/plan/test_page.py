@@ -14,7 +14,6 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing import PackedSFTConfig
 from trl_packing.cli import main
 from trl_packing.tools.plan.page import plan_page, settings_of
-from trl_packing.tools.plan.plot import plot_plan
 from trl_packing.tools.plan.run_plan import plan_run
 from trl_packing.tools.plan.what_if import Setup, other_max_lengths, ways_to_batch
 from trl_packing.tools.preview.preview import preview_epoch
@@ -343,31 +342,21 @@ def test_the_page_of_many_documents_stays_small(number):
     assert len(plan_page(plan).encode()) < 600_000
 
 
-def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
+def test_the_command_writes_a_page(tmp_path, capsys):
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
     tiny_dataset("conversational_language_modeling").to_json(tmp_path / "data.jsonl")
     arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
     arguments += ["--max_length", "64", "--ranks", "2"]
     assert main(["plan", *arguments]) == 0
     printed = capsys.readouterr().out
-    files = [str(tmp_path / name) for name in ("plan.html", "plan.png")]
-    assert main(["plan", *arguments, "--html", files[0], "--png", files[1]]) == 0
+    page = str(tmp_path / "plan.html")
+    assert main(["plan", *arguments, "--html", page]) == 0
     said = capsys.readouterr()
     assert said.out == printed
-    assert all(f"wrote {path}" in said.err for path in files)
+    assert f"wrote {page}" in said.err
     assert "Plan · data.jsonl" in (tmp_path / "plan.html").read_text()
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plan", *arguments, "--html", str(tmp_path / "no" / "plan.html")]) == 2
     assert "its folder does not exist" in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"trl-packing\[plots\]"):
-        plot_plan(hostile_plan())
-    monkeypatch.setattr("trl_packing.cli.plan.previewed_run", None)  # nothing is prepared
-    assert main(["plan", "--model", "m", "--data", "d", "--png", "plan.png"]) == 2
-    assert "trl-packing[plots]" in capsys.readouterr().err
 
 
 def test_a_notebook_shows_the_page_in_a_frame():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 from helpers.browser import HOSTILE, open_page
@@ -11,10 +10,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_packing.cli import main
 from trl_packing.tools.runs import files as run_files
-from trl_packing.tools.runs.compare import compare
+from trl_packing.tools.runs.compare import compare, compare_page
 from trl_packing.tools.runs.files import load_run
-from trl_packing.tools.runs.page import compare_page
-from trl_packing.tools.runs.plot import plot_runs
 from trl_packing.training.run_record import FILE, NOTHING, RunRecord, Totals
 
 
@@ -82,18 +79,6 @@ def test_steps_with_other_documents_are_never_compared_unasked():
     assert (found.over, found.losses) == (None, {})
     assert "packed 20.0, u unknown" in str(found)
     assert "No axis is known" in str(found)
-
-
-def test_steps_are_compared_with_a_warning_where_they_are_asked_for():
-    found = compare([PACKED, PADDED], "steps")
-    assert (found.at, found.losses) == (4, {"loss": [7.0, 7.0]})
-    assert "cannot be compared over steps" in str(found)
-
-
-def test_an_axis_that_a_run_does_not_know_is_refused(tmp_path):
-    other = load_run(state(tmp_path / "t", TRL))
-    with pytest.raises(ValueError, match=r"--over documents: unknown for .*/t; leave it out"):
-        compare([PACKED, other], "documents")
 
 
 def test_a_run_of_trl_is_compared_over_its_tokens(tmp_path):
@@ -191,22 +176,31 @@ def test_the_page_shows_the_curves_of_all_runs(tmp_path, capsys, width):
         assert opened.problems() == []
 
 
-def test_a_picture_has_a_line_for_each_run_and_says_what_is_missing(monkeypatch):
-    pytest.importorskip("matplotlib")
-    odd = made("_$\\frac", documents_per_step=20, losses=[1.0, math.nan, 2.0, 3.0])
-    records = [PACKED, PADDED, odd]
-    figure = plot_runs(records, compare(records))
-    figure.draw_without_rendering()
-    frame = figure.axes[0]
-    assert frame.get_xlabel() == "documents"
-    assert [list(line.get_xdata()) for line in frame.lines][:2] == [
-        [20, 40, 60, 80],
-        list(range(4, 44, 4)),
-    ]
-    assert len(frame.get_legend().get_texts()) == 3
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match="leave --png out"):
-        plot_runs(records, compare(records))
+def test_runs_are_told_apart_by_a_difference_however_small():
+    near = made("out/near", documents_per_step=20, losses=[10.0, 9.0, 8.0, 7.0 + 2e-6])
+    text = str(compare([PACKED, near]))
+    assert "packed" in text.splitlines()[0]
+    assert text.splitlines()[0].split()[-3:] == ["packed", "near", "difference"]
+    (loss, *_) = [line for line in text.splitlines() if line.startswith("loss ")]
+    assert loss.split() == ["loss", "7.0000", "7.0000", "+2e-06", "(+0.0%)"]
+    assert "documents  80  80  ±0" in "  ".join(text.split())
+    more = str(compare([PACKED, PADDED, near])).splitlines()[0]
+    assert more.endswith("last − first")
+
+
+def test_a_curve_that_lies_on_another_is_dashed(tmp_path):
+    path = tmp_path / "compare.html"
+    dashes = (
+        "[...document.querySelectorAll('[data-chart=\"0\"] .line')].map((l) => "
+        "l.getAttribute('stroke-dasharray'))"
+    )
+    near = made("near", documents_per_step=20, losses=[10.0, 9.0, 8.0, 7.000001])
+    for second, expected in ((near, ["", "6 6"]), (PADDED, ["", ""])):
+        records = [PACKED, second]
+        path.write_text(compare_page(records, compare(records)))
+        with open_page(path) as opened:
+            assert opened.evaluate(dashes) == expected
+            assert opened.problems() == []
 
 
 def test_hostile_runs_do_nothing_in_the_page(tmp_path):

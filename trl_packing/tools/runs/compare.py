@@ -7,19 +7,19 @@ they have trained equally many documents, or tokens; over steps only if their st
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from textwrap import fill
 from typing import Any
 
 from trl_packing.formatting.printable import escape_hidden
-from trl_packing.pages.curves import Values
-from trl_packing.training.run_curves import is_eval_loss
+from trl_packing.pages.curves import Curves
+from trl_packing.pages.page import HtmlPage, asset, columns, escape, page, section, table
+from trl_packing.training.run_curves import charts_of, is_eval_loss, num_main
 from trl_packing.training.run_page import in_json, in_words
-from trl_packing.training.run_record import Point, RunRecord, storable
+from trl_packing.training.run_record import RunRecord, storable
 
-OVER = ("documents", "tokens", "steps", "hours")
-
+_PLACES = {"documents": 1, "tokens": 2, "steps": 0}  # of an axis in a point of a curve
 _EQUAL = 0.02  # documents a step that differ by less are equal: the last step may be smaller
 _WIDEST_VALUE = 28  # characters of a setting in the text
 _OF_EACH_RUN = ("output_dir", "logging_dir", "run_name")
@@ -33,7 +33,7 @@ class Comparison:
         runs: their names.
         figures: what was trained, and the last logged losses, by name.
         over: the axis on which the runs are compared; None if there is none for all of them.
-        at: the place on `over` up to which all runs were trained; hours in seconds.
+        at: the place on `over` up to which all runs were trained.
         losses: by name, the last ones logged up to `at`.
         settings: that differ, by name.
         versions: of packages, model and device, that differ.
@@ -53,60 +53,105 @@ class Comparison:
         """Return the comparison as JSON; NaN and infinity are texts."""
         return json.dumps(storable(asdict(self)), allow_nan=False)
 
-    def tables(self) -> list[tuple[str, dict[str, list[str]]]]:
-        """Return the tables of the comparison, in words: a title, and rows by name."""
-        figures = {name: _cells(name, values) for name, values in self.figures.items()}
-        found = [("at the end of each run", figures)]
-        if self.over is not None and self.at is not None:
-            at = in_words(self.at) if self.over == "hours" else f"{self.at:,.0f} {self.over}"
-            where = (
-                f"after {at}{' of training' if self.over == 'hours' else ''}, which all runs had"
+    def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
+        """Yield the tables in words: a title, and rows with their name and a cell for each run.
+
+        Rows of numbers end with the difference of the last run from the first.
+        """
+        yield "at the end of each run", [_figure(*row) for row in self.figures.items()]
+        if self.at is not None:
+            where = f"after {self.at:,.0f} {self.over}, which all runs had"
+            yield where, [_figure(*row) for row in self.losses.items()]
+        for title, found in (
+            ("settings that differ", self.settings),
+            ("model, machine and versions that differ", self.versions),
+        ):
+            yield (
+                title,
+                [[n, *("–" if v is None else in_json(v) for v in vs)] for n, vs in found.items()],
             )
-            found.append((where, {name: _cells(name, v) for name, v in self.losses.items()}))
-        settings = {n: [_setting(v) for v in values] for n, values in self.settings.items()}
-        found.append(("settings that differ", settings))
-        versions = {n: [v or "–" for v in values] for n, values in self.versions.items()}
-        return [*found, ("model, machine and versions that differ", versions)]
+
+    def head(self, rows: Sequence[Sequence[str]]) -> list[str]:
+        """Return the names of the columns of a table with these rows."""
+        beside = max((len(row) for row in rows), default=0) - 1 - len(self.runs)
+        return [*self.runs, *["difference" if len(self.runs) == 2 else "last − first"] * beside]
 
     def __str__(self) -> str:
         parts = []
         for title, rows in self.tables():
-            parts.append(_as_text(title, self.runs, rows) if rows else f"{title}: none")
-        notes = "\n".join(
+            lines = [[title, *self.head(rows)], *rows] if rows else [[f"{title}: none"]]
+            parts.append(
+                _aligned([[escape_hidden(n), *map(_clipped, cells)] for n, *cells in lines])
+            )
+        notes = [
             fill(escape_hidden(note), 100, initial_indent="- ", subsequent_indent="  ")
             for note in self.notes
-        )
-        return "\n\n".join([*parts, notes] if notes else parts)
+        ]
+        return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
-def compare(records: Sequence[RunRecord], over: str | None = None) -> Comparison:
-    """Compare runs.
-
-    Args:
-        records: at least two.
-        over: the axis on which they are compared; by default the first of documents, tokens,
-            steps that serves all of them.
-
-    Raises:
-        ValueError: `over` is unknown for a run.
-    """
-    over = _axis(records, over)
-    names = list(dict.fromkeys(name for record in records for name in record.names()))
-    losses = [name for name in names if name == "loss" or is_eval_loss(name)]
-    ends = [_end(record, over) for record in records] if over else []
-    at = min((end for end in ends if end is not None), default=None)
+def compare(records: Sequence[RunRecord]) -> Comparison:
+    """Compare runs, over the first of documents, tokens and equal steps that serves all of them."""
+    names, problem = _names(records), steps_that_differ(records)
+    over, at = _axis(records, problem)
+    logged = dict.fromkeys(name for record in records for name in record.names())
+    losses = [name for name in logged if name == "loss" or is_eval_loss(name)]
+    notes = [
+        f"{name}: {note}"
+        for name, record in zip(names, records, strict=True)
+        for note in record.notes
+    ]
+    notes = [problem] * (problem is not None) + notes
+    if over is None:
+        notes.insert(0, "No axis is known for all runs, so their losses are compared nowhere.")
+    if on_different_machines(records):
+        notes.append("The runs used different machines: training times cannot be compared.")
     return Comparison(
-        runs=_names(records),
+        runs=names,
         figures=_figures(records, losses),
-        over=over if at is not None else None,
+        over=over,
         at=at,
-        losses={name: [_last_before(r.points(name), over, at) for r in records] for name in losses}
+        losses={name: [_last_before(r, name, over, at) for r in records] for name in losses}
         if over and at is not None
         else {},
-        settings=_differing([record.settings for record in records], leave_out=_OF_EACH_RUN),
+        settings=_differing([record.settings for record in records]),
         versions=_differing([record.facts | record.versions for record in records]),
-        notes=_notes(records, over),
+        notes=notes,
     )
+
+
+def compare_page(records: Sequence[RunRecord], comparison: Comparison) -> HtmlPage:
+    """Return the page of a comparison: the tables, and the curves of all runs in one frame."""
+    named = [replace(r, name=name) for r, name in zip(records, comparison.runs, strict=True)]
+    charts = charts_of(named)
+    curves = Curves(charts, axis=comparison.over or "steps", warnings=_warnings(named))
+    tables = [
+        section(title[0].upper() + title[1:], table(["", *comparison.head(rows)], rows))
+        if rows
+        else section(title[0].upper() + title[1:], '<p class="note">none</p>')
+        for title, rows in comparison.tables()
+    ]
+    sections = [
+        *(f'<p class="note">{escape(note)}</p>' for note in comparison.notes),
+        columns(*tables[:-2]),
+        *curves.sections(main=num_main(charts)),
+        columns(*tables[-2:]),
+    ]
+    title = f"Runs · {' · '.join(comparison.runs)}"
+    return page(title, sections, data=curves.data(), script=asset("curves.js"))
+
+
+def _warnings(records: Sequence[RunRecord]) -> dict[str, str]:
+    """Return what is wrong with each axis of the page for these runs."""
+    found = {}
+    for axis, name in (("documents", "documents"), ("tokens", "tokens"), ("hours", "seconds")):
+        if lack := [r.name for r in records if getattr(r.total, name) is None]:
+            found[axis] = f"Not shown, because their {axis} are unknown: {', '.join(lack)}."
+    if (problem := steps_that_differ(records)) is not None:
+        found["steps"] = problem
+    if on_different_machines(records):
+        found["hours"] = f"The runs used different machines. {found.get('hours', '')}".strip()
+    return found
 
 
 def steps_that_differ(records: Sequence[RunRecord]) -> str | None:
@@ -124,40 +169,26 @@ def steps_that_differ(records: Sequence[RunRecord]) -> str | None:
 
 def on_different_machines(records: Sequence[RunRecord]) -> bool:
     """Return whether at least two of these runs are known to differ in device or ranks."""
-    machines = {(r.facts.get("device"), r.facts.get("ranks")) for r in records if r.facts}
-    return len(machines) > 1
-
-
-def place_on(over: str) -> Callable[[Values], float | None]:
-    """Return the function from a point to its place on an axis."""
-    place = {"steps": 0, "documents": 1, "tokens": 2, "hours": 3}[over]
-    return lambda point: point[place]
+    return len({(r.facts.get("device"), r.facts.get("ranks")) for r in records if r.facts}) > 1
 
 
 # --- parts ------------------------------------------------------------------------------------
 
 
-def _axis(records: Sequence[RunRecord], asked: str | None) -> str | None:
-    if asked is not None:
-        missing = [r.name for r in records if _end(r, asked) is None]
-        if missing:
-            raise ValueError(
-                f"--over {asked}: unknown for {', '.join(missing)}; leave it out, or name another"
-            )
-        return asked
-    axes = ["documents", "tokens", *(["steps"] if steps_that_differ(records) is None else [])]
-    return next((a for a in axes if all(_end(r, a) is not None for r in records)), None)
+def _axis(records: Sequence[RunRecord], problem: str | None) -> tuple[str | None, float | None]:
+    """Return the axis of a comparison, and the place up to which all runs were trained."""
+    for over in ("documents", "tokens", *["steps"] * (problem is None)):
+        known = [
+            [p[_PLACES[over]] for p in r.points("loss") if p[_PLACES[over]] is not None]
+            for r in records
+        ]
+        if all(known):
+            return over, min(max(places) for places in known)
+    return None, None
 
 
-def _end(record: RunRecord, over: str) -> float | None:
-    """Return the last known place of a run on an axis."""
-    places = map(place_on(over), record.points("loss"))
-    return max((place for place in places if place is not None), default=None)
-
-
-def _last_before(points: Sequence[Point], over: str, at: float) -> float | None:
-    place = place_on(over)
-    known = [(place(point), point.value) for point in points]
+def _last_before(record: RunRecord, name: str, over: str, at: float) -> float | None:
+    known = [(point[_PLACES[over]], point.value) for point in record.points(name)]
     before = [value for where, value in known if where is not None and where <= at]
     return before[-1] if before else None
 
@@ -186,27 +217,15 @@ def _documents_per_step(record: RunRecord) -> float | None:
     return documents / record.step if documents and record.step else None
 
 
-def _differing(found: Sequence[dict[str, Any]], leave_out: Sequence[str] = ()) -> dict[str, Any]:
+def _differing(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the values that differ among those runs that recorded any."""
     recorded = [values for values in found if values]
     names = dict.fromkeys(name for values in recorded for name in values)
     return {
         name: [values.get(name) for values in found]
         for name in names
-        if name not in leave_out and any(v.get(name) != recorded[0].get(name) for v in recorded)
+        if name not in _OF_EACH_RUN and any(v.get(name) != recorded[0].get(name) for v in recorded)
     }
-
-
-def _notes(records: Sequence[RunRecord], over: str | None) -> list[str]:
-    named = zip(_names(records), records, strict=True)
-    notes = [f"{name}: {note}" for name, record in named for note in record.notes]
-    if (problem := steps_that_differ(records)) is not None:
-        notes.insert(0, problem)
-    if over is None:
-        notes.insert(0, "No axis is known for all runs, so their losses are compared nowhere.")
-    if on_different_machines(records):
-        notes.append("The runs used different machines: training times cannot be compared.")
-    return notes
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
@@ -222,8 +241,15 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 # --- text -------------------------------------------------------------------------------------
 
 
-def _cells(name: str, values: Sequence[Any]) -> list[str]:
-    return [_cell(name, value) for value in values]
+def _figure(name: str, values: Sequence[Any]) -> list[str]:
+    """Return the row of a figure, with the difference of the last run from the first."""
+    first, last = values[0], values[-1]
+    difference = ""
+    if name != "status" and first is not None and last is not None:
+        difference = _cell(name, abs(last - first))
+        difference = ("+" if last > first else "−" if last < first else "±") + difference
+        difference += f" ({(last - first) / abs(first):+.1%})" if first and last != first else ""
+    return [name, *(_cell(name, value) for value in values), difference]
 
 
 def _cell(name: str, value: Any) -> str:
@@ -231,32 +257,20 @@ def _cell(name: str, value: Any) -> str:
         return "–"
     if name == "training time":
         return in_words(value)
-    if name == "tokens a second":
-        return f"{value:,.0f}"
-    if name == "documents a step":
-        return f"{value:,.1f}"
+    digits = {"tokens a second": 0, "documents a step": 1}.get(name, 4)
     if isinstance(value, float):
-        return f"{value:.4f}"
+        # Runs of the same documents differ by little; a difference is never written as 0.
+        return f"{value:,.{digits}f}" if not value or abs(value) >= 10**-digits else f"{value:.0e}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _setting(value: Any) -> str:
-    return "–" if value is None else in_json(value)
-
-
-def _as_text(title: str, runs: Sequence[str], rows: dict[str, list[str]]) -> str:
-    head = [title, *(escape_hidden(name) for name in runs)]
-    body = [[name, *map(_clipped, values)] for name, values in rows.items()]
-    lines = [head, *body]
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table: the first cell of a line to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_aligned(line, widths) for line in lines)
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line of a table: the first cell to the left, the others to the right."""
-    sides = "<" + ">" * (len(cells) - 1)
-    cells = [f"{c:{s}{w}}" for c, s, w in zip(cells, sides, widths, strict=True)]
-    return "  ".join(cells).rstrip()
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    )
 
 
 def _clipped(value: str) -> str:
