@@ -19,7 +19,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "versions": (set(), {"packaging"}),
     "seams": (set(), set()),
     "documents": (set(), {"datasets", "numpy", "pyarrow", "torch"}),
-    "recognition": ({"documents"}, {"numpy", "torch", "transformers"}),
+    "recognition": ({"documents"}, {"numpy", "torch"}),
     "models": ({"recognition"}, {"numpy", "torch", "transformers"}),
     "packing": ({"documents", "models"}, {"numpy", "torch", "transformers"}),
     "config": ({"documents", "packing"}, {"numpy", "transformers", "trl"}),

@@ -33,6 +33,7 @@ from trl_packing import (
     DataCollatorWithFlattening,
     PackedCollator,
     enable_packing,
+    other_rows,
 )
 from trl_packing.plain_trainer.dataset import enabled_models
 
@@ -135,11 +136,13 @@ def test_a_class_that_ignores_the_number_of_items(tmp_path):
     expected = by_hand(tiny_model("llama"), documents_of_rows(dataset, range(4)))
     enable_packing(model)
     assert_same_step(first_step(model, dataset, tmp_path), expected)
-    # Its ordinary rows are now counted by Trainer too, so their loss is divided by us.
-    rows = Dataset.from_list(DOCUMENTS[:4])
-    collator = DataCollatorForSeq2Seq(tiny_tokenizer())
-    ordinary = first_step(model, rows, tmp_path, collator=collator)
-    assert_same_step(ordinary, by_hand(tiny_model("llama"), DOCUMENTS[:4]))
+    # Trainer now counts ordinary rows too, so their loss is divided by us.
+    ordinary = {"input_ids": torch.tensor([DOCUMENTS[1]["input_ids"]])}
+    labels = ordinary["input_ids"]
+    with other_rows():
+        loss = model(**ordinary, labels=labels, num_items_in_batch=torch.tensor(100)).loss
+    mean = tiny_model("llama")(**ordinary, labels=labels).loss
+    torch.testing.assert_close(loss, mean * (labels.shape[1] - 1) / 100)
 
 
 def test_label_smoothing_sees_the_same_targets(tmp_path):
@@ -230,11 +233,11 @@ class AllOnes(DefaultDataCollator):
         return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
 
 
-def test_a_collator_that_makes_a_mask_of_ones_is_seen_through(tmp_path):
-    model, dataset = tiny_model("llama"), packed()
-    expected = by_hand(model, documents_of_rows(dataset, range(4)))
+def test_a_collator_that_makes_a_mask_of_ones_is_refused(tmp_path):
+    model = tiny_model("llama")
     enable_packing(model)
-    assert_same_step(first_step(model, dataset, tmp_path, collator=AllOnes()), expected)
+    with pytest.raises(ValueError, match="without the boundaries of documents"):
+        first_step(model, packed(), tmp_path, collator=AllOnes())
 
 
 def test_a_model_that_leaks_whichever_way_is_refused():

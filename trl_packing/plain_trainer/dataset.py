@@ -6,6 +6,7 @@
            labels        -100   4   4   4 -100  9           first tokens are not trained
            attention_mask   1   1   1   1   2   2           the number of each token's document
     row 1  input_ids        5   6   7                       nothing is padded
+           attention_mask   2   2   2                       one document: not 1, as in any mask
 
 A micro-batch is one flat row. A data loader that requests several rows gets them joined, with
 document numbers that continue, so any collator that stacks its input works. Only a model prepared
@@ -35,7 +36,6 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.epoch import split_bins
-from trl_packing.recognition.known_documents import remember_documents
 
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
 _REFUSED_COLUMNS = {
@@ -109,7 +109,6 @@ class PackedDataset(torch.utils.data.Dataset):
         self.check(ModelLimits())
         self._enabled_where_pickled = False
         self.repack(0)
-        remember_documents(self)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
@@ -184,10 +183,11 @@ class PackedDataset(torch.utils.data.Dataset):
             self._document(int(i)) if i >= 0 else self._empty() for row in rows for i in row
         ]
         lengths = [len(ids) for ids, _ in documents]
+        first = 2 if len(documents) == 1 else 1  # a mask of ones may be any collator's
         columns = {
             "input_ids": np.concatenate([ids for ids, _ in documents]),
             "labels": np.concatenate([labels for _, labels in documents]),
-            "attention_mask": np.repeat(np.arange(1, len(documents) + 1), lengths),
+            "attention_mask": np.repeat(np.arange(first, len(documents) + first), lengths),
         }
         columns["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORE_INDEX
         return {name: torch.from_numpy(values) for name, values in columns.items()}
@@ -209,11 +209,6 @@ class PackedDataset(torch.utils.data.Dataset):
     def token_ids(self, document: int) -> np.ndarray:
         """Return the `input_ids` ``(T,)`` int64 of a document, without its padding."""
         return self._document(document)[0]
-
-    @property
-    def filler_ids(self) -> np.ndarray:
-        """The `input_ids` of an empty row, ``(1,)`` int64; ``(0,)`` if there is no such row."""
-        return self._empty()[0] if self.rows_multiple_of > 1 else np.zeros(0, np.int64)
 
     def stat(self) -> None:
         """Print the number of documents and rows, their mean tokens, and the utilization."""

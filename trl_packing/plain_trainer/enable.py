@@ -5,10 +5,11 @@
     trainer = Trainer(model, args, train_dataset=dataset)
     trainer.train()
 
-A call of the model on a packed row then runs without a mask and without a cache, by the fastest
-attention backend that isolates documents on this model (`IsolationGuard`). Its loss is the mean
-over the trained tokens of the step, also if the model's class ignores `num_items_in_batch`. Other
-calls are unchanged.
+In training, the model takes calls with boundaries only. A call on a packed row runs without a mask
+and without a cache, by the fastest attention backend that isolates documents on this model
+(`IsolationGuard`). Its loss is the mean over the trained tokens of the step, also if the model's
+class ignores `num_items_in_batch`. Other
+calls are unchanged: evaluation of padded rows, `generate`, and those inside `other_rows`.
 """
 
 from typing import Any
@@ -101,6 +102,8 @@ def enable_packing(
     with unwrap_forward(model, packing):
         guard.ensure(documents, training=True, precision=precision_from_model(model))
     restore_implementation(base)  # packed calls set it
+    for module in (model, base, getattr(base, "base_model", base)):
+        module.trains_packed_rows = True  # in training, calls without boundaries are refused
     enabled_models.add(model)
     return guard.attention
 

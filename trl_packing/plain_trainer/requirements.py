@@ -15,7 +15,7 @@ from trl_packing.loss.next_token import next_token_loss
 from trl_packing.models.introspection import invokes_adapter, requires, text_config
 from trl_packing.models.state import preserve_state
 from trl_packing.plain_trainer.dataset import PackedDataset
-from trl_packing.recognition.packed_batch import VIRTUAL_TOKENS
+from trl_packing.plain_trainer.forward import VIRTUAL_TOKENS
 
 _TOLERANCE = 1e-3  # between the two losses: the model's dtype may round its native loss
 _NUM_TOKENS = 17

@@ -2,8 +2,9 @@
 
 A call belongs to a row if its tokens share the row's memory, as the whole row or as a part that
 starts with a document, or if it is as long as the current row (with changed or embedded tokens).
-While a row is current, any other call raises ValueError, because its tokens may or may not be the
-row's. `other_rows` allows such calls, and a cache with tokens (`generate`) is allowed too.
+While a row is current, or a model of `enable_packing` trains, any other call raises ValueError,
+because its tokens may or may not be a row's. `other_rows` allows such calls, and a cache with
+tokens (`generate`) is allowed too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,6 @@ from trl_packing.documents.host_row import (
     rows_alive,
 )
 from trl_packing.recognition.current_row import allows_other_rows, current_row
-from trl_packing.recognition.rows_by_content import (
-    in_step_message,
-    is_of_row_in_flight,
-    lengths_by_content,
-)
 
 
 def complete_arguments(
@@ -114,25 +110,25 @@ def _find_boundaries(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     if ids is None and current is not None and tokens.shape[:2] == current["input_ids"].shape:
         ids, row = tokens, {k: current[k] for k in BOUNDARIES if k in current}
     if ids is None:
-        mask, is_embedded = call.get("attention_mask"), tokens.dtype.is_floating_point
         if call.get("past_key_values") is not None:
-            if not is_embedded and current is None and is_of_row_in_flight(model, tokens, mask):
-                raise ValueError(in_step_message(model, tokens, _CACHE))
             return None
-        if current is None:
-            lengths = lengths_by_content(model, tokens, mask)
-            return None if lengths is None else _boundaries_on(tokens.device, lengths)
-        raise ValueError(
-            in_step_message(model, tokens, f"whose row has shape {_shape(current['input_ids'])}")
-        )
+        if current is not None:
+            shape = _shape(current["input_ids"])
+            raise ValueError(_in_step(model, tokens, f"whose row has shape {shape}"))
+        if model.training and getattr(model, "trains_packed_rows", False):
+            raise ValueError(
+                f"{type(model).__name__} was called in training on tokens of shape "
+                f"{_shape(tokens)} without the boundaries of documents, which could see each "
+                "other; call model(**inputs) on a batch of PackedDataset or PackedCollator, and "
+                "rows that are not packed inside `with trl_packing.other_rows():`"
+            )
+        return None
     if call.get("past_key_values") is not None:
-        raise ValueError(in_step_message(model, tokens, _CACHE))
+        raise ValueError(_in_step(model, tokens, _CACHE))
     if tokens.shape[:2] == ids.shape[:2]:
         return row
     if row.get("key_index") is not None:
-        raise ValueError(
-            in_step_message(model, tokens, "which are part of a row with shared prefixes")
-        )
+        raise ValueError(_in_step(model, tokens, "which are part of a row with shared prefixes"))
     return _boundaries_of_part(model, tokens, ids, row)
 
 
@@ -156,9 +152,7 @@ def _boundaries_of_part(
     whole = host_boundaries(row["cu_seq_lens_q"])
     is_slice = len(tokens) == 1 and tokens.dim() == 2 and tokens.stride(1) == 1
     if not is_slice or start not in whole or end > whole[-1] or end == start:
-        raise ValueError(
-            in_step_message(model, tokens, f"which are part of a row of shape {_shape(ids)}")
-        )
+        raise ValueError(_in_step(model, tokens, f"which are part of a row of shape {_shape(ids)}"))
     return _boundaries_on(tokens.device, np.diff(np.unique(np.array(whole).clip(start, end))))
 
 
@@ -174,17 +168,26 @@ def _valid_positions(model: Any, given: Any, boundaries: dict[str, Any]) -> Any:
         return restarting if given is None else given
     if given.shape != restarting.shape:
         raise ValueError(
-            in_step_message(model, given, f"with position_ids of {_shape(restarting)} tokens")
+            _in_step(model, given, f"with position_ids of {_shape(restarting)} tokens")
         )
     counted = torch.arange(given.shape[1], device=given.device, dtype=given.dtype)
     if torch.equal(given[0], counted):  # counted as for one document
         return restarting
     if bool((given[restarting.to(given.device) == 0] == 0).all()):
         return given
-    raise ValueError(in_step_message(model, given, "with position_ids that do not restart in each"))
+    raise ValueError(_in_step(model, given, "with position_ids that do not restart in each"))
 
 
 _CACHE = "with a cache, which is for one document"
+
+
+def _in_step(model: Any, tokens: Tensor, why: str) -> str:
+    return (
+        f"{type(model).__name__} was called on tokens of shape {_shape(tokens)} in a step on packed"
+        f" documents, {why}, so documents could see each other; call model(**inputs), or pass "
+        "inputs['input_ids'] whole, cut at the end, or one document of it; call rows that are not "
+        "in the batch inside `with trl_packing.other_rows():`"
+    )
 
 
 def _shape(tokens: Tensor) -> str:

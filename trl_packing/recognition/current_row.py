@@ -4,8 +4,8 @@
     user's loss  model(input_ids=inputs["input_ids"])    names no documents
     the model    complete_call(model, call)              the same call with the row's boundaries
 
-Trainers without this package do not set the current row. The row is then searched for in their
-loop (`row_in_flight.py`) and recognized by its contents (`rows_by_content.py`).
+Trainers without this package do not set the current row: the model that they train takes the
+boundaries in its call, or refuses it.
 """
 
 from collections.abc import Iterator, Mapping
