@@ -159,7 +159,6 @@ NAMES = (
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "transformers.trainer.TRAINER_STATE_NAME",
-    "transformers.trainer_callback.CallbackHandler",
     "transformers.trainer_pt_utils.BatchRebalanceSampler",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
