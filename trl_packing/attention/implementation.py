@@ -101,11 +101,7 @@ def _tower_implementation(model: Any, implementation: str) -> str | None:
         if "Attention" in type(module).__name__ and getattr(module, "config", None) is config
     )
     takes_boundaries = any("cu_seqlens" in signature(x.forward).parameters for x in attentions)
-    if (
-        config is None
-        or not takes_boundaries
-        or getattr(config, "_attn_implementation", None) != "sdpa"
-    ):
+    if getattr(config, "_attn_implementation", None) != "sdpa" or not takes_boundaries:
         return None
     is_package = implementation.startswith("flash_attention_")
     return implementation if is_package else _packed_names.get(implementation)

@@ -164,7 +164,7 @@ def tower_attention(
     if query.dtype not in (torch.bfloat16, torch.float16):
         lengths = cu_seq_lens_q.diff().tolist()
         windows = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-        parts = [F.scaled_dot_product_attention(*window, scale=scaling) for window in windows]
+        parts = [F.scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in windows]
         return torch.cat(parts, 2).transpose(1, 2), None
     size, longest = query.shape[-1], _longest(cu_seq_lens_q, max_length_q)
     scale = size**-0.5 if scaling is None else scaling
