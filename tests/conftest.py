@@ -14,6 +14,7 @@ from collections.abc import Iterator
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tiny tensors: a second thread costs more than it gives.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Data sets read from files would leave thousands of lock files in the user's cache. The workers of
 # pytest-xdist, and processes that tests start, inherit this folder.
@@ -35,7 +36,6 @@ from hypothesis import HealthCheck, settings
 from transformers.utils import logging as transformers_logging
 
 DATASETS_CACHE = os.environ["HF_DATASETS_CACHE"]
-torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
 # Some warnings of torch come once a process; the test that fails would depend on the order.
 torch.set_warn_always(True)
 datasets.disable_progress_bars()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from harness import TWO_RUNS
 from helpers.dense import (
     TOLERANCE,
 )
@@ -61,7 +62,7 @@ def test_calls_that_are_not_packed_stay_as_they_were(name, fallback):
     install_attention(model, resolve_attention(model))
     model(**packed_batch([3, 5]))
     for call, result in everyday_calls(model).items():
-        torch.testing.assert_close(result, before[call], rtol=0, atol=1e-6, msg=call)
+        torch.testing.assert_close(result, before[call], rtol=0, atol=TWO_RUNS, msg=call)
 
 
 def test_without_a_mask_function_padded_batches_would_change(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
+from harness import TWO_RUNS
 from helpers.by_hand import (
     LAYOUTS,
     LEARNING_RATE,
@@ -79,7 +80,7 @@ def test_weights_are_those_of_each_document_computed_alone(mode):
     flat[np.cumsum([0, *lengths[:-1]])] = -100
     found = weigh_tokens(np.concatenate(own), flat, lengths, factors, mode)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=TWO_RUNS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -301,7 +302,7 @@ def test_a_rank_without_documents_left_takes_part(two_ranks, tmp_path):
     for result in two_ranks["empty"]:
         assert len(result["losses"]) == 2
         for key in ("losses", "parameters"):
-            torch.testing.assert_close(result[key], alone[key], rtol=0, atol=TOLERANCE / 10)
+            torch.testing.assert_close(result[key], alone[key], rtol=0, atol=TWO_RUNS)
 
 
 # --- preparation keeps the column -----------------------------------------------------------------

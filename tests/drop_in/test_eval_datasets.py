@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict
+from harness import TWO_RUNS
 from helpers.drop_in import PackedSFTTrainer, both_modes, logged, packed_only, trainer_for
 from helpers.tiny import (
     VOCAB_SIZE,
@@ -56,7 +57,7 @@ def test_every_kind_of_eval_dataset(tmp_path, kind, packing):
         assert math.isfinite(prepared[key])
         if packing and several and PackedSFTTrainer is SFTTrainer:
             continue  # TRL packs a prepared set again
-        assert raw[key] == pytest.approx(prepared[key], abs=1e-6)
+        assert raw[key] == pytest.approx(prepared[key], rel=TWO_RUNS)
 
 
 @packed_only
@@ -94,7 +95,7 @@ def test_a_prepared_eval_dataset_can_be_passed_again(tmp_path):
     trainer = trainer_for(tmp_path, packing=True, arguments={"eval_dataset": tiny_dataset(rows=5)})
     assert len(trainer.eval_dataset) == 5
     first = trainer.evaluate()["eval_loss"]
-    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(first, abs=1e-6)
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(first, rel=TWO_RUNS)
 
 
 def test_evaluate_takes_the_name_of_a_set_and_a_prefix(tmp_path):
@@ -149,8 +150,8 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, packing, metric):
     trainer.train()
     values = logged(trainer, metric)
     best = min(values) if metric == "eval_loss" else max(values)
-    assert trainer.state.best_metric == pytest.approx(best, abs=1e-7)
-    assert trainer.evaluate()[metric] == pytest.approx(best, abs=1e-6)
+    assert trainer.state.best_metric == pytest.approx(best, rel=TWO_RUNS)
+    assert trainer.evaluate()[metric] == pytest.approx(best, rel=TWO_RUNS)
 
 
 @packed_only

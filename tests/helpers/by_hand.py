@@ -1,28 +1,28 @@
-"""A step and an evaluation computed by hand, one document at a time, and the same by the trainer.
+"""Documents with weights, and one optimizer step on them, for comparison with `harness.alone`.
 
-by_hand(model, documents, loss, weighting)     Σ w · loss of a token / Σ w, and its gradients
+by_hand(model, documents, loss, weighting)     `harness.alone`
 one_step(model, documents, folder, **options)  loss and gradients of one optimizer step
-assert_same_step(found, expected)
+assert_same_step(found, expected)              `harness.assert_exact`, or two runs to 1e-4
 """
 
 import copy
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
+from harness import SMOOTHING, Alone, assert_exact, losses_of_tokens
+from harness import alone as by_hand
 
 from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import tiny_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.documents.labels import IGNORE_INDEX
+
+__all__ = ["SMOOTHING", "by_hand", "losses_of_tokens"]
 
 TOLERANCE = 1e-4  # relative, float32; without the weights, gradients are off by tens of percent
 LEARNING_RATE = 0.05  # of plain SGD, in runs that tell their parameters and not their gradients
 
-SMOOTHING = 0.1
 LOSSES = {
     "nll": {},
     "dft": {"loss_type": "dft"},
@@ -60,37 +60,6 @@ def unweighted(documents):
     return [{k: v for k, v in d.items() if k not in columns} for d in documents]
 
 
-def losses_of_tokens(logits, targets, loss):
-    if "dft" in loss:
-        nll = F.cross_entropy(logits, targets, reduction="none")
-        return nll * (-nll).exp().detach()
-    smoothing = SMOOTHING if loss == "smoothed" else 0.0
-    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
-
-
-def by_hand(model, documents, loss="nll", weighting="token"):
-    """Return the weighted loss of all documents and its gradients, each document alone."""
-    model = copy.deepcopy(model).train()
-    total, parts = 0.0, []
-    for document in documents:
-        ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
-        weights = torch.tensor(document.get("loss_weights", [1.0] * len(ids)))[1:]
-        trained = labels[1:] != IGNORE_INDEX
-        n = float(weights[trained].sum())
-        divisor = {"token": 1.0, "document": n, "sqrt": math.sqrt(n)}[weighting] or 1.0
-        weights = weights * (document.get("loss_weight", 1.0) / divisor)
-        logits = model(
-            input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False
-        ).logits[0]
-        targets = losses_of_tokens(logits[-len(ids) : -1][trained], labels[1:][trained], loss)
-        parts.append((weights[trained] * targets).sum())
-        total += float(weights[trained].sum())
-    value = torch.stack(parts).sum() / total
-    value.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return value.item(), gradients
-
-
 def trainer_for(model, train, folder, *, evaluated=None, callbacks=(), arguments=None, **options):
     return PackedSFTTrainer(
         copy.deepcopy(model),
@@ -120,6 +89,8 @@ def one_step(model, documents, folder, **options):
 
 
 def assert_same_step(found, expected, tolerance=TOLERANCE):
+    if isinstance(expected, Alone):
+        return assert_exact(found, expected)
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert found[1].keys() == expected[1].keys()
     largest = max(float(g.abs().max()) for g in expected[1].values())
@@ -127,6 +98,7 @@ def assert_same_step(found, expected, tolerance=TOLERANCE):
     for name, gradient in expected[1].items():
         close = {"rtol": 0, "atol": tolerance * largest, "msg": name}
         torch.testing.assert_close(found[1][name], gradient, **close)
+    return None
 
 
 def assert_is_one_step_of(result, expected) -> None:

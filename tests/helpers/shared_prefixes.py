@@ -9,21 +9,18 @@ Prompts are untrained in some documents and trained in others, so the weights of
 from document to document.
 """
 
-import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from architectures.tiny_models import DOCUMENT_IDS, tiny_model
-from architectures.tiny_step import tiny_tokenizer
-from datasets import Dataset
+from harness import Run, relative_error, run
 from peft import LoraConfig, get_peft_model
 
-from helpers.one_step import ONE_STEP, Keep
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.host_row import host_row
 from trl_packing.documents.labels import IGNORE_INDEX
+
+__all__ = ["relative_error"]
 
 #: Families of the proof. `qwen3_moe` trains without the balance of its experts.
 FAMILIES = (
@@ -106,71 +103,23 @@ def build_model(name: str, *, lora: bool = False) -> Any:
     return model
 
 
-@dataclass
 class Step:
     """The only optimizer step of a run: its loss, gradients, and tokens of all micro-batches."""
 
-    loss: float
-    gradients: dict[str, torch.Tensor]
-    trainer: Any
-    documents: int = 0
-    tokens: int = 0
-    computed: int = 0
-    logs: dict[str, float] = field(default_factory=dict)
+    def __init__(self, run: Run) -> None:
+        rows = [row for rows in run.batches for row in rows]
+        self.trainer, self.rows = run.trainer, rows
+        self.loss, self.gradients = run.losses[0], run.gradients
+        self.logs = run.trainer.state.log_history[0]
+        self.documents = sum(len(row.lengths) for row in rows)
+        self.tokens = sum(int(row.lengths.sum()) for row in rows)
+        self.computed = sum(row.num_tokens - row.padding for row in rows)
+
+    def __getitem__(self, at: int) -> Any:
+        return (self.loss, self.gradients)[at]
 
 
-class _Counting(PackedSFTTrainer):
-    rows: list[Any]
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self.rows = [host_row(batch) for batch in batches]
-        return batches, num_items
-
-
-def one_shared_step(
-    model: Any,
-    documents: Any,
-    folder: Any,
-    *,
-    arguments: dict[str, Any] | None = None,
-    **options: Any,
-) -> Step:
-    """Train `documents` in one step of rows that share prefixes; options as of the config."""
-    kept = Keep()
-    trainer = _Counting(
-        copy.deepcopy(model),
-        PackedSFTConfig(
-            **{
-                **ONE_STEP,
-                "output_dir": str(folder),
-                "max_length": 128,
-                "per_device_train_batch_size": 8,
-                "router_aux_loss_coef": None,
-                "prefix_sharing": "bin",
-                **options,
-            }
-        ),
-        train_dataset=Dataset.from_list(documents) if isinstance(documents, list) else documents,
-        processing_class=tiny_tokenizer(),
-        callbacks=[kept],
-        **(arguments or {}),
-    )
-    trainer.train()
-    log = trainer.state.log_history[0]
-    return Step(
-        log["loss"],
-        kept.gradients,
-        trainer,
-        sum(len(row.lengths) for row in trainer.rows),
-        sum(int(row.lengths.sum()) for row in trainer.rows),
-        sum(row.num_tokens - row.padding for row in trainer.rows),
-        log,
-    )
-
-
-def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return ‖found − expected‖ / ‖expected‖ over all gradients."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    apart = sum(float((found[n].double() - g.double()).square().sum()) for n, g in expected.items())
-    return (apart / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
+def one_shared_step(model: Any, documents: Any, folder: Any, **options: Any) -> Step:
+    """Train `documents` in one step of rows that share prefixes; options as of `harness.run`."""
+    defaults = {"max_length": 128, "router_aux_loss_coef": None, "prefix_sharing": "bin"}
+    return Step(run(model, documents, folder, keep=host_row, **defaults | options))

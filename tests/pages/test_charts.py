@@ -61,7 +61,7 @@ def test_ticks_are_round_few_and_inside(low, high):
     found = ticks(low, high)
     assert 2 <= len(found) <= 7
     assert all(low <= tick <= high for tick in found)
-    assert np.ptp(np.diff(found)) < 1e-9 * (high - low)
+    assert np.ptp(np.diff(found)) < 1e-9 * (high - low)  # float64
 
 
 def test_logarithmic_ticks_and_short_numbers():

@@ -65,7 +65,7 @@ def test_values_in_the_page_are_those_of_the_points():
     values = [6.123456789, math.nan, -math.inf, 1e-9]
     made = curves(Chart("loss", [Curve("loss", points(values))]))
     drawn = made.data()["charts"][0]["curves"][0]["points"]
-    assert [p[4] for p in drawn] == [6.123457, None, None, 1e-9]
+    assert [p[4] for p in drawn] == [6.123457, None, None, 1e-9]  # a value, no bound
     assert drawn[0][:4] == [10, 30, 150, 5.0]
     assert "2 values of loss NaN or infinite, left out (step 20, 30)" in "".join(
         made.sections(main=1)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from harness import TWO_RUNS
 from helpers.recipes import (
     FOLDER,
     RECIPES,
@@ -347,7 +348,7 @@ def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, ca
     assert [e["step"] for e in evaluated] == [0, 4, 8, 8]
     best = min(evaluated[1:3], key=lambda entry: entry["eval_loss"])
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best['step']}")
-    assert evaluated[3]["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-6)
+    assert evaluated[3]["eval_loss"] == pytest.approx(best["eval_loss"], rel=TWO_RUNS)
     table = {
         name: map(float, n) for name, *n in re.findall(r"(eval_\w+) +([\d.]+) +([\d.]+)", output)
     }

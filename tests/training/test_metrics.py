@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 from datasets import Dataset
+from harness import TWO_RUNS
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
@@ -77,7 +78,7 @@ def assert_logged(ranks, *, room, every=1):
     for entry in logged:
         steps = range(entry["step"] - every, entry["step"])
         expected = by_hand(ranks, steps, room)
-        assert {name: entry[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+        assert {name: entry[name] for name in expected} == pytest.approx(expected)
         seconds = sum(step in steps for step in ranks[0]["trained_in"])
         so_far += expected["tokens_per_second"] * seconds
         assert entry["num_tokens"] == pytest.approx(so_far)
@@ -85,7 +86,7 @@ def assert_logged(ranks, *, room, every=1):
         assert "mfu" not in entry  # a CPU's peak is not known
     totals, whole = ranks[0]["totals"], range(ranks[0]["steps"])
     expected = by_hand(ranks, whole, room)
-    assert {n: totals[f"train_{n}"] for n in expected} == pytest.approx(expected, rel=1e-12)
+    assert {n: totals[f"train_{n}"] for n in expected} == pytest.approx(expected)
     assert totals["train_seconds"] == len(ranks[0]["inputs"])
     assert totals["train_tokens"] == pytest.approx(so_far)
     samples = totals["train_samples_per_second"] * totals["train_runtime"]
@@ -299,7 +300,9 @@ def test_tensorboard_receives_them(tmp_path, monkeypatch):
     logged = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry]
     for name in (*INTERVAL, "utilization", "documents_per_step", "peak_memory_gib"):
         sent = [event.value for event in events.Scalars(f"train/{name}")]
-        assert sent == pytest.approx([entry[name] for entry in logged], rel=1e-6)
+        assert sent == pytest.approx(
+            [entry[name] for entry in logged], rel=TWO_RUNS
+        )  # float32 in its file
     assert events.Scalars("train/train_tokens")[0].value == sum(LENGTHS)
 
 

@@ -1,7 +1,4 @@
-"""An evaluation on rows with shared prefixes gives the metrics of its documents, one at a time.
-
-Tolerance, float32: sums of a few hundred losses, each rounded by 6e-8 of a value up to 10.
-"""
+"""An evaluation on rows with shared prefixes gives the metrics of its documents, one at a time."""
 
 import math
 
@@ -10,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
-from helpers.by_hand import LOSSES, SMOOTHING, losses_of_tokens
+from harness import SMOOTHING, bound_of, in_dtype, losses_of_tokens
+from helpers.by_hand import LOSSES
 from helpers.one_step import ONE_STEP
 from helpers.shared_prefixes import build_model, forked_documents
 
@@ -18,23 +16,31 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.packing import tree_row
 
-TOLERANCE = 2e-6
-
 
 def with_sources(documents):
     """Siblings of one prefix belong to different sources, which train its positions together."""
     return [d | {"source": "abc"[number % 3]} for number, d in enumerate(documents)]
 
 
-@torch.no_grad()
 def metrics_by_hand(model, documents, loss="nll", weighting="token"):
+    """Return each metric of documents alone in float64, and how far float32 is from it."""
+    rounded, exact = (
+        metrics_in(dtype, model, documents, loss, weighting)
+        for dtype in (torch.float32, torch.float64)
+    )
+    return {name: (value, abs(rounded[name] - value)) for name, value in exact.items()}
+
+
+@torch.no_grad()
+def metrics_in(dtype, model, documents, loss, weighting):
     """Return loss, entropy and accuracy, and the loss of each source, of documents alone."""
     sums: dict[str, list[float]] = {}
     entropies, hits, count = 0.0, 0, 0
     for document in documents:
         ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
         trained = labels[1:] != IGNORE_INDEX
-        logits = model.eval()(input_ids=ids[None]).logits[0, :-1][trained]
+        with in_dtype(model.eval(), dtype) as ready:
+            logits = ready(input_ids=ids[None]).logits[0, :-1][trained]
         targets = labels[1:][trained]
         weights = torch.tensor(document.get("loss_weights", [1.0] * len(ids)))[1:][trained]
         n = float(weights.sum())
@@ -99,9 +105,9 @@ def saved(monkeypatch):
 
 
 def assert_same_metrics(found, expected):
-    for name, value in expected.items():
+    for name, (value, error) in expected.items():
         if not name.endswith("_"):
-            assert found[name] == pytest.approx(value, rel=TOLERANCE), name
+            assert found[name] == pytest.approx(value, rel=0, abs=bound_of(value, error)), name
 
 
 @pytest.mark.parametrize(

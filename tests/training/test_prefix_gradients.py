@@ -1,14 +1,14 @@
 """Gradients of a run that shares prefixes are those of its documents, one at a time.
 
-The reference (`by_hand`) puts each document through the untouched model alone, and knows nothing of
-rows. The error is ‖found − expected‖ / ‖expected‖ over all gradients. float32 rounds each of a few
-hundred sums by 6e-8; the 48 runs of the first test are apart by 5.5e-7 to 1.6e-6. Documents that
-see their siblings, or lose their prefix, are apart by more than 0.1 (the negative controls).
+The reference (`harness.alone`) puts each document through the untouched model by itself, and knows
+nothing of rows. Gradients of documents that see their siblings, or lose their prefix, are apart by
+more than 0.1 (the negative controls).
 """
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from harness import assert_exact
 from helpers.by_hand import LOSSES, by_hand
 from helpers.shared_prefixes import (
     FAMILIES,
@@ -21,17 +21,15 @@ from helpers.shared_prefixes import (
 from trl_packing.packing import tree_row
 from trl_packing.training.prefix_sharing import PrefixSharing
 
-TOLERANCE = 2e-6  # float32 sums in another order; a fault is above 1e-3
 FAST = [("llama", False, "token"), ("deepseek_v3", True, "document")]
 ALL = [(n, lora, by) for n in FAMILIES for lora in (False, True) for by in ("token", "document")]
 
 
-def assert_is_one_at_a_time(step, expected, tolerance=TOLERANCE, *, shares=1.5):
+def assert_is_one_at_a_time(step, expected, *, shares=1.5):
     """The loss and gradients of the documents, in rows that computed fewer tokens."""
     assert step.trainer._isolation.sharing.reason is None
     assert step.computed * shares < step.tokens, "too little was shared to show anything"
-    assert step.loss == pytest.approx(expected[0], rel=tolerance)
-    assert relative_error(step.gradients, expected[1]) < tolerance
+    assert_exact(step, expected)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,7 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
     assert "LEAK" in checked.trainer._isolation.sharing.reason
     assert checked.computed == checked.tokens
     expected = by_hand(model, documents)
-    assert relative_error(checked.gradients, expected[1]) < TOLERANCE
+    assert_exact(checked, expected)
 
     monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)
     unchecked = one_shared_step(model, documents, tmp_path / "unchecked")

@@ -125,7 +125,7 @@ def test_sources_share_the_positions_of_their_prefixes(mode, weighting, tmp_path
     options = {"prefix_sharing": mode, "loss_weighting": weighting, "source_column": "source"}
     step = one_shared_step(model, documents, tmp_path, **options)
     assert step.computed < 0.8 * step.tokens
-    assert_reports(step.logs, by_source(model, documents, weighting=weighting), 3e-6)
+    assert_reports(step.logs, by_source(model, documents, weighting=weighting))
     # Siblings of one prefix are of several sources, and train its positions.
     off = one_shared_step(model, documents, tmp_path, **options | {"source_column": None})
     assert (off.loss, off.computed) == (step.loss, step.computed)
@@ -258,7 +258,7 @@ def test_a_stream_reports_each_source_as_it_is_alone(name, tmp_path):
     trainer.train()
     expected = by_source(model, documents, weighting=options.get("loss_weighting", "token"))
     logs, totals = trainer.state.log_history[0], trainer.state.log_history[-1]
-    assert_reports(logs, expected, 3e-6 if name == "shared prefixes" else TOLERANCE)
+    assert_reports(logs, expected)
     assert_reports(totals, {f"train_{name}": value for name, value in expected.items()})
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import tiny_processors, tiny_vision
+from harness import TWO_RUNS
 from helpers.vision import noise, tiny_processor, tiny_vision_model
 
 from trl_packing.attention.backends import resolve_attention
@@ -64,7 +65,7 @@ def test_rows_without_images_train_the_same_and_give_the_tower_zeros(name):
     loss, plain = step(model, collator(model, processor, fills_rows=False)(documents))
     collate = collator(model, processor, fills_rows=True)
     found, filled = step(model, collate(documents))
-    assert found == pytest.approx(loss, rel=1e-6)
+    assert found == pytest.approx(loss, rel=TWO_RUNS)
     of_images = {id(p) for p in parameters_of_images(model)}
     seen = {name for name in filled if filled[name] is not None and plain[name] is None}
     assert seen
@@ -74,7 +75,7 @@ def test_rows_without_images_train_the_same_and_give_the_tower_zeros(name):
             assert not filled[name].any(), name
         elif plain[name] is not None:
             assert id(parameter) not in of_images, name
-            torch.testing.assert_close(filled[name], plain[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(filled[name], plain[name], rtol=1e-4, atol=TWO_RUNS)
     _, trained = step(model, collate([blank_document(processor), *documents]))
     assert seen == {name for name in trained if trained[name] is not None and plain[name] is None}
 

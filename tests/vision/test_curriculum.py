@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import concatenate_datasets
+from harness import assert_exact
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset
-from vision.test_exact import LAYOUTS, TOLERANCE, alone, difference, packed
+from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
@@ -31,11 +32,9 @@ def trainer_of(model, processor, folder, **options):
 
 def test_a_step_equals_its_documents_one_at_a_time(model, processor, tmp_path):
     options = LAYOUTS["three of a bin"] | {"curriculum": "length"}
-    found, gradients, trainer = packed(model, processor, image_dataset(), tmp_path, **options)
-    loss, expected = alone(model, processor, image_dataset(), completion_only_loss=True)
-    assert trainer._run_path.reason is None
-    assert found == pytest.approx(loss, rel=1e-5)
-    assert difference(gradients, expected) < TOLERANCE
+    found = packed(model, processor, image_dataset(), tmp_path, **options)
+    assert found[2]._run_path.reason is None
+    assert_exact(found, alone(model, processor, image_dataset(), completion_only_loss=True))
 
 
 @pytest.mark.parametrize(

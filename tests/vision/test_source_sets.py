@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from harness import assert_exact
 from helpers.one_step import ONE_STEP
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
-from vision.test_exact import TOLERANCE, batches_of, difference, packed, trained_alone
+from vision.test_exact import batches_of, packed, trained_alone
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.command.trainer_call import TrainerCall
@@ -89,13 +90,12 @@ def alone(model, processor, copies):
 )
 def test_a_mixture_equals_its_documents_one_at_a_time(layout, model, processor, tmp_path):
     options = LAYOUTS[layout] | {"mixture": MIXTURE}
-    found, gradients, trainer = packed(model, processor, sets(), tmp_path, **options)
-    assert trainer._run_path.reason is None
-    loss, expected = alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1})
-    assert found == pytest.approx(loss, rel=1e-5)
-    assert difference(gradients, expected) < TOLERANCE
+    found = packed(model, processor, sets(), tmp_path, **options)
+    assert found[2]._run_path.reason is None
+    assert_exact(found, alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1}))
     others = alone(model, processor, {"texts": 1, "pictures": 1, "chats": 1})  # the control
-    assert difference(gradients, others[1]) > 1000 * TOLERANCE
+    with pytest.raises(AssertionError):
+        assert_exact(found, others)
 
 
 @pytest.mark.slow
@@ -105,11 +105,9 @@ def test_mixtures_of_other_families_are_exact(name, tmp_path):
     processor = tiny_processor(name)
     model = tiny_vision_model(name, processor)
     options = LAYOUTS["bins"] | {"mixture": MIXTURE}
-    found, gradients, trainer = packed(model, processor, sets(), tmp_path, **options)
-    assert trainer._run_path.reason is None
-    loss, expected = alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1})
-    assert found == pytest.approx(loss, rel=1e-5)
-    assert difference(gradients, expected) < TOLERANCE
+    found = packed(model, processor, sets(), tmp_path, **options)
+    assert found[2]._run_path.reason is None
+    assert_exact(found, alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1}))
 
 
 def test_sets_of_every_form_become_the_documents_that_they_are_alone(model, processor, tmp_path):

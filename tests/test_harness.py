@@ -1,0 +1,78 @@
+"""The harness finds faults and forgives rounding; no test has a bound that fits one machine."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from harness import alone, assert_exact, run
+from helpers.tiny import documents_of_lengths, tiny_model
+
+HERE = Path(__file__).parent
+#: float32 rounds at 6e-8, and sums add up: below this, a bound is a guess about other machines.
+LEAST = 1e-5
+BOUNDS = ("rel", "abs", "atol", "rtol", "tolerance")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return alone(tiny_model("llama"), documents_of_lengths([9, 20, 4], prompt=2))
+
+
+@pytest.mark.parametrize(("factor", "is_fault"), [(1 + 2**-20, False), (1.001, True)])
+@pytest.mark.parametrize("of", ["loss", "model.layers.0.mlp.up_proj.weight"])
+def test_a_thousandth_is_a_fault_and_rounding_is_none(of, factor, is_fault, expected):
+    loss, gradients = expected
+    if of == "loss":
+        found = loss * factor, gradients
+    else:
+        found = loss, gradients | {of: gradients[of] * factor}
+    if is_fault:
+        with pytest.raises(AssertionError):
+            assert_exact(found, expected)
+    else:
+        assert_exact(found, expected)
+
+
+def test_a_gradient_that_is_missing_is_a_fault(expected):
+    loss, gradients = expected
+    with pytest.raises(AssertionError, match=r"lm_head.weight has no gradient"):
+        assert_exact((loss, {n: g for n, g in gradients.items() if "head" not in n}), expected)
+
+
+def test_a_run_tells_the_documents_of_each_step(tmp_path):
+    rows = documents_of_lengths([30, 9, 20, 4, 26])
+    options = {"max_steps": 2, "per_device_train_batch_size": 1, "max_length": 50}
+    found = run(tiny_model("llama"), rows, tmp_path, **options)
+    assert len(found.losses) == len(found.documents()) == 2
+    told = [document for step in found.documents() for document in step]
+    assert sorted(told) == sorted(tuple(row["input_ids"]) for row in rows)
+
+
+def small_bounds(tree):
+    """Return the lines of literal bounds below `LEAST`."""
+    for node in ast.walk(tree):
+        numbers = []
+        if isinstance(node, ast.keyword) and node.arg in BOUNDS:
+            numbers = [node.value]
+        elif isinstance(node, ast.Compare):
+            numbers = [node.left, *node.comparators]
+        elif isinstance(node, ast.Assign) and "TOLERANCE" in ast.unparse(node.targets[0]):
+            numbers = [node.value]
+        for number in numbers:
+            literals = [n.value for n in ast.walk(number) if isinstance(n, ast.Constant)]
+            if any(isinstance(n, float) and 0 < n < LEAST for n in literals):
+                yield number.lineno
+
+
+def test_a_bound_below_what_rounding_explains_has_a_reason_on_its_line():
+    bare = []
+    for path in HERE.rglob("*.py"):
+        text = path.read_text()
+        lines = text.splitlines()
+        bare += [
+            f"{path.relative_to(HERE)}:{at}"
+            for at in small_bounds(ast.parse(text))
+            if "#" not in lines[at - 1]
+        ]
+    assert not bare, f"take assert_exact or TWO_RUNS of harness.py, or give a reason: {bare}"
+    assert {*small_bounds(ast.parse("assert a == approx(b, rel=2e-6)"))} == {1}, "the control"

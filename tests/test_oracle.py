@@ -1,0 +1,162 @@
+"""Every model, on every way to the step, with every option, trains its documents as alone.
+
+A row of the table is one optimizer step of `PackedSFTTrainer` on 19 documents with common prefixes,
+compared with the same documents one at a time (harness.py). Its negative controls: the comparison
+fails for documents that see each other, and for weights that are left out.
+"""
+
+import pytest
+import torch
+from datasets import Dataset
+from harness import Alone, alone, assert_exact, run
+from helpers.shared_prefixes import forked_documents
+from helpers.tiny import tiny_model
+from peft import LoraConfig, get_peft_model
+
+#: What makes a model of its kind hard: windows, caps, sinks, experts, learned positions, states.
+MODELS = {
+    "llama": "",
+    "gemma2": "windows, soft-capped scores",
+    "gemma3_text": "windows, two ropes; its class ignores loss kwargs",
+    "gpt_oss": "sinks, experts, windows",
+    "gpt2": "learned positions",
+    "qwen3_moe": "experts",
+    "deepseek_v3": "latent attention, experts",
+    "cohere2": "layers without positions",
+    "falcon_mamba": "states, on padded rows",
+    "lfm2": "convolutions, on padded rows",
+    "nemotron_h": "states and experts, on padded rows",
+}
+PADDED = ("falcon_mamba", "lfm2", "nemotron_h")
+#: The paths from documents to the step; all 19 documents are in it.
+WAYS = {
+    "one micro-batch": {},
+    "accumulated": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
+    "padding-free": {"packing": False, "per_device_train_batch_size": 19},
+    "padding-free, accumulated": {
+        "packing": False,
+        "per_device_train_batch_size": 7,
+        "gradient_accumulation_steps": 3,
+    },
+    "documents_per_step": {"documents_per_step": 19, "per_device_train_batch_size": 3},
+    "TRL's truncation": {
+        "packing": False,
+        "max_length": None,
+        "per_device_train_batch_size": 19,
+    },
+    "a stream": {"max_steps": 1, "per_device_train_batch_size": 12},
+    "a worker": {"dataloader_num_workers": 1},
+    "first-fit bins": {"packing_strategy": "bfd_split", "overflow": "split"},
+    "static shapes": {"static_shapes": True},
+    "padded to 64": {"pad_to_multiple_of": 64},
+    "padded attention": {"attention": "padded"},
+    "masked attention": {"attention": "mask"},
+    "checkpointed": {"gradient_checkpointing": True},
+    "shared prefixes": {"prefix_sharing": "bin"},
+    "shared prefixes, accumulated": {
+        "prefix_sharing": "bin",
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 3,
+    },
+    "groups of prefixes": {"prefix_sharing": "group", "prefix_group_size": 4},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+#: What a document or a token counts, and what is trained.
+OPTIONS = {
+    "plain": {},
+    "weights": {},
+    "by document": {"loss_weighting": "document"},
+    "by square root": {"loss_weighting": "sqrt"},
+    "dft": {"loss_type": "dft"},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "lora": {},
+    "sources": {"source_column": "source"},
+}
+SLOW_WAYS = ("compiled", "groups of prefixes", "a worker", "first-fit bins", "masked attention")
+
+
+def rows():
+    """Each model, way and option in a quick row; all pairs of models and ways, slowly."""
+    quick = [
+        *((model, "accumulated", "weights") for model in MODELS),
+        *(("llama", way, "by square root") for way in WAYS if way not in SLOW_WAYS),
+        *(("llama", "shared prefixes, accumulated", option) for option in OPTIONS),
+        *(("gemma2", "accumulated", option) for option in ("dft", "smoothed", "lora")),
+    ]
+    others = [
+        *((m, w, "weights") for m in MODELS for w in WAYS if m not in PADDED),
+        *((m, "padding-free, accumulated", "smoothed") for m in PADDED),
+        *(
+            ("qwen3_moe", way, option)
+            for way in ("a stream", "static shapes")
+            for option in OPTIONS
+        ),
+    ]
+    slow = [row for row in dict.fromkeys(others) if row not in quick]
+    return [*dict.fromkeys(quick), *(pytest.param(*row, marks=pytest.mark.slow) for row in slow)]
+
+
+def build(name, option):
+    model = tiny_model(name)
+    if option != "lora":
+        return model
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def documents_of(option):
+    documents = forked_documents(weighted=option not in ("plain", "lora"))
+    if option == "sources":
+        return [d | {"source": "abc"[at % 3]} for at, d in enumerate(documents)]
+    return documents
+
+
+def merged(documents):
+    """Return one document of all tokens: each sees those before it."""
+    return [{k: [x for d in documents for x in d[k]] for k in ("input_ids", "labels")}]
+
+
+def train(name, way, option, folder):
+    documents = documents_of(option)
+    balance = 0.0 if "moe" in name or name == "gpt_oss" else None  # is a mean of its own
+    settings = {"max_length": 128, "router_aux_loss_coef": balance, **WAYS[way], **OPTIONS[option]}
+    data = Dataset.from_list(documents)
+    data = data.to_iterable_dataset() if way == "a stream" else data
+    return run(build(name, option), data, folder, **settings), documents
+
+
+def expected_of(name, option, documents) -> Alone:
+    weighting = OPTIONS[option].get("loss_weighting", "token")
+    loss = option if option in ("dft", "smoothed") else "nll"
+    return alone(build(name, option), documents, loss, weighting)
+
+
+@pytest.mark.parametrize(("name", "way", "option"), rows())
+def test_a_step_trains_its_documents_as_alone(name, way, option, tmp_path):
+    found, documents = train(name, way, option, tmp_path)
+    backend = found.trainer.attention.backend
+    assert (backend == "padded") == (name in PADDED or way == "padded attention")
+    if "prefixes" in way:
+        assert found.trainer.data_collator.shares_prefixes
+    assert_exact(found, expected_of(name, option, documents))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "falcon_mamba"])
+def test_documents_that_see_each_other_or_lose_their_weights_fail_it(name, tmp_path):
+    found, documents = train(name, "accumulated", "weights", tmp_path)
+    plain = [{key: d[key] for key in ("input_ids", "labels")} for d in documents]
+    with pytest.raises(AssertionError):
+        assert_exact(found, expected_of(name, "weights", plain))
+    ours, _ = train(name, "accumulated", "plain", tmp_path)
+    assert_exact(ours, expected_of(name, "plain", plain))
+    with pytest.raises(AssertionError):
+        assert_exact(ours, expected_of(name, "plain", merged(plain)))
+    for fault in (plain[1:], [*plain, plain[0]], [changed(plain[0]), *plain[1:]]):
+        with pytest.raises(AssertionError):
+            assert_exact(ours, expected_of(name, "plain", fault))
+
+
+def changed(document):
+    """Return the document with one more trained token."""
+    return document | {"labels": document["input_ids"]}
