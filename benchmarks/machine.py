@@ -13,7 +13,9 @@ from pathlib import Path
 
 def provenance(packages: tuple[str, ...] = ("torch", "transformers", "trl")) -> str:
     """Return command, hardware and versions as lines of Markdown."""
-    command = shlex.join(["python", *sys.argv])
+    # A reader has other folders than this machine.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+    command = shlex.join(["python", *words])
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return (
         f"`{command}`\n\n"

@@ -457,6 +457,12 @@ def test_numbers_of_the_readme_are_those_of_the_files_that_are_named():
     assert set(measured) - set(re.findall(r"[\d.]+", held)) == set()
 
 
+def test_results_name_no_folder_of_one_machine():
+    for path in (ROOT / "benchmarks" / "results").glob("*.md"):
+        commands = re.findall(r"`(python [^`]+)`", path.read_text())
+        assert [c for c in commands if re.search(r"(?:^|[ =])[/~]", c)] == [], path.name
+
+
 def test_the_check_sees_a_number_that_was_not_measured(tmp_path):
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results" / "a.md").write_text("| 1,234 | 5.6× |\n")
