@@ -28,6 +28,7 @@ wrong with a data set raises `InputError` with one sentence, before anything is 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -699,8 +700,12 @@ class RowColumns:
                 f"{words[1]}, {self._word('messages_column')} or {self._word('dataset_text_field')}"
             )
         sign = " " if self.source is None else ": "
-        options = " ".join(f"{self._word(name)}{sign}{value}" for name, value in fits.items())
-        return self._error(f"no column to train on among {found}: these fit{where}: {options}")
+        options = " ".join(
+            f"{self._word(name)}{sign}{quote(value)}" for name, value in fits.items()
+        )
+        return self._error(
+            f"no column to train on among {found}; these options fit{where}: {options}"
+        )
 
     def _require(self, columns: list[str], column: str, option: str) -> None:
         if column not in columns:

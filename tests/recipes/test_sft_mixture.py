@@ -192,7 +192,7 @@ def chat_template(tmp_path):
         (
             "alpaca",
             {},
-            "alpaca: no column to train on among .* in its entry: prompt_template: alpaca",
+            "alpaca: no column to train on among .* fit in its entry: prompt_template: alpaca",
         ),
         ("alpaca", {"prompt_template": "{q}"}, "alpaca: no column 'q' among .* with prompt_templ"),
         ("alpaca", {"prompt_template": "{q"}, "alpaca: prompt_template cannot be read"),

@@ -95,7 +95,7 @@ def test_a_part_of_a_split_is_read(tmp_path):
 )
 def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path, row, options):
     name = write(tmp_path / "data.jsonl", [row] * 3)
-    with pytest.raises(InputError, match=f"these fit: {options}"):
+    with pytest.raises(InputError, match=f"these options fit: {options}"):
         load(name)
     words = options.replace("--", "").split()
     train = load(name, **dict(zip(words[::2], words[1::2], strict=True))).train

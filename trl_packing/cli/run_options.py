@@ -120,7 +120,9 @@ def previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     command = TrainingCommand.from_words(arguments.words)
     run = PreviewedRun.from_call(command.call, stream_rows=arguments.stream_rows)
     if not command.is_named:
-        arguments.notes.append("shown as sft_packed.py trains it; name another script first")
+        arguments.notes.append(
+            "shown as sft_packed.py trains it; for another script, name it first"
+        )
     if run.is_stream:
         read = f"only its first {len(run.dataset):,} rows are read (--stream_rows)"
         arguments.notes.append(f"a stream: {read}")

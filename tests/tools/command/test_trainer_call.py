@@ -103,6 +103,20 @@ def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
         ("raise ValueError('of my own')", "of my own"),
         ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
         (TEXTS + "PackedSFTConfig(out, train_on='me')", "train_on='me' is unknown"),
+        (
+            TEXTS
+            + "args = PackedSFTConfig(out, loss_weighting='document')\n"
+            + "PackedSFTTrainer(model, args, train_dataset=rows, compute_loss_func=print).train()",
+            "compute_loss_func",
+        ),
+        (
+            TEXTS
+            + "rows = rows.add_column('loss_weight', [0.5] * 6)\n"
+            + "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.loss\n"
+            + "PackedSFTTrainer(\n    model, PackedSFTConfig(out), train_dataset=rows,\n"
+            + "    compute_loss_func=loss,\n).train()",
+            "loss_weight",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):

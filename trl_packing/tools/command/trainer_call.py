@@ -48,6 +48,7 @@ class TrainerCall:
         data_collator: None, or a collator that finds the trained tokens.
         formatting_func: the user's function from a row to its text.
         eval_dataset: rows, a dictionary of data sets, or None.
+        compute_loss_func: the user's loss, or None.
     """
 
     model: Any
@@ -57,6 +58,7 @@ class TrainerCall:
     data_collator: Any = None
     formatting_func: Any = None
     eval_dataset: Any = None
+    compute_loss_func: Any = None
 
 
 class _Reached(BaseException):

@@ -35,6 +35,8 @@ from trl_packing.tools.preview.run_rules import first_row, rules_of, training_te
 from trl_packing.tools.preview.source_rows import SourceRows
 from trl_packing.training.arguments import (
     check_arguments,
+    check_loss_options,
+    check_weights_and_sources,
     generation_config_of,
     reason_for_trl_path,
 )
@@ -67,6 +69,7 @@ class PreviewedRun:
         collator: the user's data collator; None for that of the trainer.
         chat_template: replaces that of the tokenizer, as in the trainer; None leaves it.
         images: prepares rows with images; does nothing where there are none.
+        compute_loss_func: the user's loss; None for that of the trainer.
     """
 
     args: Any
@@ -78,6 +81,7 @@ class PreviewedRun:
     collator: Any = None
     chat_template: str | None = None
     images: RunImages = field(default_factory=RunImages)
+    compute_loss_func: Any = None
 
     @classmethod
     def from_settings(
@@ -126,6 +130,7 @@ class PreviewedRun:
             raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
         check_arguments(args, first)
         check_is_backend(PackingOptions.of(args).attention)
+        check_loss_options(PackingOptions.of(args), call.compute_loss_func, None)
         images = RunImages()
         trl_path = reason_for_trl_path(first, collator, packs_images=True)
         if not trl_path and has_images(given):
@@ -160,6 +165,7 @@ class PreviewedRun:
             collator,
             template,
             images,
+            call.compute_loss_func,
         )
 
     @property
@@ -186,8 +192,15 @@ class PreviewedRun:
         return replace(self, dataset=self.images.take(rows, "train"))
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
-        """Return the documents of the whole data set, and the counts of what was kept and lost."""
-        return self._prepare(self.dataset, self.preparation, "train")
+        """Return the documents of the whole data set, and the counts of what was kept and lost.
+
+        Raises:
+            ValueError: preparation refuses the data, or training their weights.
+        """
+        documents, counts = self._prepare(self.dataset, self.preparation, "train")
+        options = PackingOptions.of(self.args)
+        check_weights_and_sources(documents, [], options, self.compute_loss_func)
+        return documents, counts
 
     def unfitted(self) -> Unfitted | None:
         """Return the documents before the overflow policy.
