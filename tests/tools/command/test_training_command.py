@@ -61,7 +61,7 @@ def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):
     assert (name, args.attention, args.max_length) == ("m", "varlen", 64)
     assert args.model_init_kwargs["revision"] == "v2"
     assert args.model_init_kwargs["low_cpu_mem_usage"] is True
-    with pytest.raises(ValueError, match="name the model and the data"):
+    with pytest.raises(ValueError, match="name the model"):
         TrainingCommand.from_words(["--max_length", "64"]).model_and_settings()
 
 

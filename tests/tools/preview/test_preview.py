@@ -301,9 +301,9 @@ def command(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ('{"text": "So."}\n{"text": ', "data.jsonl cannot be read: JSON parse error"),
-        ("nonsense", "data.jsonl cannot be read: "),
-        ("", "data.jsonl cannot be read: it is empty"),
+        ('{"text": "So."}\n{"text": ', "data.jsonl: JSON parse error"),
+        ("nonsense", "cannot load the data set "),
+        ("", "data.jsonl holds no row: it is empty"),
         (b'{"text": "\xff\xfe"}\n', "can't decode byte 0xff"),
     ],
 )
@@ -375,13 +375,9 @@ def test_the_report_quotes_the_data_without_harm(command):
         (["--model", "model", "--device", "gpu"], "--device gpu cannot be used"),
         (["--model", "model", "--max-length", "0"], "max_length=0 must be positive"),
         (["--model", "model", "--max_length", "1"], "--max_length 1 must be at least 2"),
-        (["--model", "model", "--matrix"], "--matrix takes no run: leave out --model model"),
         (["--model", "model", "--max_lenght", "5"], "did you mean --max_length?"),
         ([], "name the model (--model NAME)"),
         (["--model", "model"], ""),  # a tokenizer alone
-        (["--matrix", "--only", "nonsense"], "--only nonsense: "),
-        (["--matrix", "--only", "llama", "--output", "no/such/m.md"], "its folder does not exist"),
-        (["--matrix", "--only", "llama", "--processes", "0"], "--processes 0 must be at least 1"),
     ],
 )
 def test_a_verification_that_cannot_be_is_one_line(

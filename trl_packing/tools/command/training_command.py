@@ -126,6 +126,8 @@ class TrainingCommand:
         if self.is_named:
             call = self.call if on_any_machine else self.trainer_call(on_any_machine=False)
             return call.model, call.args
+        if "model_name_or_path" not in values_of(self.words):
+            raise ValueError("name the model (--model NAME), a file with it, or the script")
         recipe = import_module(f"{_RECIPES}.sft_packed")
         with fits_any_machine() if on_any_machine else nullcontext():
             data = () if self.names_data else ("--dataset_name", "none")
