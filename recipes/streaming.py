@@ -41,7 +41,6 @@ from transformers.hf_argparser import HfArg
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.data.prepared import is_prepared
-from trl_packing.streaming.shards import assign_shards
 from trl_packing.tools.command.exit_messages import exits_in_one_line
 
 
@@ -76,12 +75,9 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         model=arguments.model_name_or_path, args=training_args, train_dataset=stream
     )
     say, ranks = trainer.accelerator.print, training_args.world_size
-    assignment = assign_shards(trainer.train_dataset, ranks, training_args.dataloader_num_workers)
-    part = "its own shards" if assignment.by_rank or ranks == 1 else "the whole stream"
-    say(
-        f"Shards in the stream: {assignment.num_shards}. Ranks: {ranks}. Each rank reads {part}, "
-        f"{assignment.num_readers} at a time."
-    )
+    shards = trainer.train_dataset.num_shards
+    part = "its own shards" if shards % ranks == 0 else f"the whole stream, for 1/{ranks} of it"
+    say(f"Shards in the stream: {shards}. Ranks: {ranks}. Each rank reads {part}.")
     trainer.train(training_args.resume_from_checkpoint)
     finish(trainer)
     return trainer

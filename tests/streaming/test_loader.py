@@ -126,12 +126,6 @@ def test_the_last_step_is_completed_for_all_its_accumulated_micro_batches():
     assert ranks == [[[0], [2], [4], []], [[1], [3], [], []]]
 
 
-def test_readers_take_turns_and_those_that_end_are_left_out():
-    lengths = [CAPACITY] * 4 + [11] * 4  # four bins and two
-    (batches,) = [read(stream_of(sharded(lengths, 2), seed=None, num_workers=2))]
-    assert [batch[0] < 4 for batch in batches] == [True, False, True, False, True, True]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("num_shards", [1, 3, 4])
@@ -267,19 +261,19 @@ def test_the_number_of_workers_may_change(before, now, tmp_path):
     assert Run(tmp_path, source, num_workers=now).steps(0, after=7) == whole[7:]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_without_a_saved_position_the_stream_is_read_again(num_ranks, tmp_path):
-    """As with a checkpoint that was killed half written: one rank has its file, one has not."""
-
+def test_without_a_position_of_each_rank_all_refuse(tmp_path):
     def work(rank, agree, after=0):
-        run = Run(tmp_path, sharded(LENGTHS, 3), num_ranks=num_ranks, rank=rank, agree=agree)
+        run = Run(tmp_path, sharded(LENGTHS, 3), num_ranks=2, rank=rank, agree=agree)
         return run.steps(2, after=after)
 
-    whole = on_ranks(num_ranks, work)
-    after = len(whole[0]) // 2
-    (tmp_path / f"{after}_0.json").unlink()
-    rest = on_ranks(num_ranks, lambda rank, agree: work(rank, agree, after))
-    assert rest == [steps[after:] for steps in whole]
+    on_ranks(2, work)
+    (tmp_path / "4_0.json").unlink()
+
+    def resume(rank, agree):
+        with pytest.raises(ValueError, match=r"no position of the stream.*ignore_data_skip=True"):
+            work(rank, agree, after=4)
+
+    on_ranks(2, resume)
 
 
 @pytest.mark.parametrize(

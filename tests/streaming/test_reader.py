@@ -10,36 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing.packing.bins import STRATEGIES, pack
-from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
-from trl_packing.streaming.shards import assign_shards
+from trl_packing.streaming.reader import PackedStream, Place, StreamSettings, part_of_rank
 
 
-def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, reader=0, assignment=None, **options):
-    """Return the documents of the micro-batches of one reader, by name."""
+def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, **options):
+    """Return the documents of the micro-batches of one rank, by name."""
     where = {name: options.pop(name) for name in ("epoch", "place") if name in options}
     made = StreamSettings(capacity, window_bins=window_bins, **options)
-    stream = PackedStream(source, made, rank=rank, reader=reader, assignment=assignment, **where)
-    return [names(batch) for batch, *_ in stream]
+    return [names(batch) for batch, *_ in PackedStream(source, made, rank=rank, **where)]
 
 
-def read_all(source, num_ranks, num_workers=0, **options):
-    """Return the micro-batches of all readers of each rank, one reader behind the other."""
-    assignment = assign_shards(source, num_ranks, num_workers)
-    return [
-        [
-            batch
-            for reader in range(assignment.num_readers)
-            for batch in read(
-                source,
-                rank=rank,
-                reader=reader,
-                assignment=assignment,
-                num_ranks=num_ranks,
-                **options,
-            )
-        ]
-        for rank in range(num_ranks)
-    ]
+def read_all(source, num_ranks, **options):
+    """Return the micro-batches of each rank."""
+    return [read(source, rank=rank, num_ranks=num_ranks, **options) for rank in range(num_ranks)]
 
 
 def assert_exactly_once(ranks, num_documents):
@@ -194,21 +177,20 @@ def test_a_stream_that_shuffles_is_told_the_epoch():
         assert_exactly_once([epoch], 30)
 
 
-# --- ranks and readers ----------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, CAPACITY), min_size=8, max_size=60),
     num_ranks=st.integers(1, 4),
-    num_workers=st.integers(0, 3),
     num_shards=st.integers(0, 8),
     bins_per_batch=st.integers(1, 3),
     capacity=st.sampled_from([CAPACITY, None]),
     shuffles=st.booleans(),
 )
-def test_every_document_reaches_exactly_one_reader_of_one_rank(
-    lengths, num_ranks, num_workers, num_shards, bins_per_batch, capacity, shuffles
+def test_every_document_reaches_exactly_one_rank(
+    lengths, num_ranks, num_shards, bins_per_batch, capacity, shuffles
 ):
     source = sharded(lengths, num_shards) if num_shards else documents(lengths)
     if num_shards and shuffles:
@@ -217,7 +199,6 @@ def test_every_document_reaches_exactly_one_reader_of_one_rank(
         ranks = read_all(
             source,
             num_ranks,
-            num_workers,
             capacity=capacity,
             bins_per_batch=bins_per_batch,
             seed=0,
@@ -238,27 +219,6 @@ def test_the_exactly_once_check_notices_a_damaged_epoch(damage):
         assert_exactly_once(ranks, 40)
 
 
-@pytest.mark.parametrize(
-    ("num_shards", "num_ranks", "num_workers", "by_rank", "num_readers"),
-    [
-        (8, 2, 2, True, 2),
-        (8, 2, 9, True, 4),  # a worker more would have no shard
-        (8, 2, 0, True, 1),
-        (3, 2, 2, False, 2),  # two shards against one: a rank would idle for half of the epoch
-        (17, 2, 1, True, 1),  # nine against eight
-        (1, 2, 2, False, 1),
-        (4, 1, 2, False, 2),
-    ],
-)
-def test_ranks_read_shards_of_their_own_if_these_are_about_equally_many(
-    num_shards, num_ranks, num_workers, by_rank, num_readers
-):
-    source = sharded([9] * 40, num_shards)
-    assignment = assign_shards(source, num_ranks, num_workers)
-    assert (assignment.by_rank, assignment.num_readers) == (by_rank, num_readers)
-    assert_exactly_once(read_all(source, num_ranks, num_workers), 40)
-
-
 @pytest.mark.parametrize(("num_shards", "expected"), [(4, [20, 20]), (3, [40, 40])])
 def test_a_rank_prepares_only_the_documents_of_its_shards(num_shards, expected):
     prepared = []
@@ -275,15 +235,19 @@ def test_a_rank_prepares_only_the_documents_of_its_shards(num_shards, expected):
     assert counts == expected
 
 
-@pytest.mark.parametrize("num_shards", [4, 17])
-def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run(num_shards):
+def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run():
     """accelerate calls `shard` for them; packed, shards come from all over the stream."""
-    source = sharded(range(1, 61), num_shards)
-    packed, unpacked = (assign_shards(source, 2, 0, packs=packs) for packs in (True, False))
+    source = sharded(range(1, 61), 4)
     for rank in range(2):
         theirs = names(source.shard(2, rank))
-        assert names(unpacked.select(source, 2, rank, 0)) == theirs
-        assert names(packed.select(source, 2, rank, 0)) != theirs
+        assert names(part_of_rank(source, 2, rank, packs=False)) == theirs
+        assert names(part_of_rank(source, 2, rank, packs=True)) != theirs
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_shards_that_do_not_divide_among_ranks_give_every_other_document(packs):
+    parts = [names(part_of_rank(sharded([1] * 9, 3), 2, rank, packs=packs)) for rank in (0, 1)]
+    assert parts == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 
 WHOLE_ONLY = {
@@ -300,7 +264,7 @@ WHOLE_ONLY = {
 def test_a_stream_whose_parts_are_not_the_whole_is_not_divided(change):
     source = WHOLE_ONLY[change](sharded([9 + i % 5 for i in range(40)], 4))
     whole = sorted(names(source))
-    ranks = read_all(source, 2, num_workers=2)
+    ranks = read_all(source, 2)
     assert sorted(name for batches in ranks for batch in batches for name in batch) == whole
     parts = [names(source.shard(2, index)) for index in range(2)]
     assert sorted(parts[0] + parts[1]) != whole, "the control: dividing it changes it"

@@ -43,18 +43,10 @@ SAME = {
         "shards": 3,
         "settings": {"max_steps": 16, "shuffle_dataset": True, "max_length": None},
     },
-    "read by two workers": {
-        "shards": 4,
-        "settings": {"max_steps": 12, "dataloader_num_workers": 2},
-    },
 }
 
 
-# Workers are new processes.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if "workers" in n else n for n in SAME],
-)
+@pytest.mark.parametrize("name", SAME)
 def test_every_step_of_a_stream_holds_the_documents_of_the_padded_run(tmp_path, name):
     assert_same_steps(*both(tmp_path, **({"rows": ROWS} | SAME[name])))
 
@@ -114,11 +106,6 @@ ON_RANKS = {
     "two shards": {"shards": 2, "settings": {"max_steps": 8} | ACCUMULATED},
     "four shards": {"shards": 4, "settings": {"max_steps": 8} | ACCUMULATED},
     "four shards, shuffled": {"shards": 4, "shuffle": SHUFFLE, "settings": {"max_steps": 8}},
-    "four shards, two workers": {
-        "shards": 4,
-        "settings": {"max_steps": 6, "dataloader_num_workers": 2},
-    },
-    "one shard more on a rank": {"rows": ROWS[:34], "shards": 17, "settings": {"max_steps": 4}},
 }
 OTHERS = {
     "three shards": {"shards": 3, "settings": {"max_steps": 6}},

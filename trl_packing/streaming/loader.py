@@ -1,22 +1,21 @@
-"""The micro-batches of one rank of a stream, read by turns from its readers.
+"""The micro-batches of one rank of a stream, in whole optimizer steps.
 
-    reader 0   a0 a1 a2 a3 │       rank 0, accumulation 2    step   a0 b0   a1 b1   a2 a3
-    reader 1   b0 b1 │             rank 1, at its end                c0 c1   c2 --   -- --
+    documents    a0 a1 a2 │ a3       rank 0, accumulation 2    step   a0 a1   a2 a3
+                 b0 b1               rank 1                           b0 b1   -- --
 
-This runs in the main process. Each reader has a dataloader worker of its own, if there are any, so
-that the order of micro-batches does not depend on the dataloader. Before every optimizer step, the
-ranks agree on whether any of them has documents left, and on the sources of the documents
-(source_names.py). A rank without documents continues with empty
-micro-batches, of which `PackedCollator` makes one masked token each, so all ranks end with the same
-step. The last step is always complete: `Trainer` does not know where a stream ends, and would add
-the gradient of an incomplete step to the next epoch's first step (transformers 5.23).
+This runs in the main process; one dataloader worker reads, if there are any. Before every optimizer
+step, the ranks agree on whether any of them has documents left, and on the sources of the documents
+(source_names.py). A rank without documents continues with empty micro-batches, of which
+`PackedCollator` makes one masked token each, so all ranks end with the same step. The last step is
+always complete: `Trainer` does not know where a stream ends, and would add the gradient of an
+incomplete step to the next epoch's first step (transformers 5.23).
 """
 
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
-from itertools import count
+from dataclasses import asdict
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
 from trl_packing.models.sharding import all_reduce_max, gather_objects
-from trl_packing.streaming.reader import PackedStream, Place, StreamSettings
-from trl_packing.streaming.shards import assign_shards
+from trl_packing.streaming.reader import PackedStream, Place, StreamSettings, num_shards
 from trl_packing.streaming.source_names import Names, SourceColumn, SourceNames
 
 _ENDED, _GOES_ON, _NEW_SOURCES, _FAILED = 0, 1, 2, 3
@@ -45,10 +43,10 @@ class StreamBatches(IterableDataset):
         collate: makes a batch of documents.
         rank: the rank that reads.
         accumulation: micro-batches in an optimizer step.
-        num_workers: dataloader workers; a stream with fewer shards uses fewer.
+        num_workers: 0 reads in this process, more in one dataloader worker.
         global_step: returns the number of optimizer steps taken; positions are stored by it.
         agree: returns the largest of the values that the ranks pass.
-        loading: further arguments of the readers' dataloaders.
+        loading: further arguments of the dataloader that reads.
         limits: limits of the model.
         sources: names of the sources of its documents; None if they are not told apart.
 
@@ -86,9 +84,6 @@ class StreamBatches(IterableDataset):
         self._global_step = global_step
         self._agree = agree or all_reduce_max
         self._loading = loading or {}
-        self._assignment = assign_shards(
-            documents, settings.num_ranks, num_workers, packs=settings.capacity is not None
-        )
         self._positions: dict[int, dict[str, Any]] = {}
         self._resumed: dict[str, Any] | None = None
 
@@ -118,15 +113,21 @@ class StreamBatches(IterableDataset):
 
     def _steps(self, position: dict[str, Any] | None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
         """Yield the micro-batches of each step, and the position behind them."""
-        readers = _Readers(self, position)
+        take_counts(self.documents)  # discard what others have read, such as the isolation check
+        place = Place(*position["place"]) if position else Place()
+        micro_batches = iter(self._reader(place))
         for steps in count(position["steps"] + 1 if position else 1):
+            found: list[tuple[Any, Names]] = []
             try:
-                found = readers.take(self.accumulation)
+                for batch, behind, counts, names in islice(micro_batches, self.accumulation):
+                    place = behind
+                    self.counts += counts
+                    found.append((batch, names))
             except Exception:
                 self._agree(_FAILED)
                 raise
-            names = dict.fromkeys(name for _, of_batch in found for name in of_batch)
-            agreed = self._agree(self._state(bool(found), names))
+            new = dict.fromkeys(name for _, of_batch in found for name in of_batch)
+            agreed = self._agree(self._state(bool(found), new))
             if agreed == _FAILED:
                 raise RuntimeError(
                     "another rank cannot read its part of the stream; see the error of that rank"
@@ -135,12 +136,12 @@ class StreamBatches(IterableDataset):
                 break
             if self.sources is not None:
                 if agreed == _NEW_SOURCES:
-                    self.sources.agree(names)
+                    self.sources.agree(new)
                 for batch, of_batch in found:
                     self.sources.renumber(batch, of_batch)
             batches = [batch for batch, _ in found]
             batches += [self.collate([]) for _ in range(self.accumulation - len(batches))]
-            yield batches, {"epoch": self.epoch, "steps": steps, **readers.position()}
+            yield batches, {"epoch": self.epoch, "steps": steps, "place": place}
         if steps == 1:
             raise ValueError(NOTHING_TO_TRAIN)
 
@@ -149,33 +150,28 @@ class StreamBatches(IterableDataset):
             return _NEW_SOURCES
         return _GOES_ON if goes_on else _ENDED
 
-    def reader(self, number: int, place: Place) -> DataLoader:
+    def _reader(self, place: Place) -> DataLoader:
         """Return a dataloader of micro-batches, each with the place behind it, counts and names."""
         column = None if self.sources is None else self.sources.column
         stream = PackedStream(
             self.documents,
             self.settings,
             rank=self.rank,
-            reader=number,
-            assignment=self._assignment,
             epoch=self.epoch,
             place=place,
             limits=self.limits,
         )
+        seeds = (self.settings.seed or 0, self.epoch, self.rank)
+        seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
         return DataLoader(
             stream,
             batch_size=None,
             collate_fn=_CollateDocuments(self.collate, column),
             num_workers=min(self.num_workers, 1),
-            # Without a generator, every reader would draw from the training's random numbers.
-            generator=self._generator(number),
+            # Without a generator, the reader would draw from the training's random numbers.
+            generator=torch.Generator().manual_seed(seed),
             **self._loading,
         )
-
-    def _generator(self, reader: int) -> torch.Generator:
-        seeds = (self.settings.seed or 0, self.epoch, self.rank, reader)
-        seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
-        return torch.Generator().manual_seed(seed)
 
     def counts_of_all_ranks(self) -> PreparationCounts:
         """Return the counts of everything read so far, each document once. All ranks call it."""
@@ -183,14 +179,9 @@ class StreamBatches(IterableDataset):
             return self.counts
         # Tensor-parallel ranks read the same documents.
         ranks = dict(gather_objects((self.rank, self.counts))).values()
-        if self._assignment.by_rank:
+        if num_shards(self.documents) % self.settings.num_ranks == 0:
             return sum(ranks, PreparationCounts())
         return max(ranks, key=lambda counts: counts.before.documents)  # all read everything
-
-    @property
-    def num_readers(self) -> int:
-        """Return the number of readers of this rank."""
-        return self._assignment.num_readers
 
     # --- positions --------------------------------------------------------------------------------
 
@@ -203,17 +194,17 @@ class StreamBatches(IterableDataset):
     def load(self, path: str) -> tuple[int, int]:
         """Continue at the position in `path`; return its epoch and the steps in that epoch.
 
-        If a rank has no such file, all ranks read the stream again, up to the optimizer steps
-        taken.
-
         Raises:
-            ValueError: the position was saved with other settings.
+            ValueError: a rank has no such file, or the position was saved with other settings.
         """
-        found = Path(path).is_file()
-        if self._agree(int(not found)):
-            self._resumed = self._read_again(self._global_step())
-        else:
-            self._resumed = self._checked(json.loads(Path(path).read_text()))
+        found = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
+        if self._agree(int("place" not in found)):
+            raise ValueError(
+                f"{Path(path).parent} has no position of the stream for every rank: another "
+                "trainer or an earlier version wrote it, so the documents left to train are "
+                "unknown. Set ignore_data_skip=True to restart the stream"
+            )
+        self._resumed = self._checked(found)
         return self._resumed["epoch"], self._resumed["steps"]
 
     def _checked(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -225,64 +216,14 @@ class StreamBatches(IterableDataset):
                     f"it is {value}: documents would be lost or repeated. Resume with the former, "
                     "or set ignore_data_skip=True to restart the stream"
                 )
-        # Keep the number of readers, whatever the number of workers now: the order depends on it.
-        self._assignment = replace(self._assignment, num_readers=len(position["readers"]))
         return position
 
     def _identity(self) -> dict[str, Any]:
         return {
             **asdict(self.settings),
             "rank": self.rank,
-            "num_shards": self._assignment.num_shards,
+            "num_shards": num_shards(self.documents),
         }
-
-    def _read_again(self, steps: int) -> dict[str, Any]:
-        taken = 0
-        for epoch in count():
-            self.set_epoch(epoch)
-            for _, position in self._steps(None):
-                taken += 1
-                if taken == steps:
-                    return position
-        raise AssertionError("an epoch without steps raises")
-
-
-class _Readers:
-    """The readers of an epoch, which take turns until each of them ends."""
-
-    def __init__(self, batches: StreamBatches, position: dict[str, Any] | None):
-        self._stream = batches
-        take_counts(batches.documents)  # discard what others have read, such as the isolation check
-        start = position or {"turn": 0, "readers": [[None, 0]] * batches.num_readers}
-        self._places: list[Place | None] = [
-            None if place is None else Place(*place) for place in start["readers"]
-        ]
-        self._turn = start["turn"]
-        self._iterators = [
-            iter(()) if place is None else iter(batches.reader(number, place))
-            for number, place in enumerate(self._places)
-        ]
-
-    def take(self, number: int) -> list[tuple[Any, Names]]:
-        """Return the next `number` micro-batches, fewer at the end, and names of their sources."""
-        batches: list[tuple[Any, Names]] = []
-        while len(batches) < number and any(place is not None for place in self._places):
-            at = self._turn
-            self._turn = (at + 1) % len(self._places)
-            if self._places[at] is None:
-                continue
-            found = next(self._iterators[at], None)
-            if found is None:
-                self._places[at] = None
-            else:
-                batch, place, counts, names = found
-                self._places[at] = Place(*place)
-                self._stream.counts += counts
-                batches.append((batch, names))
-        return batches
-
-    def position(self) -> dict[str, Any]:
-        return {"turn": self._turn, "readers": list(self._places)}
 
 
 class _CollateDocuments:

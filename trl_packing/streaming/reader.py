@@ -7,15 +7,15 @@ A window is packed like a whole data set, so its bins are full. They leave in ra
 file sorted by length or source does not make sorted steps. A saved position consists of the place
 where the window begins in the stream, and the number of its micro-batches that are gone.
 
-A reader reads shards of its rank or, if shards do not divide among ranks, the same documents as all
-ranks; micro-batch m then belongs to rank m mod ranks. No document is lost or repeated either way.
-Ranks may end at different times; `loader.py` keeps them in step.
+A rank reads shards of its own if each rank gets equally many; else document n belongs to rank n mod
+ranks. No document is lost or repeated either way. Ranks may end at different
+times; `loader.py` keeps them in step.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import datasets
@@ -24,13 +24,12 @@ from torch.utils.data import IterableDataset
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
-from trl_packing.data.stream import Document, take_counts
+from trl_packing.data.stream import Document, steps_of, take_counts
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.bins import pack
 from trl_packing.packing.group_order import keep_groups_together
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
-from trl_packing.streaming.shards import ShardAssignment, assign_shards
 from trl_packing.streaming.windows import DocumentSource, Window
 
 _WINDOW_BATCHES = 64  # size of a window in micro-batches, if documents are not packed
@@ -64,13 +63,12 @@ class StreamSettings:
 
 
 class Place(NamedTuple):
-    """A place between two micro-batches of a reader.
+    """A place between two micro-batches of a rank.
 
     Attributes:
-        window: start of the current window, in JSON: its number, the documents and micro-batches
-            before it, the state of the stream there, and a checksum of its documents. None is the
-            start of the stream.
-        taken: micro-batches of the window, for all ranks, before this place.
+        window: start of the current window, in JSON: its number, the documents before it, the state
+            of the stream there, and a checksum of its documents. None is the start of the stream.
+        taken: micro-batches of the window before this place.
     """
 
     window: str | None = None
@@ -78,7 +76,7 @@ class Place(NamedTuple):
 
 
 class PackedStream(IterableDataset):
-    """The micro-batches of one reader of one rank, each with the place behind it.
+    """The micro-batches of one rank, each with the place behind it.
 
     They are triples of documents (their tokens as NumPy arrays), the place behind these documents,
     and the counts of what preparation has read and lost since the triple before. Counts are up to
@@ -88,8 +86,6 @@ class PackedStream(IterableDataset):
         documents: the whole stream.
         settings: decide which documents share a micro-batch.
         rank: the rank that reads.
-        reader: number of the reader among those of its rank.
-        assignment: assigns shards to readers; by default, every rank reads all shards.
         epoch: epoch in which reading starts.
         place: place in the epoch at which reading starts.
         limits: limits of the model.
@@ -112,8 +108,6 @@ class PackedStream(IterableDataset):
         settings: StreamSettings,
         *,
         rank: int = 0,
-        reader: int = 0,
-        assignment: ShardAssignment | None = None,
         epoch: int = 0,
         place: Place | None = None,
         limits: ModelLimits = NO_LIMITS,
@@ -126,18 +120,13 @@ class PackedStream(IterableDataset):
         self.documents = documents
         self.settings = settings
         self.rank = rank
-        self.reader = reader
-        self.assignment = assignment or assign_shards(
-            documents, settings.num_ranks, 1, packs=settings.capacity is not None
-        )
         self.epoch = epoch
         self.place = place or Place()
         self.limits = limits
 
     def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
         window = self._first_window()
-        number = window.num_batches_before
-        taken, skipped = 0, self.place.taken
+        skipped = self.place.taken
         while window.documents:
             next_window = window.next()
             batches = self._batches(window)
@@ -145,21 +134,17 @@ class PackedStream(IterableDataset):
             for taken, batch in enumerate(batches, start=1):
                 # Read the next window little by little; at once, it would stall the training.
                 next_window.read_up_to(taken / len(batches))
-                if taken > skipped and self._is_of_rank(number):
+                if taken > skipped:
                     yield batch, Place(place, taken), take_counts(self.documents)
-                number += 1
-            next_window.num_batches_before = number
             window, skipped = next_window, 0
 
-    def _is_of_rank(self, number: int) -> bool:
-        return self.assignment.by_rank or number % self.settings.num_ranks == self.rank
-
     def _source(self, state: Any = None, skipped: int = 0) -> DocumentSource:
-        num_ranks = self.settings.num_ranks
-        shards = self.assignment.select(self.documents, num_ranks, self.rank, self.reader)
-        if isinstance(shards, datasets.IterableDataset):
-            shards.set_epoch(self.epoch)
-        return DocumentSource(shards, self.settings.capacity, state, skipped, self.limits)
+        settings = self.settings
+        packs = settings.capacity is not None
+        part = part_of_rank(self.documents, settings.num_ranks, self.rank, packs=packs)
+        if isinstance(part, datasets.IterableDataset):
+            part.set_epoch(self.epoch)
+        return DocumentSource(part, settings.capacity, state, skipped, self.limits)
 
     @property
     def _window_size(self) -> int:
@@ -179,7 +164,7 @@ class PackedStream(IterableDataset):
         for state in [begin["state"], None] if begin["state"] else [None]:
             try:
                 source = self._source(state, begin["documents"])
-                window = Window(source, self._window_size, begin["number"], begin["batches"])
+                window = Window(source, self._window_size, begin["number"])
                 window.read_up_to(1.0)
             except (AttributeError, IndexError, KeyError, TypeError):
                 if state is None:
@@ -246,6 +231,69 @@ class PackedStream(IterableDataset):
     def _seed(self, window: Window) -> list[int] | None:
         if self.settings.seed is None:
             return None
-        # Ranks that read the same documents must pack them identically.
-        rank = self.rank if self.assignment.by_rank else 0
-        return [self.settings.seed, self.epoch, rank, self.reader, window.number]
+        return [self.settings.seed, self.epoch, self.rank, window.number]
+
+
+# Stages of `datasets` (5.2) that treat a shard alone as they treat it in the whole stream.
+_SHARD_BY_SHARD = {
+    "ArrowExamplesIterable",
+    "BufferShuffledExamplesIterable",
+    "ExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "InterleavedShardsExamplesIterable",
+    "MappedExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+}
+
+
+def num_shards(documents: Iterable[Document]) -> int:
+    """Return the number of shards of a stream, 1 if its shards, read separately, are not all of it.
+
+    They are not after `take`, `skip`, `interleave_datasets`, or a function that receives row
+    numbers.
+    """
+    steps = list(steps_of(documents))
+    if all(
+        type(step).__name__ in _SHARD_BY_SHARD
+        and not getattr(step, "drop_last_batch", False)
+        and not _receives_row_numbers(step)
+        for step in steps
+    ):
+        return documents.num_shards  # type: ignore[attr-defined,no-any-return]
+    return 1
+
+
+def _receives_row_numbers(step: Any) -> bool:
+    # Functions of this package use row numbers in messages only.
+    module = getattr(getattr(step, "function", None), "__module__", "")
+    return getattr(step, "with_indices", False) and not module.startswith("trl_packing.")
+
+
+def part_of_rank(documents: Iterable[Document], num_ranks: int, rank: int, *, packs: bool) -> Any:
+    """Return the documents that a rank reads; loading a state does not change `documents`.
+
+    Args:
+        documents: the whole stream.
+        num_ranks: data-parallel ranks.
+        rank: the rank that reads.
+        packs: Documents are packed. Every rank then reads shards from all over the stream, since
+            files are often sorted by source or length. If False, ranks read neighboring shards,
+            the same as in a padded run.
+    """
+    if not isinstance(documents, datasets.IterableDataset):
+        return islice(documents, rank, None, num_ranks)
+    if num_shards(documents) % num_ranks == 0:
+        return documents.shard(num_ranks, rank, contiguous=not packs)
+    return documents.filter(_OfRank(num_ranks, rank), with_indices=True)
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    num_ranks: int
+    rank: int
+
+    def __call__(self, document: Document, number: int) -> bool:
+        return number % self.num_ranks == self.rank

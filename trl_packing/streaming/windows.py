@@ -96,14 +96,10 @@ class Window:
         source: yields the documents.
         full_size: in tokens if the source has a capacity, else in documents.
         number: windows before this one.
-        num_batches_before: micro-batches of these windows.
     """
 
-    def __init__(
-        self, source: DocumentSource, full_size: int, number: int = 0, num_batches_before: int = 0
-    ):
+    def __init__(self, source: DocumentSource, full_size: int, number: int = 0):
         self.number = number
-        self.num_batches_before = num_batches_before
         self.documents: list[Document] = []
         self._num_documents_before = source.num_read
         self._state = source.state()
@@ -112,7 +108,7 @@ class Window:
         self._size = 0
 
     def next(self) -> "Window":
-        """Return the next window, still empty; set its `num_batches_before`."""
+        """Return the next window, still empty."""
         return Window(self._source, self._full_size, self.number + 1)
 
     def beginning_at(self, state: Any) -> "Window":
@@ -142,7 +138,6 @@ class Window:
         begin = {
             "number": self.number,
             "documents": self._num_documents_before,
-            "batches": self.num_batches_before,
             "state": self._state,
             "checksum": self.checksum(),
         }

@@ -244,6 +244,11 @@ class PackedLoaders:
         groups = self.sampling.draws_groups(training)
         sources = self._stream_sources[1] if training else None
         named = [] if sources is None else [sources.column.name]
+        if args.dataloader_num_workers > 1:
+            logger.warning_once(
+                f"dataloader_num_workers={args.dataloader_num_workers}, but one worker of a rank "
+                "reads a stream, so that a run can be resumed within it"
+            )
         return StreamBatches(
             dataset.select_columns(training_columns(dataset, *named)),
             StreamSettings(
