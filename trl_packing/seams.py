@@ -136,7 +136,6 @@ ATTRIBUTES = {
     "_models": "accelerate.Accelerator",
     "_distributed": "datasets.IterableDataset",
     "_ex_iterable": "datasets.IterableDataset",
-    "_starting_state_dict": "datasets.IterableDataset",
     "_fingerprint": "datasets.Dataset",
     "_indices": "datasets.Dataset",
     "_can_set_attn_implementation": "transformers.PreTrainedModel",

@@ -262,7 +262,7 @@ def num_shards(documents: Iterable[Document]) -> int:
         and not _receives_row_numbers(step)
         for step in steps
     ):
-        return documents.num_shards  # type: ignore[attr-defined,no-any-return]
+        return documents.num_shards  # type: ignore[attr-defined]
     return 1
 
 
