@@ -66,6 +66,7 @@ FUNCTIONS = {
     "accelerate.utils.broadcast_object_list": "object_list, from_process",
     "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "transformers.Trainer._get_output_dir": "self, trial",
+    "transformers.Trainer._push_from_checkpoint": "self, checkpoint_folder",
     "transformers.Trainer.get_batch_samples": "self, epoch_iterator, num_batches, device",
     "transformers.Trainer.get_cp_size": "self",
     "transformers.Trainer.get_sp_size": "self",

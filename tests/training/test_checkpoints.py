@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -21,6 +22,7 @@ from trl_packing.training.checkpoints import (
     check_readable,
     last_whole_checkpoint,
 )
+from trl_packing.training.epoch_record import FILE
 
 TESTS = Path(__file__).parents[1]
 
@@ -57,6 +59,44 @@ def test_a_checkpoint_is_marked_while_it_is_written_and_not_after(tmp_path):
     assert seen
     assert all(MARK in files for files in seen)
     assert not list(tmp_path.glob(f"*/{MARK}"))
+
+
+def test_each_node_marks_its_own_checkpoint(tmp_path, monkeypatch):
+    """With `save_on_each_node`, the first rank of another node saves too."""
+    trainer = trainer_for(tmp_path, save_on_each_node=True)
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", property(lambda self: False))
+    seen, save = [], trainer._save_rng_state
+    trainer._save_rng_state = lambda folder: (seen.append(os.listdir(folder)), save(folder))
+    trainer.train()
+    assert seen
+    assert all(MARK in files for files in seen)
+    assert not list(tmp_path.glob(f"*/{MARK}"))
+
+
+def test_a_checkpoint_is_uploaded_when_it_is_whole(tmp_path, monkeypatch):
+    """``hub_strategy="checkpoint"`` uploads its folder, which is resumed elsewhere."""
+    uploaded = []
+    monkeypatch.setattr(
+        PackedSFTTrainer,
+        "_push_from_checkpoint",
+        lambda self, folder: uploaded.append((Path(folder).name, os.listdir(folder))),
+    )
+    trainer = trainer_for(tmp_path, hub_strategy="checkpoint")
+    trainer.args.push_to_hub, trainer.push_in_progress = True, None
+    trainer.train()
+    assert [name for name, _ in uploaded] == [f"checkpoint-{n}" for n in range(2, 13, 2)]
+    assert all("trainer_state.json" in files and MARK not in files for _, files in uploaded)
+
+
+def test_a_record_with_other_numbers_is_refused(tmp_path):
+    trainer_for(tmp_path).train()
+    path = tmp_path / "checkpoint-4" / FILE
+    with np.load(path) as found:
+        arrays = dict(found)
+    arrays["trained"] = ~arrays["trained"]
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=r"epoch\.npz is damaged \(its checksum"):
+        trainer_for(tmp_path).train(resume_from_checkpoint=str(path.parent))
 
 
 def test_a_half_written_checkpoint_is_skipped_with_a_warning(tmp_path, caplog):

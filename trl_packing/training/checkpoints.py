@@ -40,7 +40,7 @@ _JSON_THAT_IS_READ = (
 def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
     """Yield the checkpoint of this step, marked while the block writes it.
 
-    Older checkpoints are deleted when it is whole.
+    It is uploaded, and older checkpoints are deleted, when it is whole.
 
     Args:
         trainer: of the run.
@@ -49,27 +49,33 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
     args, limit = trainer.args, trainer.args.save_total_limit
     name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     checkpoint = Path(trainer._get_output_dir(trial=trial)) / name
-    with (
-        temporarily(args, save_total_limit=None),
-        mark_as_half_written(checkpoint, trainer.accelerator),
-    ):
-        yield checkpoint
+    trainer._push_from_checkpoint = lambda folder: None  # the mark would go with it
+    try:
+        with temporarily(args, save_total_limit=None), mark_as_half_written(checkpoint, trainer):
+            yield checkpoint
+    finally:
+        del trainer._push_from_checkpoint
+    if args.push_to_hub:
+        trainer._push_from_checkpoint(str(checkpoint))
     if args.should_save:
         best = trainer.state.best_model_checkpoint
         rotate_checkpoints(str(checkpoint.parent), limit, best, use_mtime=True)
 
 
 @contextmanager
-def mark_as_half_written(checkpoint: Path, accelerator: Any) -> Iterator[None]:
-    """Mark `checkpoint` inside the block, on all ranks together, until all have left it."""
-    mark = checkpoint / MARK
-    if accelerator.is_main_process:
+def mark_as_half_written(checkpoint: Path, trainer: Any) -> Iterator[None]:
+    """Mark `checkpoint` inside the block, on all ranks together, until all have left it.
+
+    With `save_on_each_node`, each node marks its own.
+    """
+    mark, accelerator = checkpoint / MARK, trainer.accelerator
+    if trainer.args.should_save:
         checkpoint.mkdir(parents=True, exist_ok=True)
         mark.touch()
     accelerator.wait_for_everyone()
     yield
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+    if trainer.args.should_save:
         mark.unlink(missing_ok=True)
 
 

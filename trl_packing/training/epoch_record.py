@@ -106,21 +106,33 @@ class EpochRecord:
     def save(self, path: Path) -> None:
         """Write the record to `path`."""
         progress = {name: getattr(self, name) for name in _PROGRESS}
-        progress["places"] = len(self.trained)
+        progress |= {"places": len(self.trained), "settings": dict(self.settings)}
         lengths = self.marks.lengths
-        np.savez(  # not compressed: that takes 1.5 s for a million lengths
-            path,
-            progress=np.array(json.dumps(progress | {"settings": dict(self.settings)})),
-            lengths=lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))),
-            tails=self.marks.tails,
-            before=np.packbits(self.before),
-            trained=np.packbits(self.trained),
-        )
+        arrays = {
+            "progress": np.array(json.dumps(progress)),
+            "lengths": lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))),
+            "tails": self.marks.tails,
+            "before": np.packbits(self.before),
+            "trained": np.packbits(self.trained),
+        }
+        # Not compressed: that takes 1.5 s for a million lengths.
+        np.savez(path, checksum=_checksum(arrays), **arrays)
 
     @classmethod
     def load(cls, path: Path) -> "EpochRecord":
-        """Read the record that `save` has written."""
+        """Read the record that `save` has written.
+
+        Raises:
+            ValueError: it holds other numbers.
+        """
         with np.load(path, allow_pickle=False) as found:
+            # Earlier versions wrote no checksum.
+            if "checksum" in found and found["checksum"] != _checksum(found):
+                raise ValueError(
+                    f"{path} is damaged (its checksum is another): documents would be lost or "
+                    "trained again. Resume from another checkpoint, or set ignore_data_skip=True "
+                    "and delete the file to restart the epoch"
+                )
             progress = json.loads(str(found["progress"]))
             lengths = found["lengths"].astype(np.int64)
             places = progress.pop("places", len(lengths))  # earlier versions had no mixtures
@@ -177,6 +189,14 @@ class EpochRecord:
         if not all(of_run["overflow"] in _TRUNCATING for of_run in both):
             return None
         return min((n["max_length"] for n in both if n["max_length"] is not None), default=None)
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return a checksum of the arrays of a record, in the order of their names."""
+    found = 0
+    for name in sorted(set(arrays) - {"checksum"}):
+        found = zlib.crc32(arrays[name].tobytes(), found)
+    return found
 
 
 def _mixture_in_words(settings: Mapping[str, Any]) -> str:
