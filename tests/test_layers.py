@@ -112,7 +112,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "versions",
             "vision",
         },
-        {"accelerate", "trl"},
+        {"accelerate", "datasets", "transformers", "trl"},
     ),
     "tools": (
         {

@@ -22,9 +22,17 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from transformers import (
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing.attention.backends import AttentionChoice
@@ -85,6 +93,10 @@ from trl_packing.versions import warn_of_untested_versions
 from trl_packing.vision.choice import has_images
 from trl_packing.vision.run_images import RunImages
 
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
 logger = get_logger(__name__)
 
 warn_of_untested_versions()
@@ -129,6 +141,16 @@ class PackedSFTTrainer(SFTTrainer):
             a stream; or a dictionary of several, each a source (`mixture`).
         eval_dataset: the same, or a dictionary of data sets.
         processing_class: the tokenizer; by default the model's.
+        compute_loss_func: a loss of the model's outputs, without weights (docs/loss.md).
+        compute_metrics: gets one padded row for each document.
+        callbacks: as in TRL, and so are all that follow.
+        optimizers: an optimizer and its schedule.
+        optimizer_cls_and_kwargs: a class of optimizers and its arguments.
+        preprocess_logits_for_metrics: of `compute_metrics`.
+        quantization_config: of a model that is named.
+        peft_config: of an adapter.
+        formatting_func: from a row to its text.
+        **newer: parameters of a newer TRL.
 
     Raises:
         ValueError: settings, columns or data cannot be trained as they are; raised before training.
@@ -142,14 +164,33 @@ class PackedSFTTrainer(SFTTrainer):
 
     def __init__(
         self,
-        model: Any,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        **kwargs: Any,
+        model: "str | PreTrainedModel | PeftModel",
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Dataset | IterableDataset | dict[str, Any] | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Any] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: "BitsAndBytesConfig | None" = None,
+        peft_config: "PeftConfig | None" = None,
+        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
+        **newer: Any,
     ):
+        rest = newer | {
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "formatting_func": formatting_func,
+        }
         sets, rows = source_sets(train_dataset, args, data_collator), train_dataset
         train_dataset = sets.first if sets else rows  # `_run_data` prepares all
         reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
@@ -158,7 +199,7 @@ class PackedSFTTrainer(SFTTrainer):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, processing_class)
         self._run_path = RunPath(reason)
         self._options = options = PackingOptions.of(args)
-        check_loss_options(options, kwargs.get("compute_loss_func"), reason)
+        check_loss_options(options, compute_loss_func, reason)
         self._step_loss, self._user_loss = StepLoss(self), UserLoss(self, PackedSFTTrainer)
         self._meter = ThroughputMeter(self, self._step_loss.trained)
         self._sampling = Sampling(self)
@@ -168,11 +209,11 @@ class PackedSFTTrainer(SFTTrainer):
         self._recorder = RunRecorder(
             self, self._meter, lambda: self._run_path.in_words(packs=self._sampling.packing)
         )
-        kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self._recorder]
+        rest["callbacks"] = [*(callbacks or ()), self._recorder]
         if reason:
             leave_packing(args, reason, train_dataset=train_dataset)
             super().__init__(
-                model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
+                model, args, data_collator, train_dataset, eval_dataset, processing_class, **rest
             )
             return
         unpack_without_capacity(args)
@@ -186,7 +227,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._run_data.generation_config = generation_config_of(model, args)
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
             super().__init__(
-                model, args, None, train_dataset, eval_dataset, processing_class, **kwargs
+                model, args, None, train_dataset, eval_dataset, processing_class, **rest
             )
         self._images.is_built = True
         if self._images.contradiction is not None:
@@ -207,7 +248,7 @@ class PackedSFTTrainer(SFTTrainer):
         self.padding_free = True
         self._build_packed_run(data_collator)
 
-    def _build_packed_run(self, collator: PackedCollator | None) -> None:
+    def _build_packed_run(self, collator: Any) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         options, data, epochs, meter = self._options, self._run_data, self._epochs, self._meter
         self._guard = guard = self._images.guard(
@@ -487,10 +528,13 @@ class PackedSFTTrainer(SFTTrainer):
 
     @packed_runs_only
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what a person reads; all that was measured is in `state.log_history`."""
         # Not by TRL's `_metrics`: the totals would be lost where the last step was evaluated, for
         # TRL adds those of training only to a model in training mode.
-        logs.update(self._meter.take_logs())
+        shown, measured = self._meter.take_logs()
+        logs.update(shown)
         super().log(logs, start_time)
+        self.state.log_history[-1].update(measured)
 
     # --- checkpoints --------------------------------------------------------------------------
 

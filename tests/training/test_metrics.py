@@ -298,7 +298,7 @@ def test_tensorboard_receives_them(tmp_path, monkeypatch):
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     logged = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry]
-    for name in (*INTERVAL, "utilization", "documents_per_step", "peak_memory_gib"):
+    for name in ("tokens_per_second", "utilization", "documents_per_step"):
         sent = [event.value for event in events.Scalars(f"train/{name}")]
         assert sent == pytest.approx(
             [entry[name] for entry in logged], rel=TWO_RUNS
@@ -507,3 +507,28 @@ def test_two_ranks_log_what_both_trained(name, two_ranks):
     # The control: what one rank trained is less.
     own = by_hand(ranks[:1], range(ranks[0]["steps"]), room)
     assert own["tokens_per_second"] < ranks[0]["totals"]["train_tokens_per_second"]
+
+
+def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_path, capsys):
+    rows = Dataset.from_list(
+        [
+            row | {"source": "ab"[i % 2]}
+            for i, row in enumerate(documents_of_lengths([20, 9, 14, 30]))
+        ]
+    )
+    settings = {"max_length": 32, "logging_steps": 1, "max_steps": 1, "disable_tqdm": True}
+    trainer = PackedSFTTrainer(
+        tiny_model("llama"),
+        PackedSFTConfig(
+            str(tmp_path), use_cpu=True, bf16=False, source_column="source", **settings
+        ),
+        train_dataset=rows,
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    printed = next(line for line in capsys.readouterr().out.splitlines() if "'loss'" in line)
+    for shown in ("tokens_per_second", "utilization", "documents_per_step", "loss_a"):
+        assert f"'{shown}'" in printed
+    more = {"trained_tokens_per_second", "documents_per_second", "num_tokens_a"}
+    assert not any(f"'{name}'" in printed for name in more)
+    assert more < trainer.state.log_history[0].keys()

@@ -203,6 +203,7 @@ def test_a_meter_counts_a_shared_prefix_once():
     """Two documents of 22 tokens: 20 in common, of which the last stands in both branches."""
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=1, device=torch.device("cpu")),
+        aux_loss_enabled=False,
         get_tp_size=lambda: 1,
         state=SimpleNamespace(global_step=0, max_steps=4),
     )
@@ -226,6 +227,7 @@ def test_a_meter_counts_the_rows_of_a_run_without_a_trainer():
     """A row of 3 and 2 tokens, twice; the clock advances by a second whenever it is read."""
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=1, device=torch.device("cpu")),
+        aux_loss_enabled=False,
         get_tp_size=lambda: 1,
         state=SimpleNamespace(global_step=0, max_steps=4),
     )
@@ -239,11 +241,11 @@ def test_a_meter_counts_the_rows_of_a_run_without_a_trainer():
     means = {"num_tokens": [0]}
     assert meter.share(means, log=True) == 110
     assert means["num_tokens"] == [110]
-    logs = meter.take_logs()
+    _, logs = meter.take_logs()
     assert (logs["tokens_per_second"], logs["utilization"]) == (10, 10 / 16)
-    assert meter.take_logs() == {}
+    assert meter.take_logs() == ({}, {})
     assert meter.log_run(means, num_samples=2, first_step=0) == 4 / (1 / 4)
-    assert meter.take_logs()["train_documents"] == 4
+    assert meter.take_logs()[0]["train_documents"] == 4
     assert not meter.is_running
 
 

@@ -108,7 +108,7 @@ class EpochRecord:
         progress = {name: getattr(self, name) for name in _PROGRESS}
         progress |= {"places": len(self.trained), "settings": dict(self.settings)}
         lengths = self.marks.lengths
-        arrays = {
+        arrays: dict[str, Any] = {
             "progress": np.array(json.dumps(progress)),
             "lengths": lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))),
             "tails": self.marks.tails,

@@ -27,6 +27,14 @@ from trl_packing.training.throughput import Counts, Machine, Throughput, machine
 
 logger = get_logger(__name__)
 
+# What a person reads of an interval while the run trains.
+_SHOWN = (
+    "tokens_per_second",
+    "computed_tokens_per_second",
+    "utilization",
+    "documents_per_step",
+    "mfu",
+)
 _NOTHING = (0.0,) * NUM_SUMS
 
 # TRL's `_metrics` of training: a list for every name, of which it logs the mean.
@@ -174,7 +182,7 @@ class ThroughputMeter:
         tokens = self._tokens_before + self.throughput.run.tokens
         if not self.throughput.run.room:  # a class of a user, whose rows have no CPU copy
             tokens = self._tokens_before + int(self._num_scored)
-        if self._log_sums[5]:
+        if self._log_sums[5] or means.get("num_tokens"):
             means["num_tokens"] = [tokens]
         if log:
             step = self.trainer.state.global_step
@@ -223,10 +231,17 @@ class ThroughputMeter:
             return None
         return self.throughput.run, self.throughput.watch.seconds()
 
-    def take_logs(self) -> dict[str, float]:
-        """Return the metrics for the log that is written now."""
-        logs, self._logs = self._logs, {}
-        return logs
+    def take_logs(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what the log that is written now shows of the interval, and all of it."""
+        measured, self._logs = self._logs, {}
+        of_sources = [f"loss_{name}" for name in self.sources.names]
+        is_total = any(name.startswith("train_") for name in measured)
+        shown = (
+            measured
+            if is_total
+            else {k: measured[k] for k in (*_SHOWN, *of_sources) if k in measured}
+        )
+        return shown, measured
 
     def _write_token_means(self, means: Means) -> None:
         """Make TRL log the means over the trained tokens of all ranks since the last log."""
