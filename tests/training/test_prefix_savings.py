@@ -14,7 +14,7 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.tools.plan.planned_epoch import PlannedEpoch
+from trl_packing.tools.plan.variants import PlannedEpoch
 from trl_packing.training import prefix_savings as savings
 from trl_packing.training import prefix_sharing
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings

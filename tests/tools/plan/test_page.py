@@ -15,7 +15,7 @@ from trl_packing import PackedSFTConfig
 from trl_packing.cli import main
 from trl_packing.tools.plan.page import plan_page, settings_of
 from trl_packing.tools.plan.run_plan import plan_run
-from trl_packing.tools.plan.what_if import Setup, other_max_lengths, ways_to_batch
+from trl_packing.tools.plan.variants import Setup, other_max_lengths, ways_to_batch
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 

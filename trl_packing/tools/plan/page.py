@@ -3,34 +3,35 @@
 RunPlan  →  cards, histograms, other settings, losses, rows, documents  →  one HTML file
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
 from trl_packing.data.counts import TokenCounts, quantity
+from trl_packing.pages.charts import histogram
 from trl_packing.pages.page import (
     HtmlPage,
     asset,
+    bars,
     cards,
     columns,
     escape,
+    figure,
     page,
     section,
     table,
 )
-from trl_packing.tools.plan.alternatives import (
-    max_lengths_section,
-    percentage,
-    ranks_section,
-    sharing_section,
-    ways_section,
-)
 from trl_packing.tools.plan.documents import example_documents, strips
 from trl_packing.tools.plan.run_plan import RunPlan
-from trl_packing.tools.plan.shapes import shapes_section
-from trl_packing.tools.plan.sources import sources_section
+from trl_packing.tools.plan.variants import Variant
 from trl_packing.training.prefix_savings import times_fewer
 from trl_packing.training.run_settings import all_settings, installed_versions
+from trl_packing.training.source_shares import times
+
+_MOST_BARS = 24  # of sources
+_MOST_RANKS = 64  # with a bar of their own
 
 
 def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
@@ -49,12 +50,12 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
     """
     sections = [
         cards(_cards(plan)),
-        sources_section(plan),
-        shapes_section(plan),
-        max_lengths_section(plan),
-        ways_section(plan),
-        sharing_section(plan),
-        ranks_section(plan),
+        _sources(plan),
+        _shapes(plan),
+        _max_lengths(plan),
+        _ways(plan),
+        _sharing(plan),
+        _ranks(plan),
         _losses(plan),
         _rows(plan),
         section("Documents", example_documents(plan), note="trained tokens are marked green"),
@@ -105,7 +106,249 @@ def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield f"{int(plan.epoch.patches.max()):,}", "patches in the micro-batch with most of them"
     if counts.before.tokens:
         lost = counts.before.tokens - counts.after.tokens
-        yield percentage(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
+        yield _percentage(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
+
+
+# --- sources and shapes ---------------------------------------------------------------------------
+
+
+def _sources(plan: RunPlan) -> str:
+    """Return the table of sources; nothing where they are not known, or only one is drawn once."""
+    sources = plan.report.sources
+    if plan.mixture is None or (len(sources) < 2 and plan.mixture.draw is None):
+        return ""
+    shares = shares_of_steps(plan)
+    head = ["source", "documents", "times an epoch", "drawn", "tokens", "trained", "of a step"]
+    rows = [
+        [
+            source.name,
+            f"{source.documents:,}",
+            times(source.epochs),
+            f"{source.drawn:,}",
+            f"{source.tokens:,}",
+            f"{source.trained:,}",
+            f"{share.mean():.1%} ± {share.std():.1%}",
+        ]
+        for source, share in zip(sources, shares.T, strict=True)
+    ]
+    total = max(sum(source.tokens for source in sources), 1)
+    drawn = bars(
+        (source.name, source.tokens, f"{source.tokens / total:.1%}")
+        for source in sources[:_MOST_BARS]
+    )
+    said = (
+        '<p class="what">The last column is the share of a full step\'s tokens: its mean over the '
+        "steps of the epoch, and its standard deviation.</p>"
+    )
+    return section(
+        "Sources",
+        table(head, rows),
+        f"<h3>Tokens of the epoch</h3>{drawn}",
+        said,
+        note="what the first epoch draws",
+    )
+
+
+def shares_of_steps(plan: RunPlan) -> np.ndarray:
+    """Return the share of each source in the tokens of every full step, ``(steps, sources)``."""
+    assert plan.mixture is not None
+    epoch, lengths, ids = plan.epoch, plan.documents.lengths(), plan.mixture.sources.ids
+    number = len(plan.report.sources)
+    drawn = np.concatenate(epoch.members)
+    step = np.repeat(np.arange(len(epoch.members)) // epoch.slots, epoch.documents)
+    tokens = np.bincount(step * number + ids[drawn], lengths[drawn], epoch.steps * number)
+    tokens = tokens.reshape(-1, number)
+    full = len(epoch.members) // epoch.slots
+    tokens = tokens[: max(full, 1)]  # the last step may be smaller
+    return tokens / tokens.sum(1, keepdims=True)
+
+
+def _shapes(plan: RunPlan) -> str:
+    """Return histograms of the documents, bins, steps and micro-batches of the first epoch."""
+    epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
+    lengths = plan.lengths_before()
+    beyond = int((lengths > limit).sum()) if limit else 0
+    note = f"{beyond:,} of {len(lengths):,} are longer than max_length={limit:,}" if limit else ""
+    if limit and not beyond:
+        note = f"the longest has {lengths.max():,}, and max_length is {limit:,}"
+    charts = [
+        figure(
+            "Length of documents",
+            histogram(lengths, label="tokens", counted="documents", cut=limit),
+            note=note,
+        )
+    ]
+    if bins is not None:
+        documents, fill = np.diff(bins.offsets), bins.tokens / bins.capacity
+        charts += [
+            _figure("Documents in a bin", documents, "documents", "bins"),
+            _figure("Fill of bins", fill * 100, "% of the bin's tokens are real", "bins"),
+        ]
+    charts += [
+        _figure("Documents in a step", epoch.documents_by_step, "documents", "steps"),
+        _figure("Tokens in a step", epoch.tokens_by_step, "tokens", "steps"),
+    ]
+    if not plan.report.bins or plan.report.bins == len(plan.documents):
+        batches = _figure("Tokens in a micro-batch", epoch.tokens, "tokens", "micro-batches")
+        charts.insert(1, batches)
+    else:
+        trained = 100 * plan.documents.num_trained() / np.maximum(plan.documents.lengths(), 1)
+        chart = _figure("Trained share of documents", trained, "% of the tokens", "documents")
+        charts.insert(1, chart)
+    if epoch.patches is not None:
+        batches = _figure("Patches in a micro-batch", epoch.patches, "patches", "micro-batches")
+        charts.append(batches)
+    return section("Shapes", columns(*charts), note="of the first epoch")
+
+
+def _figure(title: str, values: np.ndarray, label: str, counted: str) -> str:
+    color = "var(--blue)" if counted == "documents" else "var(--green)"
+    mean = float(values.mean())
+    note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{'%' * label.startswith('%')}"
+    return figure(title, histogram(values, label=label, counted=counted, color=color), note=note)
+
+
+# --- other settings -------------------------------------------------------------------------------
+
+_STEPS: dict[str, Callable[[Variant], str]] = {
+    "steps an epoch": lambda v: f"{v.steps:,}",
+    "documents a step": lambda v: f"{v.documents_per_step:,.1f}",
+}
+
+
+def _variants(
+    variants: Sequence[Variant],
+    first: tuple[str, Callable[[Variant], str]],
+    shown: Mapping[str, Callable[[Variant], str]],
+    is_run: Callable[[Variant], bool] = lambda v: v.is_run,
+) -> str:
+    """Return a table with a row for each variant, that of the run in bold."""
+    rows = [
+        [first[1](v), *(["–"] * (len(shown) - 1) + [v.refused])]
+        if v.refused
+        else [first[1](v), *(write(v) for write in shown.values())]
+        for v in variants
+    ]
+    marked = next((i for i, v in enumerate(variants) if is_run(v)), None)
+    return table([first[0], *shown], rows, marked=marked)
+
+
+def _computed(variants: Sequence[Variant], left: str, said: str = "") -> str:
+    """Return a table beside bars of the tokens computed."""
+    drawn = bars((v.name + said * v.is_run, v.computed, f"{v.computed:,}") for v in variants)
+    return _beside(left, f"<h3>Tokens computed</h3>{drawn}")
+
+
+def _beside(left: str, right: str) -> str:
+    return f'<div class="beside">{left}<div>{right}</div></div>'
+
+
+def _max_lengths(plan: RunPlan) -> str:
+    """Return a plan of the same documents for each of several max_length."""
+    if not plan.what_if:
+        return ""
+    of_bins: dict[str, Callable[[Variant], str]] = {
+        "bins": lambda v: f"{v.bins:,}" if v.bins else "–",
+        "filled": lambda v: f"{v.utilization:.2%}" if v.utilization is not None else "–",
+    }
+    shown = {
+        **(of_bins if any(v.bins is not None for v in plan.what_if) else {}),
+        "documents too long": lambda v: _share(v.num_cut, v.counts.before.documents),
+        "tokens lost": lambda v: _share(
+            v.counts.before.tokens - v.counts.after.tokens, v.counts.before.tokens
+        ),
+        **_STEPS,
+        "peak tokens": lambda v: f"{v.largest:,}",
+    }
+    said = "Peak tokens are those of the largest micro-batch, which decides the memory."
+    longest, positions = int(plan.lengths_before().max()), plan.run.max_positions
+    if positions is not None and longest > positions:
+        said += (
+            f" The longest document has {longest:,} tokens, and the config of the model names "
+            f"{positions:,} positions."
+        )
+    if plan.grouped:
+        said += " These plans bring no documents with a common prefix together."
+    if plan.epoch.patches is not None:
+        said += " These plans fill bins by tokens alone, not by patches of images."
+    own = plan.run.args.max_length
+    limit = "max_length", lambda v: f"{v.max_length:,}" if v.max_length else "no limit"
+    return section(
+        "If max_length were …",
+        _variants(plan.what_if, limit, shown, lambda v: v.max_length == own),
+        f'<p class="what">{said}</p>',
+        note="each row is really planned, from all documents; this run is in bold",
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({_percentage(part, whole, 1)})" if part else "0"
+
+
+def _ways(plan: RunPlan) -> str:
+    """Return the run beside padded rows, packed rows and fixed numbers of documents a step."""
+    if not plan.ways:
+        return ""
+    shown = {
+        **_STEPS,
+        "tokens computed": lambda v: f"{v.computed:,}",
+        "padding": lambda v: f"{v.padding:.1%}",
+    }
+    return section(
+        "Padded, packed, or a fixed number of documents a step",
+        _computed(plan.ways, _variants(plan.ways, ("", lambda v: v.name), shown), " (this run)"),
+        note="the same documents in an epoch",
+    )
+
+
+def _sharing(plan: RunPlan) -> str:
+    """Return the plans with each `prefix_sharing`."""
+    if not plan.sharing:
+        return ""
+    shown = {
+        "steps an epoch": _STEPS["steps an epoch"],
+        "prefixes a step": lambda v: (
+            "–" if v.prefixes_per_step is None else f"{v.prefixes_per_step:,.1f}"
+        ),
+        "tokens computed": lambda v: f"{v.computed:,}",
+        "": lambda v: times_fewer(v.tokens, v.computed) if v.computed < v.tokens else "",
+        "peak": lambda v: f"{v.largest:,}",
+    }
+    return section(
+        "Shared prefixes",
+        _computed(
+            plan.sharing, _variants(plan.sharing, ("prefix_sharing", lambda v: v.name), shown)
+        ),
+        '<p class="what">Documents that begin alike compute their common tokens once in a row. The '
+        "losses and gradients of a step stay those of its documents. With “group”, a step has "
+        "documents of fewer different prefixes. Peak tokens are those of the largest micro-batch."
+        "</p>",
+        note="if the model can share; this run is in bold",
+    )
+
+
+def _ranks(plan: RunPlan) -> str:
+    """Return the plans for other numbers of ranks, and the costs of the ranks of this run."""
+    costs, ranks = plan.epoch.costs_by_rank().tolist(), plan.epoch.ranks
+    shown = {**_STEPS, "time that ranks wait": lambda v: f"{v.waiting:.2%}"}
+    content = _variants(
+        plan.ranks, ("ranks", lambda v: f"{v.ranks:,}"), shown, lambda v: v.ranks == ranks
+    )
+    if ranks > 1:
+        drawn = bars(
+            (f"rank {rank}", cost, f"{cost / max(costs):.1%}")
+            for rank, cost in enumerate(costs[:_MOST_RANKS])
+        )
+        content = _beside(content, "<h3>Cost of an epoch</h3>" + drawn)
+    tower = "" if plan.epoch.patches is None else ", plus the vision tower by the patches of images"
+    return section(
+        "Balance of ranks",
+        content,
+        '<p class="what">The cost of a micro-batch is its tokens, plus attention in proportion to '
+        f"the squared lengths of its documents{tower}. Ranks wait for the costliest micro-batch of "
+        "a moment.</p>",
+        note=f"{quantity(ranks, 'rank')} in this run",
+    )
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -194,3 +437,11 @@ def settings_of(args: Any) -> dict[str, Any]:
     given = [n for n in names if getattr(args, n) != getattr(default, n)]
     shown = all_settings(args)
     return {name: shown[name] for name in dict.fromkeys((*always, *given))}
+
+
+def _percentage(part: int, whole: int, digits: int) -> str:
+    """Return a percentage; a small one is never written as 0."""
+    least = 10.0 ** -(digits + 2)
+    if 0 < part < least * whole:
+        return f"<{least:.{digits}%}"
+    return f"{part / whole:.{digits}%}"

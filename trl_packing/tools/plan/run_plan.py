@@ -6,7 +6,7 @@ plan.what_if              the same run with other values of max_length
 Path("plan.html").write_text(plan_page(plan))
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,24 +17,21 @@ from trl_packing.data.preparation import Unfitted, fit
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.packing.bins import PackingPlan
-from trl_packing.tools.plan.planned_epoch import PlannedEpoch
-from trl_packing.tools.plan.sharing import Sharing, ways_to_share
-from trl_packing.tools.plan.what_if import (
+from trl_packing.tools.plan.variants import (
     MAX_LENGTHS,
-    OnRanks,
+    RANKS,
+    PlannedEpoch,
     Setup,
-    Way,
-    WhatIf,
+    Variant,
     on_ranks,
     other_max_lengths,
     ways_to_batch,
+    ways_to_share,
 )
 from trl_packing.tools.preview.preview import plan_of, report_on
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.mixture import Mixture, mixture_of
-
-RANKS = (1, 2, 4, 8, 16, 64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +83,10 @@ class RunPlan:
     epoch: PlannedEpoch
     bins: PackingPlan | None
     cut: CutDocuments | None
-    what_if: tuple[WhatIf, ...]
-    ways: tuple[Way, ...]
-    ranks: tuple[OnRanks, ...]
-    sharing: tuple[Sharing, ...]
+    what_if: tuple[Variant, ...]
+    ways: tuple[Variant, ...]
+    ranks: tuple[Variant, ...]
+    sharing: tuple[Variant, ...]
     mixture: Mixture | None = None
 
     @property
@@ -137,19 +134,17 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         # Documents that are cut elsewhere have other prefixes, images, and numbers in a mixture.
         what_if=()
         if whole is None or sampler.draw is not None
-        else _what_if(whole, run, setup.of_tokens_alone(), limits),
+        else tuple(
+            other_max_lengths(
+                whole, run.preparation, replace(setup, groups=None, loads=None), limits
+            )
+        ),
         ways=() if sampler.rows else tuple(ways_to_batch(lengths, setup)),
         ranks=tuple(on_ranks(lengths, setup, sorted({*RANKS, ranks}), rows=sampler.rows)),
         # Equal tokens of images may stand for other images.
         sharing=() if sampler.loads is not None else ways_to_share(documents, setup),
         mixture=mixture_of(documents, run.args),
     )
-
-
-def _what_if(
-    whole: Unfitted, run: PreviewedRun, setup: Setup, limits: list[int | None]
-) -> tuple[WhatIf, ...]:
-    return tuple(other_max_lengths(whole, run.preparation, setup, limits))
 
 
 def _token_documents(dataset: Any) -> ArrowDocuments:
