@@ -53,7 +53,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+from trl_packing.recipes.recipe_data import DataArguments, load_documents
 from trl_packing.recipes.recipe_run import parse as parse_run
 from trl_packing.recipes.sft_packed import DEMO_ARGUMENTS, load_model
 
@@ -143,12 +143,9 @@ def parse(
 ) -> tuple[CompareArguments, PackedSFTConfig, ModelConfig]:
     """Return TRL's three groups of arguments; `demo`'s if neither model nor data set is given."""
     fixed = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    try:
-        found = parse_run(argv, CompareArguments, ModelConfig, demo=demo, **fixed)
-    except (ValueError, OSError) as error:
-        raise InputError(str(error)) from error
+    found = parse_run(argv, CompareArguments, ModelConfig, demo=demo, **fixed)
     if found[0].datasets:
-        raise InputError("a comparison trains one data set; name it with --dataset_name")
+        raise ValueError("a comparison trains one data set; name it with --dataset_name")
     if found[2].model_name_or_path is None:
         disable_progress_bars()
     return found
@@ -182,7 +179,7 @@ def load_data(data_args: CompareArguments, args: PackedSFTConfig, model_args: Mo
     args.prompt_template = None  # already applied
     train = loaded.train
     if not isinstance(train, Dataset) or not isinstance(loaded.test, Dataset):
-        raise InputError(
+        raise ValueError(
             "a comparison needs data sets with a length; leave --dataset_streaming out"
         )
     if not records_of(train):  # prepared documents were shuffled before

@@ -22,7 +22,7 @@ Several data sets are TRL's `datasets:` in a YAML file. An entry has the same wo
     test_split_size: 0.02                a share of all rows, held out at random
 
 Without `weight` and `epochs`, every document is trained once an epoch, as in TRL's sft.py. Anything
-wrong with a data set raises `InputError` with one sentence, before anything is written.
+wrong with a data set raises ValueError with one sentence, before anything is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,10 +52,6 @@ KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")
 
 Row = dict[str, Any]
 AnyDataset: TypeAlias = Dataset | IterableDataset
-
-
-class InputError(ValueError):
-    """A mistake in the user's options or data, in one sentence."""
 
 
 @dataclass
@@ -124,7 +120,7 @@ class SourceArguments:
 
     def __post_init__(self) -> None:
         if not isinstance(self.datasets, list):
-            raise InputError(
+            raise ValueError(
                 f"datasets={self.datasets!r} must be a list of entries, each '- path:'"
             )
         self.datasets = [_entry(at + 1, each) for at, each in enumerate(self.datasets)]
@@ -132,30 +128,26 @@ class SourceArguments:
 
 def _entry(number: int, given: Any) -> SourceConfig:
     """Return an entry of `datasets`, whose keys and values are checked."""
-    entry = {"path": given} if isinstance(given, str) else given
     if isinstance(given, SourceConfig):
         return given
-    where = f"datasets, entry {number}:"
-    if not isinstance(entry, dict):
-        raise InputError(f"{where} {given!r} must have keys such as path")
-    known = [each.name for each in fields(SourceConfig)]
-    if unknown := [key for key in entry if key not in known]:
-        raise InputError(f"{where} {unknown[0]!r} is unknown; choose among {', '.join(known)}")
-    if not isinstance(entry.get("path"), str):
-        raise InputError(f"{where} it needs a path, and path is {entry.get('path')!r}")
-    for key, value in entry.items():
-        if value is None:
-            continue
-        if key == "chat" and not isinstance(value, bool):
-            raise InputError(f"{where} {key}={value!r} must be true or false")
-        if key in (*_OF_ROWS, "source", "name", "split") and not isinstance(value, (str, bool)):
-            raise InputError(f"{where} {key}={value!r} must be a text")
-        if key == "fraction" and not (isinstance(value, (int, float)) and 0 <= value <= 1):
-            raise InputError(
-                f"{where} fraction={value!r} must be from 0 to 1; epochs trains a data set more "
-                "than once"
-            )
-    return SourceConfig(**entry)
+    where, known = f"datasets, entry {number}:", [each.name for each in fields(SourceConfig)]
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} {given!r} must have keys such as path")
+    if unknown := [key for key in given if key not in known]:
+        raise ValueError(f"{where} {unknown[0]!r} is unknown; choose among {', '.join(known)}")
+    if not isinstance(given.get("path"), str):
+        raise ValueError(f"{where} it needs a path, and path is {given.get('path')!r}")
+    for key, value in given.items():
+        kind, word = (bool, "true or false") if key == "chat" else (str, "a text")
+        is_text = key in (*_OF_ROWS, "source", "name", "split")
+        if is_text and value is not None and not isinstance(value, kind):
+            raise ValueError(f"{where} {key}={value!r} must be {word}")
+    if not 0 <= float(given.get("fraction") or 0) <= 1:
+        raise ValueError(
+            f"{where} fraction={given['fraction']!r} must be from 0 to 1; epochs trains a data set "
+            "more than once"
+        )
+    return SourceConfig(**given)
 
 
 @dataclass
@@ -215,23 +207,24 @@ def load_documents(
         seed: draws the held-out documents.
 
     Raises:
-        InputError: a data set cannot be loaded, or has other columns.
+        ValueError: a data set cannot be loaded, or has other columns.
     """
+    named = {each.name: getattr(args, each.name) for each in fields(ColumnArguments)}
     run = RowColumns(
         prompt_template=prompt_template,
         query_field=query_field,
         has_chat_template=has_chat_template,
         text_field=text_field,
         kept=(*KEPT_COLUMNS, *kept),
-        **{each.name: getattr(args, each.name) for each in fields(ColumnArguments)},
+        **named,
     )
     if args.datasets:
         sources = load_sources(args.datasets, args.streaming, args.test_split_size, seed)
         if needs_test and not sources.test:
-            raise InputError("with datasets, evaluation needs a test_split_size to hold out")
-        for option in (*(each.name for each in fields(ColumnArguments)), "prompt_template"):
-            if getattr(run, option) is not None:
-                raise InputError(f"with datasets, {option} belongs into the entries: move it there")
+            raise ValueError("with datasets, evaluation needs a test_split_size to hold out")
+        for option, value in (named | {"prompt_template": prompt_template}).items():
+            if value is not None:
+                raise ValueError(f"with datasets, {option} belongs into the entries: move it there")
         return _convert_sources(sources, run, source_column)
     name = str(args.dataset_name)
     if is_prepared(name):
@@ -257,49 +250,41 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
     """Return the rows of one data set.
 
     Raises:
-        InputError: it does not exist, cannot be read, or is empty.
+        ValueError: it does not exist, cannot be read, or is empty.
     """
-    path, loader = Path(entry.path).expanduser(), entry.path
-    files: Any = entry.data_files
+    path, loader, files = Path(entry.path).expanduser(), entry.path, entry.data_files
+    endings, where = ", ".join(LOADERS), ""
     if path.is_file():
         if path.suffix not in LOADERS:
-            raise InputError(f"{entry.path} must end in one of {', '.join(LOADERS)}")
+            raise ValueError(f"{entry.path} must end in one of {endings}")
         loader, files = LOADERS[path.suffix], str(path)
     elif path.is_dir():
-        if not any(file.suffix in LOADERS for file in path.rglob("*")):
-            endings = ", ".join(LOADERS)
-            raise InputError(f"the folder {path} holds no file that ends in one of {endings}")
         loader = str(path)
+        if not any(file.suffix in LOADERS for file in path.rglob("*")):
+            raise ValueError(f"the folder {path} holds no file that ends in one of {endings}")
     elif path.suffix in LOADERS or loader.startswith((".", "/", "~")) or loader.count("/") > 1:
-        raise InputError(f"{entry.path} does not exist (looked from {Path.cwd()})")
+        raise ValueError(f"{entry.path} does not exist (looked from {Path.cwd()})")
+    else:
+        where = " (no file or folder here, so taken for a hub id)"
+    options = {"data_dir": entry.data_dir, "data_files": files, "streaming": streaming}
+    name = None if path.exists() else entry.name
     try:
-        rows = load_dataset(
-            path=loader,
-            name=None if path.exists() else entry.name,
-            data_dir=entry.data_dir,
-            data_files=files,
-            split=entry.split,
-            streaming=streaming,
-        )
-        is_empty = next(iter(rows), None) is None
+        rows = load_dataset(loader, name, split=entry.split, **options)
+        if next(iter(rows), None) is None:
+            raise StopIteration
     except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
         cause = error.__cause__ or error
-        reason = str(cause).strip().split("\n")[0]
-        is_empty = isinstance(cause, StopIteration) or "corresponds to no data" in reason
-        if not is_empty:
-            where = "" if path.exists() else " (no file or folder here, so taken for a hub id)"
-            raise InputError(
-                f"cannot load the data set {entry.path}{where}: {reason}"
-                + "; name a split, or hold out a --test_split_size" * ("split" in reason)
-            ) from error
-    if is_empty:
-        raise InputError(f"the split {entry.split!r} of {entry.path} holds no row: it is empty")
+        reason = str(cause).strip().split("\n")[0].rstrip(".")
+        if isinstance(cause, StopIteration) or "corresponds to no data" in reason:
+            reason = "it is empty"
+        hint = "; name a split, or hold out a --test_split_size" if "split" in reason else ""
+        text = f"cannot load the data set {entry.path}{where}: {reason}{hint}"
+        raise ValueError(text) from error
     if entry.columns is None:
         return rows
-    missing = [column for column in entry.columns if column not in rows.column_names]
-    if missing:
+    if missing := [column for column in entry.columns if column not in rows.column_names]:
         found = ", ".join(rows.column_names)
-        raise InputError(f"{entry.path} has no column {missing[0]!r} among {found}")
+        raise ValueError(f"{entry.path} has no column {missing[0]!r} among {found}")
     return rows.select_columns(entry.columns)
 
 
@@ -316,27 +301,25 @@ def _unread_files(name: str) -> list[str]:
     return [text] if unused else []
 
 
-# Options that made the columns and the splits of prepared data. They must not change afterwards.
-_MADE_BY = ("dataset_config", "dataset_train_split", "dataset_test_split", "test_split_size")
-
-
 def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) -> LoadedData:
     """Return the sets of a folder that `trl-packing prepare` wrote, if they fit the options."""
     folder, manifest = str(args.dataset_name), read_manifest(str(args.dataset_name))
     if args.dataset_streaming:
-        raise InputError(f"{folder} holds prepared data: leave dataset_streaming out")
+        raise ValueError(f"{folder} holds prepared data: leave dataset_streaming out")
+    # Options that made the columns and the splits. They must not change afterwards.
+    made_by = ("dataset_config", "dataset_train_split", "dataset_test_split", "test_split_size")
     defaults = {each.name: each.default for each in fields(DataArguments)}
-    names = (*_MADE_BY, *(each.name for each in fields(ColumnArguments)))
+    names = (*made_by, *(each.name for each in fields(ColumnArguments)))
     given = {name: getattr(args, name) for name in names} | {"prompt_template": template}
     for name, value in given.items():
         stored = manifest["options"].get(name)
         if value != defaults.get(name) and str(value).lower() != str(stored).lower():
-            raise InputError(
+            raise ValueError(
                 f"{folder} was prepared with {name}={stored!r}, and here {name}={value!r}; leave "
                 "it out, or prepare the data again"
             )
     if needs_test and "eval" not in manifest["sets"]:
-        raise InputError(f"{folder} was prepared without a test split; prepare it with one")
+        raise ValueError(f"{folder} was prepared without a test split; prepare it with one")
     test = load_prepared(folder, "eval") if "eval" in manifest["sets"] else None
     return LoadedData(load_prepared(folder), test, [])
 
@@ -347,18 +330,18 @@ def _hold_out(
     """Return rows to train and rows to hold out, drawn from all data sets together."""
     for name, dataset in rows.items():
         if records_of(dataset):
-            raise InputError(
+            raise ValueError(
                 f"test_split_size={share} cannot divide {name!r}, which is prepared: a row may be "
                 "several documents; name its rows as path, or leave test_split_size out"
             )
         if isinstance(dataset, IterableDataset):
-            raise InputError(
+            raise ValueError(
                 "test_split_size cannot hold out a share of a stream: name a test split"
             )
     ends = np.cumsum([len(dataset) for dataset in rows.values()])
     number = int(np.ceil(share * ends[-1])) if 0 < share < 1 else 0
     if not 0 < number < ends[-1] or round(share * ends[-1]) == 0:
-        raise InputError(
+        raise ValueError(
             f"test_split_size={share} must be between 0 and 1, and leave a document on each side"
         )
     is_test = np.zeros(ends[-1], bool)
@@ -395,7 +378,7 @@ def load_sources(
         seed: draws the held-out rows.
 
     Raises:
-        InputError: an entry cannot be loaded, or the entries do not go together.
+        ValueError: an entry cannot be loaded, or the entries do not go together.
     """
     named = dict(zip(_names(entries), entries, strict=True))
     rows = {name: _read_source(entry, streaming) for name, entry in named.items()}
@@ -435,9 +418,9 @@ def _read_source(entry: SourceConfig, streaming: bool) -> AnyDataset:
         *["columns"][: bool(entry.columns)],
     ]
     if streaming:
-        raise InputError(f"{entry.path} holds prepared data: leave streaming out")
+        raise ValueError(f"{entry.path} holds prepared data: leave streaming out")
     if named:
-        raise InputError(
+        raise ValueError(
             f"{entry.path} holds prepared data, which has no columns to name: leave {named[0]} out "
             "of its entry"
         )
@@ -452,7 +435,7 @@ def _names(entries: Sequence[SourceConfig]) -> list[str]:
         path = files if isinstance(files, str) and entry.path in LOADERS.values() else entry.path
         name = entry.source or "-".join(filter(None, [Path(path).stem, entry.name]))
         if entry.source is not None and name in names:
-            raise InputError(f"two entries of datasets have the source {name!r}; name them apart")
+            raise ValueError(f"two entries of datasets have the source {name!r}; name them apart")
         same = sum(other == name or other.startswith(f"{name}-") for other in names)
         names.append(f"{name}-{same + 1}" if name in names else name)
     return names
@@ -466,11 +449,11 @@ def _fractions(
     if not fractions:
         return rows
     if len(fractions) < len(entries):
-        raise InputError("fraction must be set for all entries of datasets, or for none")
+        raise ValueError("fraction must be set for all entries of datasets, or for none")
     if streaming:
-        raise InputError("fraction needs the sizes of data sets, which streams do not tell")
+        raise ValueError("fraction needs the sizes of data sets, which streams do not tell")
     if not sum(fractions):
-        raise InputError("one fraction of datasets must be above 0")
+        raise ValueError("one fraction of datasets must be above 0")
     shares = [fraction / sum(fractions) for fraction in fractions]
     sizes = [len(dataset) for dataset in rows.values()]
     total = min(size / share for size, share in zip(sizes, shares, strict=True) if share > 0)
@@ -488,7 +471,7 @@ def _mixture(entries: Mapping[str, SourceConfig]) -> dict[str, dict[str, float]]
         given = {"weight": entry.weight, "epochs": entry.epochs}
         share = {kind: value for kind, value in given.items() if value is not None}
         if len(share) > 1:
-            raise InputError(f"the entry {name!r} of datasets has a weight and epochs; give one")
+            raise ValueError(f"the entry {name!r} of datasets has a weight and epochs; give one")
         if share:
             mixture[name] = share
     return mixture or None
@@ -561,7 +544,7 @@ class RowColumns:
         """Return `dataset` with columns for TRL, as the table at the top of this file shows.
 
         Raises:
-            InputError: a column is missing, or the names contradict each other.
+            ValueError: a column is missing, or the names contradict each other.
         """
         if records_of(dataset):
             return dataset
@@ -570,37 +553,30 @@ class RowColumns:
             raise self._error(f"{word} needs a chat template: set one with --chat_template_path")
         columns = get_dataset_column_names(dataset)
         if image := {*columns} & {"image", "images"} - {*self.kept}:
-            raise self._error(
-                f"the column {image.pop()!r} holds images: train them with recipes/vision.py, or "
-                "remove it"
-            )
-        whole = "messages_column" if self.messages_column else "dataset_text_field"
+            text = f"the column {image.pop()!r} holds images: train them with recipes/vision.py"
+            raise self._error(f"{text}, or remove it")
+        wholes = {"messages_column": "messages", "dataset_text_field": self.text_field}
+        for option, form in wholes.items():
+            if (column := getattr(self, option)) is not None:
+                if self.prompt_column or self.prompt_template or self.completion_column:
+                    word = self._word(option)
+                    raise self._error(f"{word} is the whole document: name no prompt beside it")
+                self._require(columns, column, option)
+                rows = dataset.select_columns([*(c for c in self.kept if c in columns), column])
+                return rows if column == form else rows.rename_column(column, form)
         makes_prompts = self.prompt_column or self.prompt_template or self.completion_column
-        if getattr(self, whole) is not None:
-            if makes_prompts:
-                word = self._word(whole)
-                raise self._error(f"{word} is the whole document: name no prompt beside it")
-            self._require(columns, getattr(self, whole), whole)
-        if self.messages_column:
-            rewrite: Any = self._conversation
-        elif self.dataset_text_field:
-            texts = dataset.select_columns([self.dataset_text_field])
-            if self.dataset_text_field == self.text_field:
-                return texts
-            return texts.rename_column(self.dataset_text_field, self.text_field)
-        elif makes_prompts or ("prompt" in columns and "input_ids" not in columns):
+        if makes_prompts or ("prompt" in columns and "input_ids" not in columns):
+            dropped = [column for column in columns if column not in self.kept]
+            options = {} if isinstance(dataset, IterableDataset) else {"desc": "Naming columns"}
             rewrite = self._prompt_completion(columns)
-        elif "input_ids" in columns:
+            return dataset.map(rewrite, with_indices=True, remove_columns=dropped, **options)
+        if "input_ids" in columns:
             return dataset
-        else:
-            forms = ("messages", "conversations", self.text_field)
-            form = next((form for form in forms if form in columns), None)
-            if form is None:
-                raise self._no_form(columns)
-            return dataset.select_columns([*(c for c in self.kept if c in columns), form])
-        dropped = [column for column in columns if column not in self.kept]
-        options = {} if isinstance(dataset, IterableDataset) else {"desc": "Naming columns"}
-        return dataset.map(rewrite, with_indices=True, remove_columns=dropped, **options)
+        forms = ("messages", "conversations", self.text_field)
+        form = next((form for form in forms if form in columns), "")
+        if not form:
+            raise self._no_form(columns)
+        return dataset.select_columns([*(c for c in self.kept if c in columns), form])
 
     def notes(self, row: Row, document: Row) -> list[str]:
         """Return notes on surprises in the first row and the document made from it."""
@@ -608,31 +584,17 @@ class RowColumns:
         if isinstance(prompt, str) and isinstance(completion, str):
             if prompt[-1:].isspace() or completion[:1].isspace() or not (prompt and completion):
                 return []
-            return [
-                f"the model reads {prompt[-12:] + completion[:12]!r} where prompt and completion "
-                f"meet; {self._word('prompt_template')} can put a space or a line break there"
-            ]
+            text = f"the model reads {prompt[-12:] + completion[:12]!r} where prompt and completion"
+            word = self._word("prompt_template")
+            return [f"{text} meet; {word} can put a space or a line break there"]
         was_conversation = isinstance(row.get(self.prompt_column or "prompt"), list)
         if prompt is None or was_conversation or self.chat:
             return []
         off = "--chat false" if self.source is None else "chat: false in its entry"
-        return [
-            "prompt and completion become a user and an assistant message, because the tokenizer "
-            f"has a chat template; {off} trains on the plain text"
-        ]
+        text = "prompt and completion become a user and an assistant message, because the tokenizer"
+        return [f"{text} has a chat template; {off} trains on the plain text"]
 
     # --- rows -----------------------------------------------------------------------------------
-
-    def _conversation(self, row: Row, index: int) -> Row:
-        """Return the row's messages (role and content, or ShareGPT's from and value)."""
-        column = str(self.messages_column)
-        messages = row[column]
-        if messages is None or messages == []:
-            raise self._error(f"row {index} has no message in the column {column!r}")
-        if not isinstance(messages, list):
-            kind = type(messages).__name__
-            raise self._error(f"row {index} has {kind} in the column {column!r}, not messages")
-        return {"messages": messages}
 
     def _prompt_completion(self, columns: list[str]) -> Any:
         """Return the function that makes a prompt and a completion from a row."""
@@ -678,7 +640,7 @@ class RowColumns:
 
     # --- mistakes -------------------------------------------------------------------------------
 
-    def _no_form(self, columns: list[str]) -> InputError:
+    def _no_form(self, columns: list[str]) -> ValueError:
         """Return the refusal of columns that no option names, with options that may fit them."""
         found = ", ".join(columns)
         where = "" if self.source is None else " in its entry"
@@ -718,7 +680,7 @@ class RowColumns:
         """Return an option as the user writes it: in an entry of `datasets`, without dashes."""
         return option if self.source is not None else f"--{option}"
 
-    def _error(self, sentence: str) -> InputError:
-        return InputError(
+    def _error(self, sentence: str) -> ValueError:
+        return ValueError(
             sentence if self.source is None else f"the data set {self.source}: {sentence}"
         )

@@ -38,12 +38,10 @@ from typing import Any
 from trl_packing.recipes import FOLDER
 from trl_packing.recipes.recipe_data import (
     DataArguments,
-    InputError,
     LoadedData,
     load_documents,
 )
 from trl_packing.recipes.recipe_run import parse as parse_run
-from trl_packing.recipes.recipe_summary import ShortLines, summary
 
 from accelerate import PartialState
 from datasets import disable_progress_bars
@@ -100,6 +98,13 @@ DEMO_ARGUMENTS = {
 }
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_SHOWN = 5  # answers that are printed
+SHOWN = {  # a metric and its place in a log line of the demo
+    "epoch": "epoch {:.2f}",
+    "loss": "loss {:.3f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "train_runtime": "{:,.0f} seconds",
+    "eval_loss": "eval_loss {:.3f}",
+}
 
 
 @dataclass
@@ -113,7 +118,7 @@ class RecipeArguments(DataArguments):
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, save, and return the metrics. Raises InputError before anything is written."""
+    """Train, save, and return the metrics. Raises ValueError before anything is written."""
     data_args, training_args, model_args = parse(argv)
     say = PartialState().print
     is_demo = model_args.model_name_or_path is None
@@ -122,26 +127,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         disable_progress_bars()  # preparation takes only seconds
     model, tokenizer = load_model(training_args, model_args)
     data = load_data(data_args, training_args, tokenizer)
-    if isinstance(data.test, dict) and data_args.num_samples:
-        raise InputError(
-            "--num_samples needs one held-out set, and the datasets have other columns"
-        )
-    if data_args.num_samples and "prompt" not in get_dataset_column_names(data.test):
-        raise InputError("--num_samples needs prompts and completions, to compare answers with")
+    if data_args.num_samples:
+        sets = data.test if isinstance(data.test, dict) else {"test": data.test}
+        if len(sets) > 1 or any("prompt" not in get_dataset_column_names(s) for s in sets.values()):
+            raise ValueError("--num_samples needs one held-out set of prompts and completions")
     for note in data.notes:
         say(f"note: {note}")
-    try:
-        trainer = PackedSFTTrainer(
-            model=model,
-            args=training_args,
-            train_dataset=data.train,
-            eval_dataset=data.test,
-            processing_class=tokenizer,
-            quantization_config=get_quantization_config(model_args),
-            peft_config=get_peft_config(model_args),
-        )
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    trainer = PackedSFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=data.train,
+        eval_dataset=data.test,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
     if is_demo and trainer.pop_callback(ProgressCallback):
         trainer.add_callback(ShortLines)
     questions = list(data.test.take(data_args.num_samples)) if data_args.num_samples else []
@@ -154,7 +154,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         metrics |= compare(questions, answers, say)
     trainer.save_metrics("all", metrics, combined=False)
     trainer.save_model(training_args.output_dir)
-    summary(trainer, say)
     if hasattr(trainer.model, "get_nb_trainable_parameters"):
         trained, total = trainer.model.get_nb_trainable_parameters()
         say(f"Trained {trained:,} of {total:,} parameters ({trained / total:.1%}).")
@@ -168,12 +167,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 def parse(argv: list[str] | None = None) -> tuple[RecipeArguments, PackedSFTConfig, ModelConfig]:
     """Return TRL's three groups of arguments; the demo's if neither model nor data set is given."""
-    try:
-        found = parse_run(argv, RecipeArguments, ModelConfig, demo=DEMO_ARGUMENTS)
-    except (ValueError, OSError) as error:
-        raise InputError(str(error)) from error
+    found = parse_run(argv, RecipeArguments, ModelConfig, demo=DEMO_ARGUMENTS)
     if found[0].dataset_name and found[0].datasets:
-        raise InputError("dataset_name and datasets both name the data; give one")
+        raise ValueError("dataset_name and datasets both name the data; give one")
     return found
 
 
@@ -197,7 +193,7 @@ def load_data(
         seed=training_args.seed,
     )
     if data.mixture is not None and training_args.mixture is not None:
-        raise InputError("mixture and a weight or epochs in datasets say the same; give one")
+        raise ValueError("mixture and a weight or epochs in datasets say the same; give one")
     training_args.mixture = training_args.mixture or data.mixture
     return data
 
@@ -220,7 +216,7 @@ def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple
             trust_remote_code=training_args.trust_remote_code,
         )
     except (ValueError, OSError) as error:
-        raise InputError(f"cannot load the model {name}: {error}") from error
+        raise ValueError(f"cannot load the model {name}: {error}") from error
     return name, tokenizer
 
 
@@ -232,6 +228,16 @@ def set_model_options(training_args: PackedSFTConfig, model_args: ModelConfig) -
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
+
+
+class ShortLines(ProgressCallback):
+    """Prints one short line for each log of the demo, where transformers prints all numbers."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print the line above the progress bar."""
+        if state.is_world_process_zero and self.training_bar is not None:
+            found = [words.format(logs[name]) for name, words in SHOWN.items() if name in logs]
+            self.training_bar.write(" · ".join([f"step {state.global_step:>5,}", *found]))
 
 
 # --- answers to held-out prompts, before and after ------------------------------------------------

@@ -138,7 +138,6 @@ def test_every_page_is_in_the_navigation():
         "make_demo_data.py",
         "recipe_data.py",
         "recipe_run.py",
-        "recipe_summary.py",
     }
     made = {f"recipes/{name}.md" for name in recipes} | {"recipes/README.md"}
     made |= {f"notebooks/{p.name}.md" for p in (ROOT / "notebooks").glob("*.ipynb")}

@@ -4,7 +4,6 @@ import json
 
 from trl_packing.recipes.recipe_data import (
     DataArguments,
-    InputError,
     SourceConfig,
     load_documents,
     load_sources,
@@ -200,13 +199,13 @@ def test_the_recipe_trains_prepared_splits(place):
 )
 def test_the_recipe_refuses_other_columns_and_splits(place, changes, said):
     prepare_pairs()
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(ValueError, match=said):
         load_documents(DataArguments(dataset_name="out", **changes))
 
 
 def test_a_test_split_must_have_been_prepared(place):
     assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
-    with pytest.raises(InputError, match="was prepared without a test split"):
+    with pytest.raises(ValueError, match="was prepared without a test split"):
         load_documents(DataArguments(dataset_name="out"), needs_test=True)
 
 
@@ -229,7 +228,7 @@ def test_an_entry_of_datasets_can_be_a_folder(place):
 def test_an_entry_that_is_prepared_takes_no_settings_of_rows(place, entry, changes, said):
     prepare_pairs()
     options = {"streaming": False, "test_size": None, "seed": 0} | changes
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(ValueError, match=said):
         load_sources([SourceConfig(path="out", **entry)], **options)
 
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from trl_packing.recipes import FOLDER, compare_packing, padding_free
-from trl_packing.recipes.recipe_data import InputError
 
 import pytest
 
@@ -43,9 +42,9 @@ def test_the_table_has_a_line_a_run_and_its_speed_against_the_first():
 
 
 def test_what_is_missing_is_said_in_one_sentence():
-    with pytest.raises(InputError, match="name the model and the data"):
+    with pytest.raises(ValueError, match="name the model and the data"):
         compare_packing.main(["--model_name_or_path", "m"])
-    with pytest.raises(InputError, match=r"nothing\.yaml"):
+    with pytest.raises(ValueError, match=r"nothing\.yaml"):
         compare_packing.main(["--config", "nothing.yaml"])
 
 

@@ -35,7 +35,7 @@ def test_the_readme_lists_every_recipe_and_every_yaml_file():
         assert f"`{name}`" in text
     named = set(re.findall(r"`([\w./]+\.(?:py|yaml))`", text))
     assert [name for name in named if not (FOLDER / name).exists()] == []
-    helpers = {"recipe_run.py", "recipe_data.py", "recipe_summary.py"}
+    helpers = {"recipe_run.py", "recipe_data.py"}
     parts = helpers | {"make_demo_data.py", "demo_pictures.py"}
     runnable = {path.name for path in FOLDER.glob("*.py")} - parts
     assert runnable <= named

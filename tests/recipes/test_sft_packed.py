@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_packing.recipes import FOLDER, make_demo_data, sft_packed
-from trl_packing.recipes.recipe_data import DataArguments, InputError, load_documents
+from trl_packing.recipes.recipe_data import DataArguments, load_documents
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -95,7 +95,7 @@ def test_a_part_of_a_split_is_read(tmp_path):
 )
 def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path, row, options):
     name = write(tmp_path / "data.jsonl", [row] * 3)
-    with pytest.raises(InputError, match=f"these options fit: {options}"):
+    with pytest.raises(ValueError, match=f"these options fit: {options}"):
         load(name)
     words = options.replace("--", "").split()
     train = load(name, **dict(zip(words[::2], words[1::2], strict=True))).train
@@ -106,7 +106,7 @@ def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_rows_with_images_belong_to_another_recipe(tmp_path, column):
     row = {"messages": [{"role": "user", "content": "Why?"}], column: "a.png"}
-    with pytest.raises(InputError, match=r"holds images: train them with recipes/vision.py"):
+    with pytest.raises(ValueError, match=r"holds images: train them with recipes/vision.py"):
         load(write(tmp_path / "data.jsonl", [row]))
 
 
@@ -218,14 +218,14 @@ def test_bad_data_is_refused_in_one_sentence(tmp_path, file, arguments, sentence
     (tmp_path / "broken.jsonl").write_text('{"question": \n')
     (tmp_path / "data.txt").write_text("What is text?")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match=sentence) as refusal:
+    with pytest.raises(ValueError, match=sentence) as refusal:
         load(str(tmp_path / file), **arguments)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_stream_cannot_hold_out_a_share(tmp_path):
     name = write(tmp_path / "data.jsonl", ROWS)
-    with pytest.raises(InputError, match="stream"):
+    with pytest.raises(ValueError, match="stream"):
         load(name, dataset_streaming=True, test_split_size=0.2, **NAMED)
 
 
@@ -242,7 +242,7 @@ def test_a_stream_cannot_hold_out_a_share(tmp_path):
 )
 def test_bad_arguments_write_nothing(tmp_path, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         sft_packed.main(arguments)
     assert list(tmp_path.iterdir()) == []
 
@@ -294,8 +294,6 @@ def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys, monkeypatc
     assert metrics["eval_loss"] > 0
     printed = capsys.readouterr().out
     assert "Exact match on 4 held-out prompts: 0.0% before" in printed
-    assert "packed     246 bins of 1,024 tokens: the model computes 251,021 tokens" in printed
-    assert "Training loss" in printed
     assert re.search(r"^step     2 · epoch 0.01 · loss ", printed, flags=re.M)
     lines = [line for line in printed.splitlines() if "real_accelerator.py" not in line]
     assert max(map(len, lines)) <= 100

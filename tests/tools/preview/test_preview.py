@@ -303,7 +303,7 @@ def command(tmp_path, capsys, monkeypatch):
     [
         ('{"text": "So."}\n{"text": ', "data.jsonl: JSON parse error"),
         ("nonsense", "cannot load the data set "),
-        ("", "data.jsonl holds no row: it is empty"),
+        ("", "data.jsonl: it is empty"),
         (b'{"text": "\xff\xfe"}\n', "can't decode byte 0xff"),
     ],
 )
