@@ -5,7 +5,7 @@ import re
 RANKS = {
     r"repository/(?!.*\.\w+\.md)|LOG\.md": {"boost": 0.2},
     r"repository/|recipes/.*\.yaml\.md|recipes/(make_demo|recipe)_data": {"exclude": True},
-    r"api\.md|recipes/|notebooks/|troubleshooting/": {"boost": 0.5},
+    r"api\.md|recipes/|notebooks/": {"boost": 0.5},
 }
 
 

@@ -1,4 +1,4 @@
-/* A field that filters the rows of the table after it: <div class="filter" data-rows="messages">. */
+/* A field that filters the rows of the table after it: <div class="filter" data-rows="architectures">. */
 
 for (const box of document.querySelectorAll(".filter[data-rows]")) {
   const table = document.querySelectorAll(".md-content table");
