@@ -17,7 +17,6 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 # folder or module -> (those of ours that it imports, packages that it imports at the top of files)
 TABLE: dict[str, tuple[set[str], set[str]]] = {
     "versions": (set(), {"packaging"}),
-    "seams": (set(), set()),
     "documents": (set(), {"datasets", "numpy", "pyarrow", "torch"}),
     "recognition": ({"documents"}, {"numpy", "torch"}),
     "models": ({"recognition"}, {"numpy", "torch", "transformers"}),

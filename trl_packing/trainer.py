@@ -16,7 +16,7 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
     _run_report    the summary that is printed when training starts       training/run_report.py
     _recorder      the run's page, run.html, and its record, run.json     training/run_recorder.py
 
-`trl_packing/seams.py` lists the overridden methods with their parameters.
+`tests/seams.py` lists the overridden methods with their parameters.
 """
 
 from collections.abc import Callable, Iterator
