@@ -76,6 +76,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "models",
             "packing",
             "pages",
+            "recognition",
             "streaming",
             "versions",
         },

@@ -480,6 +480,7 @@ class PackedSFTTrainer(SFTTrainer):
         hides = self._user_loss.hides_count(self._takes_count)
         with (
             use_current_row(inputs),
+            self._user_loss.watch_other_models(),
             self._step_loss.hide_num_items(num_items_in_batch, hide=hides) as count,
             announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
         ):
@@ -490,6 +491,8 @@ class PackedSFTTrainer(SFTTrainer):
         """Move a row to the device, its CPU copy and its float32 weights with it."""
         prepared, row = super()._prepare_inputs(inputs), host_row(inputs)
         prepared = prepared if row is None else PackedBatch(prepared, row)
+        # With a cache, another model would not read the positions.
+        prepared.update({} if prepared.get("cu_seq_lens_q") is None else {"use_cache": False})
         self._step_loss.keep_weights(inputs, prepared)
         replace_current_row(prepared)
         return prepared

@@ -270,6 +270,79 @@ def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):
     torch.testing.assert_close(trainer.said, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
+def alone(model, row):
+    """The logits of a fresh model for each document of a packed row."""
+    pieces = itertools.pairwise(row["cu_seq_lens_q"].tolist())
+    with torch.no_grad():
+        return torch.cat(
+            [model.eval()(row["input_ids"][:, a:b].clone()).logits for a, b in pieces], 1
+        )
+
+
+WARNING = "which is not the model of this run"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "call", "is_exact"),
+    [
+        (lambda model: model, lambda m, x: m(**x).logits, True),
+        (enable_packing, lambda m, x: m(x["input_ids"]).logits, True),
+        (
+            lambda model: model,
+            lambda m, x: m(x["input_ids"], x.get("attention_mask")).logits,
+            False,
+        ),
+        (lambda model: model, lambda m, x: m(input_ids=x["input_ids"]).logits, False),
+    ],
+    ids=["**inputs", "enabled", "ids and no mask", "ids"],
+)
+def test_a_teacher_takes_the_batch_or_is_warned_of(prepare, call, is_exact, tmp_path, caplog):
+    """Without `use_cache=False`, transformers makes a cache, and does not read the positions."""
+    teacher, said = tiny_model("llama").eval(), []
+    prepare(teacher)
+
+    def distill(trainer, model, inputs):
+        row = {name: value for name, value in inputs.items() if name != "labels"}
+        with torch.no_grad():
+            said.append((inputs, call(teacher, row)))
+        return model(**row).logits
+
+    trainer, _ = trainer_with(distill, tmp_path)
+    trainer.train()
+    row, logits = said[0]
+    assert torch.allclose(logits, alone(tiny_model("llama"), row), atol=1e-4) == is_exact
+    assert (WARNING in caplog.text) == (not is_exact)
+
+
+def test_a_copy_made_before_the_trainer_is_another_model(tmp_path, caplog):
+    model = tiny_model("llama")
+    reference = copy.deepcopy(model)
+
+    def call(trainer, model, inputs):
+        reference(input_ids=inputs["input_ids"])
+        return model(input_ids=inputs["input_ids"]).logits
+
+    trainer, _ = trainer_with(call, tmp_path, model=model)
+    trainer.train()
+    assert caplog.text.count(WARNING) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["falcon_mamba", "llama"])
+def test_a_loop_of_ones_own_takes_the_batches_of_a_built_trainer(name, training, tmp_path):
+    """Falcon Mamba needs padded rows, which the check finds."""
+    trainer, _ = trainer_with(ids_only, tmp_path, model=tiny_model(name))
+    copied = copy.deepcopy(trainer.model)
+    for batch in trainer.get_train_dataloader():
+        row = {key: value for key, value in batch.items() if key != "labels"}
+        expected = alone(tiny_model(name), row)
+        with torch.no_grad():
+            for model in (trainer.model, copied):
+                found = model.train(training)(**row).logits
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    trainer.train()
+
+
 @pytest.mark.slow
 def test_two_ranks_train_documents_apart(tmp_path):
     """The user's loss is a rank's sum by the items of all ranks, and DDP takes the mean of it."""

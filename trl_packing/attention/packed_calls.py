@@ -7,6 +7,7 @@ would silently read the wrong keys.
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -23,7 +24,7 @@ from trl_packing.attention.implementation import (
 from trl_packing.documents.host_row import BOUNDARIES, host_values
 from trl_packing.models.forward import unbind_forward
 from trl_packing.models.neftune import announce_documents
-from trl_packing.recognition.calls import complete_arguments, leave_inner_calls_alone
+from trl_packing.recognition.calls import complete_arguments, is_inner_call, leave_inner_calls_alone
 
 
 def wrap_packed_calls(
@@ -47,7 +48,7 @@ def wrap_packed_calls(
             no rows with shared prefixes.
     """
     unwrap_packed_calls(module)
-    before = vars(module).get("forward")
+    before, origin = vars(module).get("forward"), weakref.ref(module)
     inner_forward = unbind_forward(module.forward, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
@@ -63,6 +64,9 @@ def wrap_packed_calls(
                     "with an attention_mask or without cu_seq_lens_q; pass the batch unchanged"
                 )
             return inner_forward(self, *args, **kwargs)
+        is_settled = torch.compiler.is_compiling() or is_inner_call()
+        if not is_settled and _settle(origin(), self):
+            return self.forward(*args, **kwargs)
         if implementation is not None and current_implementation(self) != implementation:
             set_implementation(self, implementation)
         if kwargs.get("key_index") is not None:
@@ -73,8 +77,34 @@ def wrap_packed_calls(
         with announce_documents(boundaries=kwargs["cu_seq_lens_q"]), leave_inner_calls_alone():
             return run(functools.partial(inner_forward, self), **named, **kwargs)
 
-    forward.before_packed_calls = before  # type: ignore[attr-defined]
+    forward.before_packed_calls = (before, origin, inner_forward)  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
+
+
+# Methods that are called before packed calls of a module, and of copies of it.
+_settles: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod] = weakref.WeakKeyDictionary()
+
+
+def settle_first(model: nn.Module, settle: Callable[[nn.Module, nn.Module], bool] | None) -> None:
+    """Call ``settle(module, called)`` before packed calls of the modules of `model`.
+
+    Args:
+        model: its packed calls, and those of its copies, are settled.
+        settle: a method; takes the module of `model`, and the one that is called, which may be a
+            copy. It returns whether a backend was installed there, which the call then takes.
+            None takes back an earlier one.
+    """
+    for module in model.modules():
+        if settle is None:
+            _settles.pop(module, None)
+        else:
+            _settles[module] = weakref.WeakMethod(settle)
+
+
+def _settle(module: nn.Module | None, called: nn.Module) -> bool:
+    reference = None if module is None else _settles.get(module)
+    settle = None if reference is None else reference()
+    return settle is not None and settle(module, called)
 
 
 def _check_covers_row(boundaries: Tensor, arguments: dict[str, Any]) -> None:
@@ -106,11 +136,11 @@ def unwrap_packed_calls(module: nn.Module) -> None:
     forward = vars(module).get("forward")
     if not hasattr(forward, "before_packed_calls"):
         return
-    before = forward.before_packed_calls  # type: ignore[union-attr]
+    before, origin, unbound = forward.before_packed_calls  # type: ignore[union-attr]
     if before is None:
         del module.forward
-    else:
-        module.forward = before
+    else:  # on a copy, `before` would run the weights of the original
+        module.forward = before if origin() is module else MethodType(unbound, module)
 
 
 def pass_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:

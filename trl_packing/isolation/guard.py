@@ -126,9 +126,9 @@ class IsolationGuard:
         return Checked.from_result(result, isolation_check=self._isolation_check, pads=pads)
 
     @property
-    def will_check(self) -> bool:
-        """Whether documents are checked, and none were yet."""
-        return self._isolation_check != "off" and not self.passed
+    def checks(self) -> bool:
+        """Whether documents are checked at all."""
+        return self._isolation_check != "off"
 
     @property
     def base_model(self) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.packed_calls import settle_first
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.isolation.sample import representative_documents
@@ -102,6 +103,7 @@ def enable_packing(
     with unwrap_forward(model, packing):
         guard.ensure(documents, training=True, precision=precision_from_model(model))
     restore_implementation(base)  # packed calls set it
+    settle_first(model, None)  # `wrap_forward` checks it from now on
     for module in (model, base, getattr(base, "base_model", base)):
         module.trains_packed_rows = True  # in training, calls without boundaries are refused
     enabled_models.add(model)

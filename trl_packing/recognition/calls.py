@@ -62,6 +62,11 @@ def _is_complete(kwargs: dict[str, Any]) -> bool:
 _in_packed_call = False
 
 
+def is_inner_call() -> bool:
+    """Whether the code runs inside a packed call."""
+    return _in_packed_call
+
+
 @contextmanager
 def leave_inner_calls_alone() -> Iterator[None]:
     """Leave calls inside the block unchanged, because an outer call has the boundaries already."""

@@ -4,6 +4,7 @@
     before the run takes its path           the same, with images
     before the first step                   the model as it will run
     before an evaluation                    the same, on the documents of that set
+    in a loop of the user's own             the model, when it is first called on a packed row
 
 The check may switch to a slower attention. Then it decides whether rows share prefixes.
 """
@@ -11,12 +12,15 @@ The check may switch to a slower attention. Then it decides whether rows share p
 from typing import Any
 
 from datasets import Dataset
+from torch import nn
 from trl import SFTTrainer
 
 from trl_packing.attention.implementation import restore_implementation
-from trl_packing.attention.install import use_attention
+from trl_packing.attention.install import install_attention, use_attention
+from trl_packing.attention.packed_calls import settle_first
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated, Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
+from trl_packing.recognition.current_row import allows_other_rows
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import documents_of
 from trl_packing.training.prefix_savings import prefix_savings
@@ -62,6 +66,8 @@ class RunIsolation:
         self.report = report
         self.sharing = sharing
         self._trains_groups = False
+        self._settled: set[bool] = set()  # modes that were checked for a user's own loop
+        settle_first(self.guard.model, self.settle)
         self._looked_at: dict[int, tuple[Dataset, bool]] = {}  # evaluation sets
 
     def ensure(
@@ -85,7 +91,7 @@ class RunIsolation:
         self.guard.check_head(model)
         if padded:
             return
-        is_first = training and planned and self.guard.will_check
+        is_first = training and planned and self.guard.checks and not self.guard.passed
         if is_first and self.trainer.is_world_process_zero():  # the progress bar stands still
             print("\nchecking that no document of a packed row affects another ...", flush=True)
         documents = self.guard.sample(dataset, self.trainer.args.max_length)
@@ -106,6 +112,46 @@ class RunIsolation:
         trainer = self.trainer
         with use_attention(trainer.model, self.guard.attention), trainer.accelerator.autocast():
             self.ensure(trainer.model, trainer.train_dataset, training=training, planned=False)
+
+    def settle(self, module: nn.Module, called: nn.Module) -> bool:
+        """Make a call of the model exact where no check has run: in a loop of the user's own.
+
+        Args:
+            module: the model or a part of it.
+            called: the same, or a copy of it, which keeps the backend that it was copied with.
+
+        Returns:
+            Whether a backend was installed on `called`.
+
+        Raises:
+            RuntimeError: the model cannot be checked here, or is not exact.
+        """
+        trainer, guard = self.trainer, self.guard
+        if allows_other_rows() or not guard.checks:  # the check itself, or isolation_check="off"
+            return False
+        modes = {check.training for check in guard.passed} | self._settled
+        is_new = not (trainer.is_in_train or called.training in modes)
+        if is_new:
+            args = trainer.args
+            if args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+                raise RuntimeError(
+                    f"{type(called).__name__} was called on packed documents outside of train() and"
+                    " evaluate(), which check their isolation on all ranks; for a loop of your own,"
+                    " call enable_packing(model) first"
+                )
+            dataset = trainer.train_dataset
+            documents = [] if dataset is None else guard.sample(dataset, args.max_length)
+            with use_attention(trainer.model, guard.attention), trainer.accelerator.autocast():
+                guard.check_head(trainer.model)
+                guard.ensure(
+                    documents, training=called.training, collator=self.collators.for_probes()
+                )
+            self._settled.add(called.training)
+            if args.torch_compile:
+                guard.forget_checks()  # the model will be wrapped before the first step
+        if called is not module:
+            install_attention(called, guard.attention)
+        return called is not module or is_new
 
     def why_not_exact(self, *, training: bool) -> str | None:
         """Return why no attention backend is exact with images.
