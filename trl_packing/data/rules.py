@@ -70,6 +70,39 @@ class Preparation:
     by_trl: Callable[[AnyDataset, Any, str], AnyDataset]
     labeler: ResponseLabeler | None = None
 
+    @classmethod
+    def of_run(
+        cls,
+        args: SFTConfig,
+        processing_class: Any,
+        tokenizer: Any,
+        *,
+        packing: bool,
+        chat_template: str | None,
+        completion_only: bool,
+        generation_config: Any,
+        by_trl: Callable[[AnyDataset, Any, str], AnyDataset],
+        labeler: ResponseLabeler | None,
+    ) -> "Preparation":
+        """Return the rules of a run: the trainer's, and those of a run that has not started.
+
+        Args:
+            args: its settings.
+            processing_class: tokenizer or processor.
+            tokenizer: the one inside of it.
+            packing: documents will be packed.
+            chat_template: replaces that of the tokenizer; None leaves it.
+            completion_only: of prompts and completions, only completions are trained.
+            generation_config: of the model; None if there is none.
+            by_trl: TRL's own preparation.
+            labeler: of a completion-only collator; None without one.
+        """
+        row_format = RowFormat.from_args(
+            args, tokenizer, chat_template=chat_template, completion_only=completion_only
+        )
+        eos = EosRule.from_args(args, tokenizer, processing_class, generation_config)
+        return cls(args, processing_class, packing, row_format, eos, by_trl, labeler)
+
     @property
     def options(self) -> PackingOptions:
         return PackingOptions.of(self.args)

@@ -16,13 +16,11 @@ from trl.trainer.utils import global_then_local_main_first
 from trl_packing.config import PackingOptions
 from trl_packing.data.checks import check_is_dataset
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.eos import EosRule
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.data.preparation import prepare
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.formatting.row_format import RowFormat
 from trl_packing.models.state import temporarily
 from trl_packing.training.arguments import (
     check_nothing_is_skipped,
@@ -195,19 +193,14 @@ class RunData:
         completion_only = trainer.completion_only_loss
         if self.sets is not None:  # TRL decides once, by the first row of the first of them
             completion_only = trains_completions(dataset, args.completion_only_loss)
-        rules = Preparation(
+        rules = Preparation.of_run(
             args,
             processing_class,
+            trainer._tokenizer,
             packing=self.sampling.packing,
-            row_format=RowFormat.from_args(
-                args,
-                trainer._tokenizer,
-                chat_template=trainer.chat_template,
-                completion_only=completion_only,
-            ),
-            eos=EosRule.from_args(
-                args, trainer._tokenizer, processing_class, self.generation_config
-            ),
+            chat_template=trainer.chat_template,
+            completion_only=completion_only,
+            generation_config=self.generation_config,
             by_trl=partial(_tokenized_by_trl, by_trl, processing_class, args),
             labeler=self.completion_only and self.completion_only.labeler,
         )

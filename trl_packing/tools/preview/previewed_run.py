@@ -15,6 +15,8 @@ from datasets import (
     enable_progress_bars,
 )
 from trl import SFTConfig
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import is_conversational
 
 from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
@@ -22,7 +24,7 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.preparation import Unfitted, prepare, unfitted
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
-from trl_packing.documents.labels import IMAGE_ROW, IMAGE_SIZES
+from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.tools.command.settings import (
     config_from_settings,
@@ -31,7 +33,6 @@ from trl_packing.tools.command.settings import (
     processing_class_of,
 )
 from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.preview.run_rules import first_row, rules_of, training_template
 from trl_packing.tools.preview.source_rows import SourceRows
 from trl_packing.training.arguments import (
     check_arguments,
@@ -153,12 +154,26 @@ class PreviewedRun:
         else:
             rows = first = _loaded(dataset, stream_rows)
         tokenizer = configure_tokenizer(processing_class, args)
-        first = first_row(first)
-        template = training_template(args, tokenizer, first)
+        first = _first_row(first)
+        template = _training_template(args, tokenizer, first)
+        completion_only = args.completion_only_loss
+        if completion_only is None:
+            completion_only = "prompt" in first and "completion" in first
+        rules = Preparation.of_run(
+            args,
+            tokenizer,
+            getattr(tokenizer, "tokenizer", tokenizer),
+            packing=args.packing,
+            chat_template=template,
+            completion_only=completion_only,
+            generation_config=generation_config,
+            by_trl=_refuse,
+            labeler=labeler,
+        )
         return cls(
             args,
             rows,
-            rules_of(args, tokenizer, first, template, generation_config, labeler),
+            rules,
             call.model,
             call.formatting_func,
             is_stream,
@@ -307,6 +322,31 @@ def _loaded(dataset: Dataset | IterableDataset, stream_rows: int) -> Dataset:
     if isinstance(dataset, Dataset):
         return dataset
     return Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
+
+
+def _first_row(rows: Dataset) -> dict[str, Any]:
+    """Return the first row without its images, which need not be readable."""
+    images = [column for column in IMAGE_COLUMNS if column in rows.column_names]
+    texts = rows.remove_columns(images)
+    return texts[0] if texts.column_names else {}
+
+
+def _training_template(args: Any, tokenizer: Any, first: dict[str, Any]) -> str | None:
+    """Return the chat template that TRL's trainer takes instead of the tokenizer's, or None."""
+    if not args.assistant_only_loss:
+        return None
+    if not is_conversational(first):
+        raise ValueError(
+            "assistant_only_loss=True needs conversations in a column 'messages', as TRL reads "
+            f"them, but the columns are {sorted(first)}; set train_on='assistant' instead"
+        )
+    if has_generation_markers(tokenizer.chat_template):
+        return None
+    return get_training_chat_template(tokenizer)
+
+
+def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
+    raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")
 
 
 @contextmanager
