@@ -437,16 +437,11 @@ class PackedSFTTrainer(SFTTrainer):
 
     @packed_runs_only
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
-        """Run an epoch, or its rest, which has fewer micro-batches and steps."""
-        names = ("steps_in_epoch", "num_update_steps_per_epoch")
-        numbers = self._epochs.begin_epoch(
-            epoch,
-            {name: kwargs[name] for name in names},
-            epochs_trained=kwargs["epochs_trained"],
-            skipped=kwargs["steps_trained_in_current_epoch"],
-        )
+        """Run an epoch, and measure each of its steps before it is trained."""
+        skipped = kwargs["steps_trained_in_current_epoch"]
+        self._epochs.begin_epoch(epoch, epochs_trained=kwargs["epochs_trained"], skipped=skipped)
         with self._measuring_steps():
-            super()._run_epoch(epoch=epoch, **kwargs | numbers)
+            super()._run_epoch(epoch=epoch, **kwargs)
 
     @contextmanager
     def _measuring_steps(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,22 +185,3 @@ def test_steps_of_documents_hold_a_fair_share_of_tokens():
         numbers.append([np.bincount(sources[step], minlength=3).tolist() for step in steps])
     assert numbers[0] == numbers[1], "the number of documents of each source stays"
     assert (variations[1] < 0.5 * variations[0]).all(), variations
-
-
-@pytest.mark.parametrize("options", [{"capacity": CAPACITY}, {"documents_per_step": 64}])
-def test_the_rest_of_an_epoch_is_fair_too(options):
-    lengths, sources = three_sources()
-    drawn = MixtureDraw(sources, np.array([3000, 500, 900]), seed=3)
-    left = drawn.documents(2)[1000:]  # as after some steps
-    rest = drawn.rest(left)
-    assert rest.documents(2).tolist() == list(range(len(left)))
-    lengths, sources = lengths[left], sources[left]
-    sampler = PackedBatchSampler(lengths, accumulation=8, draw=rest, **options)
-    plain = PackedBatchSampler(lengths, accumulation=8, **options)
-    variations = []
-    for each in (sampler, plain):
-        each.set_epoch(2)
-        assert sorted(np.concatenate(each.micro_batches())) == list(range(len(left)))
-        steps = in_steps(each.micro_batches())[:-1]
-        variations.append(shares_of_steps(steps, lengths, sources).std(0))
-    assert (variations[0] < 0.6 * variations[1]).all(), variations

@@ -95,18 +95,6 @@ def test_chunks_and_indices_of_the_table_are_followed():
         assert_knows(ArrowDocuments(chosen, ["input_ids", "labels"]), rng)
 
 
-def test_a_subset_is_the_index_of_its_documents():
-    rng = np.random.default_rng(4)
-    dataset = Dataset.from_list(random_rows(rng, own_labels=True))
-    chosen = rng.permutation(40)[:25]
-    columns = ["input_ids", "labels"]
-    subset = PrefixIndex.of(ArrowDocuments(dataset, columns)).subset(chosen)
-    alone = ArrowDocuments(dataset.select(chosen), columns)
-    rows = [rng.permutation(25)[:8].tolist() for _ in range(20)]
-    computed = subset.computed_tokens(alone.lengths(), *flat(rows))
-    assert computed.tolist() == lengths_of_rows(alone, rows)
-
-
 def test_one_document_none_and_empty_ones():
     for rows in ([], [[1, 2]], [[], [], [1]]):
         dataset = Dataset.from_dict({"input_ids": rows or [[0]]}).select(range(len(rows)))

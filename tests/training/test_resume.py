@@ -173,28 +173,6 @@ def test_without_set_epoch_on_the_shard_two_ranks_replay_the_first_epoch(mode, o
         assert forgetful[0] == whole[first_of_resumed], "the same place of epoch 0"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["packed", "unpacked"])
-def test_ranks_that_become_fewer_or_accumulate_more_lose_nothing(mode, on_two_ranks, tmp_path):
-    """Two ranks, resumed within the second epoch by one, and by two with twice the accumulation."""
-    options = vars(Scenario("", LENGTHS, epochs=EPOCHS, **MODES[mode] | {"accumulation": 1}))
-    folder = Path(on_two_ranks[f"folder {mode}"])
-    checkpoint = checkpoint_within_epoch(folder, on_two_ranks[mode][0]["steps"], 1)
-    step = int(checkpoint.rpartition("-")[2])
-    behind = Counter()
-    for rank in on_two_ranks[mode]:
-        pairs = zip(rank["trained_in"], rank["batches"], strict=True)
-        behind.update(token for at, batch in pairs if at < step for token in batch)
-    one = run(Scenario(**options | {"output_dir": str(tmp_path / "one"), "resume": checkpoint}))
-    more = options | {"output_dir": str(tmp_path / "two"), "accumulation": 2, "resume": checkpoint}
-    two = run_on_ranks({"two": Scenario(**more)}, tmp_path / "results")["two"]
-    documents = documents_of_lengths(LENGTHS, prompt=2)
-    expected = Counter(token for row in documents for token in row["input_ids"] * EPOCHS)
-    for ranks in ([one], two):
-        batches = [batch for rank in ranks for batch in rank["batches"] if batch != [0]]
-        assert behind + Counter(token for batch in batches for token in batch) == expected
-
-
 OTHER_WORKERS = [  # then and now
     ("packed", 0, 2),
     ("unpacked", 2, 0),

@@ -65,12 +65,6 @@ class MixtureDraw:
             times[order[np.arange(start, start + number) % max(len(order), 1)]] += 1
         return np.repeat(np.arange(len(self.source_ids)), times)
 
-    def rest(self, documents: np.ndarray) -> "MixtureDraw":
-        """Return the draw of some documents, counted from 0, each of them once an epoch."""
-        source_ids = self.source_ids[documents]
-        counts = np.bincount(source_ids, minlength=len(self.counts))
-        return MixtureDraw(source_ids, counts, self.seed)
-
     def fair_order(
         self, documents: np.ndarray, lengths: np.ndarray, *, epoch: int, documents_per_step: int
     ) -> np.ndarray:

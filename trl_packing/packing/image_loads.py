@@ -31,16 +31,6 @@ class ImageLoads:
     costs: np.ndarray
     most_patches: int | None = None
 
-    def subset(self, documents: np.ndarray) -> "ImageLoads":
-        """Return the loads of some documents, by number; the limit of bins stays."""
-        return ImageLoads(
-            self.images[documents],
-            self.tokens[documents],
-            self.patches[documents],
-            self.costs[documents],
-            self.most_patches,
-        )
-
     def limited(self, most_patches: int | None) -> "ImageLoads":
         """Return the same loads with another limit."""
         return replace(self, most_patches=most_patches)

@@ -94,13 +94,6 @@ class PrefixIndex:
         common[1:][np.diff(groups[order]) != 0] = 0
         return PrefixIndex(order, common)
 
-    def subset(self, documents: np.ndarray) -> "PrefixIndex":
-        """Return the index of some documents, which it counts from 0 as they are given."""
-        number = np.full(len(self.order), -1)
-        number[documents] = np.arange(len(documents))
-        places = np.flatnonzero(number[self.order] >= 0)
-        return PrefixIndex(number[self.order[places]], self._common_of(places))
-
     def _common_of(self, places: np.ndarray) -> np.ndarray:
         """Return the common tokens of each of `places`, ascending by group, with the one before."""
         common = np.zeros(len(places), np.int32)

@@ -14,7 +14,7 @@ Bins and steps are made of places, and micro-batches are yielded as documents.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -148,7 +148,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.num_drawn = len(self.lengths) if draw is None else len(draw)
         self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
-        self.resumed_epoch: ResumedEpoch | None = None
         self._drawn: tuple[int, EpochPlan] | None = None
         self._bins: tuple[int, PackingPlan] | None = None
         self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
@@ -224,9 +223,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return full * self.accumulation + in_last
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.resumed_epoch is not None and self.epoch == self.resumed_epoch.epoch:
-            yield from self.resumed_epoch
-            return
         drawn = self.drawn()
         if len(drawn) != len(self) * self.num_ranks:
             raise RuntimeError(
@@ -451,34 +447,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
             groups=self.groups,
             saved=saved,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class ResumedEpoch:
-    """The micro-batches of an epoch that began under other settings (training/resuming.py).
-
-    Attributes:
-        epoch: the epoch that is continued; all later ones are whole.
-        places: places of the epoch that are not trained yet, (places,) int64.
-        documents: the document at each of them, (places,) int64.
-        sampler: draws micro-batches of `documents`, by position.
-        num_skipped: a rank's micro-batches in place of the documents trained before. They are empty
-            and come first: `Trainer` skips this many and counts the epoch's progress from there.
-    """
-
-    epoch: int
-    places: np.ndarray
-    documents: np.ndarray
-    sampler: PackedBatchSampler
-    num_skipped: int
-
-    def __len__(self) -> int:
-        return self.num_skipped + len(self.sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([] for _ in range(self.num_skipped))
-        for positions in self.sampler:
-            yield self.documents[positions].tolist()
 
 
 def attention_cost(hidden_size: int | None) -> float:

@@ -1,17 +1,15 @@
 """A checkpoint's record of its epoch: the trained documents, and marks that identify all documents.
 
-    epoch.npz    progress          the epoch, its optimizer steps so far, the user's settings
+    epoch.npz    progress          the epoch, its optimizer steps so far, the settings of its plan
                  lengths, tails    tokens of every document; checksums of the last tokens of some
-                 before            documents that the epoch trained under earlier settings
-                 trained           documents that it has trained in all; a bit each
+                 trained           documents that the epoch has trained; a bit each
 
 An epoch of a mixture draws some documents more than once, others not. Its bits are then those of
 its places (packing/draw.py).
-
-The record holds documents, not the plan, so the documents left to train are known under any plan.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ FILE = "epoch.npz"
 
 _NUM_TAILS = 1024  # documents whose last tokens are compared: enough to notice another order
 _TAIL_TOKENS = 32
-_TRUNCATING = ("truncate", "truncate_start", "truncate_prompt")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,31 +46,17 @@ class DocumentMarks:
         tails = [document["input_ids"][-_TAIL_TOKENS:].astype(np.int64) for document in chosen]
         return cls(lengths, np.array([zlib.crc32(tail.tobytes()) for tail in tails], np.int64))
 
-    def difference(self, now: "DocumentMarks", *, clipped_to: int | None = None) -> str | None:
-        """Return in words how the documents of `now` differ; None if they are the same.
-
-        Args:
-            now: marks of the current documents.
-            clipped_to: compare lengths only up to this one, because longer documents were
-                truncated.
-        """
+    def difference(self, now: "DocumentMarks") -> str | None:
+        """Return in words how the documents of `now` differ; None if they are the same."""
         if len(self.lengths) != len(now.lengths):
             return f"{len(self.lengths)} documents then, {len(now.lengths)} now"
-        then_lengths, now_lengths = self.lengths, now.lengths
-        if clipped_to is not None:
-            then_lengths, now_lengths = (
-                np.minimum(n, clipped_to) for n in (then_lengths, now_lengths)
-            )
-        other = np.flatnonzero(then_lengths != now_lengths)
+        other = np.flatnonzero(self.lengths != now.lengths)
         if len(other):
             first = other[0]
             return f"document {first} had {self.lengths[first]} tokens, now {now.lengths[first]}"
-        looked_at = _evenly_spread(len(now.lengths))
-        other = self.tails != now.tails
-        if clipped_to is not None:
-            other &= (now_lengths < clipped_to)[looked_at]
-        if other.any():
-            first = looked_at[int(np.argmax(other))]
+        other = np.flatnonzero(self.tails != now.tails)
+        if len(other):
+            first = _evenly_spread(len(now.lengths))[other[0]]
             return f"document {first} ended in other tokens (as long as now: {now.lengths[first]})"
         return None
 
@@ -85,13 +68,12 @@ class EpochRecord:
     Attributes:
         global_step: optimizer steps of the whole run.
         epoch: its number; the next one where an epoch had just ended.
-        steps: its optimizer steps since the last change of settings.
+        steps: its optimizer steps.
         steps_per_epoch: of a whole epoch under these settings.
         settings: the settings on which the plan of an epoch depends.
         marks: of all documents.
-        before: documents that the epoch trained under earlier settings, ``(documents,)`` bool; of
-            a mixture ``(places,)``.
-        trained: all documents that the epoch has trained, likewise.
+        trained: documents that the epoch has trained, ``(documents,)`` bool; of a mixture
+            ``(places,)``.
     """
 
     global_step: int
@@ -100,7 +82,6 @@ class EpochRecord:
     steps_per_epoch: int
     settings: Mapping[str, Any]
     marks: DocumentMarks
-    before: np.ndarray
     trained: np.ndarray
 
     def save(self, path: Path) -> None:
@@ -112,7 +93,6 @@ class EpochRecord:
             "progress": np.array(json.dumps(progress)),
             "lengths": lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))),
             "tails": self.marks.tails,
-            "before": np.packbits(self.before),
             "trained": np.packbits(self.trained),
         }
         # Not compressed: that takes 1.5 s for a million lengths.
@@ -136,12 +116,9 @@ class EpochRecord:
             progress = json.loads(str(found["progress"]))
             lengths = found["lengths"].astype(np.int64)
             places = progress.pop("places", len(lengths))  # earlier versions had no mixtures
-            before, trained = (
-                np.unpackbits(found[name], count=places).astype(bool)
-                for name in ("before", "trained")
-            )
+            trained = np.unpackbits(found["trained"], count=places).astype(bool)
             marks = DocumentMarks(lengths, found["tails"])
-        return cls(**progress, marks=marks, before=before, trained=trained)
+        return cls(**progress, marks=marks, trained=trained)
 
     def changed(self, settings: Mapping[str, Any]) -> str:
         """Return in words which of `settings` differ from the recorded ones; "" if none does."""
@@ -169,7 +146,7 @@ class EpochRecord:
                 "left to train are unknown. Resume with the former mixture, or set "
                 "ignore_data_skip=True to restart the epoch"
             )
-        difference = self.marks.difference(marks, clipped_to=self._clipped_to(settings))
+        difference = self.marks.difference(marks)
         if difference is None:
             return
         cut = {name: then.get(name) for name in _THAT_CUT if then.get(name) != settings[name]}
@@ -181,14 +158,25 @@ class EpochRecord:
             + ", or set ignore_data_skip=True to restart the epoch"
         )
 
-    def _clipped_to(self, settings: Mapping[str, Any]) -> int | None:
-        """Return the length up to which documents must agree if both runs truncate, else None."""
-        both = (self.settings, settings)
-        if all(self.settings[name] == settings[name] for name in ("max_length", "overflow")):
-            return None
-        if not all(of_run["overflow"] in _TRUNCATING for of_run in both):
-            return None
-        return min((n["max_length"] for n in both if n["max_length"] is not None), default=None)
+    def check_steps(self, holds: bool, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the first steps of the epoch hold the trained documents.
+
+        Args:
+            holds: whether they do.
+            settings: of now.
+        """
+        if holds:
+            return
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "ranks")
+        product = math.prod(self.settings[name] for name in names)
+        raise ValueError(
+            f"the checkpoint was saved within an epoch, after {self.steps:,} of its steps, and "
+            "these would hold other documents now "
+            f"({self.changed(settings) or _UNNAMED}). Resume with the "
+            f"former settings (per_device_train_batch_size × gradient_accumulation_steps × ranks "
+            f"may divide its {product} otherwise), or set ignore_data_skip=True to restart the "
+            "epoch with the new ones"
+        )
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
@@ -207,6 +195,7 @@ def _mixture_in_words(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{number:,} of {name}" for name, number in found["documents"].items())
 
 
+_UNNAMED = "a mixture of another number of epochs, or another version, planned them"
 _PROGRESS = ("global_step", "epoch", "steps", "steps_per_epoch")
 # Settings that cut documents into pieces.
 _THAT_CUT = ("max_length", "overflow", "overlap_tokens", "packing_strategy", "packing")

@@ -1,10 +1,12 @@
-"""Train every document of an epoch once, also if a run is resumed within it with other settings.
+"""Continue an epoch where a checkpoint was saved: with the same steps, or not at all.
 
     a checkpoint within an epoch, resumed with
-    the same settings          the same micro-batches follow
-    other settings             the same, if the first optimizer steps hold the same documents;
-                               otherwise a new plan of the documents that are left to train
-    other documents or seed    refused, unless no document of the epoch is trained yet
+    the same steps                    the next step follows, on any ranks × accumulation × bins
+                                      that make them
+    other steps, documents or seed    refused, naming what changed; ignore_data_skip=True restarts
+                                      the epoch
+    a checkpoint between epochs, resumed with
+    anything                          a whole epoch begins
 
 `Trainer` computes epoch and steps from the number of optimizer steps, as if the current settings
 had planned the whole run. Here they come from the record in the checkpoint. A stream saves its
@@ -23,7 +25,7 @@ from trl import SFTTrainer
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.models.state import temporarily
-from trl_packing.packing.sampler import PackedBatchSampler, ResumedEpoch
+from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord
 from trl_packing.training.sampling import Sampling
@@ -36,13 +38,11 @@ class Resumption(NamedTuple):
 
     Attributes:
         epoch: its number.
-        steps: optimizer steps to skip, of the epoch's sampler or of its rest.
-        is_new_plan: for documents that other steps would have held.
+        steps: optimizer steps of it to skip.
     """
 
     epoch: int
     steps: int
-    is_new_plan: bool = False
 
 
 class ResumedEpochs:
@@ -50,7 +50,7 @@ class ResumedEpochs:
 
     Args:
         trainer: its arguments and state are read.
-        sampling: plans the rest of an epoch.
+        sampling: knows the settings of the plan.
 
     Attributes:
         stream: that the run trains; None for a data set with a length.
@@ -66,7 +66,7 @@ class ResumedEpochs:
         self._marks: DocumentMarks | None = None
         self._resumed: Resumption | None = None
         self._epoch = 0
-        self._first_step = 0  # the step of the run at which the epoch, or its rest, began
+        self._first_step = 0  # the step of the run at which the epoch began
 
     @contextmanager
     def resuming(self, checkpoint: Any) -> Iterator[None]:
@@ -90,7 +90,7 @@ class ResumedEpochs:
         self.stream = stream
 
     def follow(self, sampler: PackedBatchSampler, documents: ArrowDocuments) -> None:
-        """Follow `sampler`, which trains now, and give it the rest of a recorded epoch."""
+        """Follow `sampler`, which trains now, from the recorded place on."""
         self.forget()
         self._sampler, self._documents = sampler, documents
         record = self._record
@@ -103,49 +103,19 @@ class ResumedEpochs:
             self._resumed = self._place_in_epoch(record, sampler)
 
     def _place_in_epoch(self, record: EpochRecord, sampler: PackedBatchSampler) -> Resumption:
-        """Return where the run continues; `sampler` gets the rest of that epoch if it needs one."""
-        sampler.set_epoch(record.epoch)
-        if not record.trained.any():
-            return Resumption(record.epoch, 0)
-        record.check(self.sampling.settings(), self._marks_of_documents())
-        began_whole = not record.before.any()
-        rest = None if began_whole else self._rest_after(record.epoch, record.before)
-        running = sampler if rest is None else rest.sampler
-        trained = record.trained[~record.before]
-        if (began_whole or rest) and _holds(running, record.steps, trained):
-            sampler.resumed_epoch = rest
-            return Resumption(record.epoch, record.steps)
-        sampler.resumed_epoch = self._rest_after(record.epoch, record.trained)
-        epoch = record.epoch + (sampler.resumed_epoch is None)
-        return Resumption(epoch, 0, is_new_plan=True)
-
-    def _rest_after(self, epoch: int, trained: np.ndarray) -> ResumedEpoch | None:
-        """Return the rest of `epoch` after the `trained` documents, None if nothing is left."""
-        left = np.flatnonzero(~trained)
-        if not len(left) or not self._fills_a_micro_batch(len(left)):
-            return None
-        assert self._sampler is not None
-        self._sampler.set_epoch(epoch)
-        documents = self._sampler.documents_at(left)
-        sampler = self.sampling.for_training(self._documents, documents)
-        sampler.set_epoch(epoch)
-        share = trained.sum() / len(left)
-        behind = round(self._num_steps(len(sampler)) * share) * sampler.accumulation
-        return ResumedEpoch(epoch, left, documents, sampler, behind)
-
-    def _fills_a_micro_batch(self, num_documents: int) -> bool:
-        """Return whether `dataloader_drop_last` leaves anything of so many documents."""
-        assert self._sampler is not None
-        return num_documents >= self._sampler.documents_multiple_of
+        """Return where the run continues."""
+        if record.trained.any():
+            settings = self.sampling.settings()
+            record.check(settings, self._marks_of_documents())
+            sampler.set_epoch(record.epoch)
+            trained = np.zeros(sampler.num_drawn, bool)
+            trained[sampler.places_in_first_steps(record.steps)] = True
+            record.check_steps(np.array_equal(trained, record.trained), settings)
+        return Resumption(record.epoch, record.steps)
 
     def _num_steps(self, num_micro_batches: int) -> int:
         """Return the optimizer steps of `num_micro_batches` of one rank."""
         return -(-num_micro_batches // self.sampling.accumulation)
-
-    def rest_of(self, epoch: int) -> ResumedEpoch | None:
-        """Return the rest of `epoch` that is trained; None if the whole epoch is."""
-        rest = None if self._sampler is None else self._sampler.resumed_epoch
-        return rest if rest is not None and rest.epoch == epoch else None
 
     # --- numbers that `Trainer` computes ------------------------------------------------------
 
@@ -156,11 +126,10 @@ class ResumedEpochs:
         num_epochs, per_epoch, *others, max_steps = found
         num_epochs, max_steps = self._schedule(num_epochs, per_epoch, max_steps)
         assert self._record is not None
-        changed = self._record.changed(self.sampling.settings())
-        if changed or self._resumed.is_new_plan:
+        if changed := self._record.changed(self.sampling.settings()):
             logger.warning(
-                f"resumed with {changed or 'another order of documents'}: "
-                f"{self._continuation(max_steps)}; training ends after step {max_steps:,}"
+                f"resumed with {changed}: {self._continuation(max_steps)}; training ends after "
+                f"step {max_steps:,}"
             )
         return (num_epochs, per_epoch, *others, max_steps)
 
@@ -168,21 +137,15 @@ class ResumedEpochs:
         """Return the number of epochs and of optimizer steps of the whole run."""
         assert self._record is not None
         assert self._resumed is not None
-        args = self.trainer.args
-        epoch, behind, _ = self._resumed
-        step, rest = self._record.global_step, self.rest_of(epoch)
-        if rest is None and step == epoch * per_epoch + behind:
+        args, step, (epoch, behind) = self.trainer.args, self._record.global_step, self._resumed
+        if step == epoch * per_epoch + behind:
             return num_epochs, max_steps  # as `Trainer` counts
-        in_epoch = per_epoch
-        if rest is not None:
-            in_epoch = self._num_steps(len(rest))
-            behind += self._num_steps(rest.num_skipped)
         if args.max_steps > 0:
-            later = max(max_steps - step - (in_epoch - behind), 0)
+            later = max(max_steps - step - (per_epoch - behind), 0)
             num_epochs = epoch + 1 + -(-later // per_epoch)
         else:
             requested = args.num_train_epochs - epoch
-            left = max(_ceil(min(requested, 1) * in_epoch) - behind, 0)
+            left = max(_ceil(min(requested, 1) * per_epoch) - behind, 0)
             max_steps = step + left + max(_ceil((requested - 1) * per_epoch), 0)
         return (num_epochs if max_steps > step else epoch), max_steps
 
@@ -192,11 +155,6 @@ class ResumedEpochs:
         assert self._resumed is not None
         if max_steps <= self._record.global_step:
             return "nothing is left to train"
-        rest = self.rest_of(self._resumed.epoch)
-        if rest is not None:
-            assert self._sampler is not None
-            left, number = len(rest.documents), self._sampler.num_drawn
-            return f"the epoch continues with the {left:,} of {number:,} documents that it had left"
         if self.trainer.args.ignore_data_skip:
             return "the epoch restarts, because ignore_data_skip=True"
         if self._resumed.steps == 0:
@@ -217,10 +175,8 @@ class ResumedEpochs:
         """
         self._refuse_position_of_stream(checkpoint)
         if self._resumed is not None:
-            epoch, behind, _ = self._resumed
-            rest = self.rest_of(epoch)
-            skipped = behind * self.sampling.accumulation
-            return epoch, skipped + (0 if rest is None else rest.num_skipped)
+            epoch, steps = self._resumed
+            return epoch, steps * self.sampling.accumulation
         if skipped and self._record is not None and self._record.trained.any():
             raise ValueError(
                 "the checkpoint was saved within an epoch that was packed by its lengths; on a "
@@ -251,27 +207,17 @@ class ResumedEpochs:
                 "or set ignore_data_skip=True to restart the epoch"
             )
 
-    def begin_epoch(
-        self, epoch: int, numbers: dict[str, int], *, epochs_trained: int, skipped: int
-    ) -> dict[str, int]:
-        """Return the micro-batches and steps of an epoch, or of its rest, which has others.
+    def begin_epoch(self, epoch: int, *, epochs_trained: int, skipped: int) -> None:
+        """Note the step at which an epoch began.
 
         Args:
             epoch: its number.
-            numbers: `steps_in_epoch` and `num_update_steps_per_epoch` of a whole one.
             epochs_trained: the epoch in which the run began.
             skipped: micro-batches that the run skips in it.
         """
         self._epoch, self._first_step = epoch, self.trainer.state.global_step
-        if self._resumed is not None and self._resumed.epoch == epoch:
-            self._first_step -= self._resumed.steps
-        elif epochs_trained == epoch and not self.trainer.args.ignore_data_skip:
+        if epochs_trained == epoch and not self.trainer.args.ignore_data_skip:
             self._first_step -= self._num_steps(skipped)
-        rest = self.rest_of(epoch)
-        if rest is None:
-            return numbers
-        steps = self._num_steps(len(rest))
-        return {"steps_in_epoch": len(rest), "num_update_steps_per_epoch": steps}
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -292,21 +238,13 @@ class ResumedEpochs:
     def record(self) -> EpochRecord:
         """Return the record of the epoch as it is trained so far."""
         assert self._sampler is not None
-        rest, epoch = self.rest_of(self._epoch), self._epoch
-        steps = self.trainer.state.global_step - self._first_step
-        before = np.zeros(self._sampler.num_drawn, bool)
-        trained = before.copy()
-        running = self._sampler if rest is None else rest.sampler
-        running.set_epoch(epoch)  # a callback may have made a data loader too
-        if steps >= self._num_steps(len(running)):
+        epoch, steps = self._epoch, self.trainer.state.global_step - self._first_step
+        trained = np.zeros(self._sampler.num_drawn, bool)
+        self._sampler.set_epoch(epoch)  # a callback may have made a data loader too
+        if steps >= self._num_steps(len(self._sampler)):
             epoch, steps = epoch + 1, 0
-        elif rest is None:
-            trained[self._sampler.places_in_first_steps(steps)] = True
         else:
-            before[:] = True
-            before[rest.places] = False
-            trained[before] = True
-            trained[rest.places[rest.sampler.places_in_first_steps(steps)]] = True
+            trained[self._sampler.places_in_first_steps(steps)] = True
         return EpochRecord(
             global_step=self.trainer.state.global_step,
             epoch=epoch,
@@ -314,7 +252,6 @@ class ResumedEpochs:
             steps_per_epoch=self._num_steps(len(self._sampler)),
             settings=self.sampling.settings(),
             marks=self._marks_of_documents(),
-            before=before,
             trained=trained,
         )
 
@@ -322,13 +259,6 @@ class ResumedEpochs:
         if self._marks is None:
             self._marks = DocumentMarks.of(self._documents)
         return self._marks
-
-
-def _holds(sampler: PackedBatchSampler, steps: int, trained: np.ndarray) -> bool:
-    """Return whether the first `steps` steps of `sampler` hold exactly the `trained` documents."""
-    found = np.zeros(len(trained), bool)
-    found[sampler.places_in_first_steps(steps)] = True
-    return np.array_equal(found, trained)
 
 
 def _ceil(number: float) -> int:

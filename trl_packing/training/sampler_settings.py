@@ -62,7 +62,6 @@ class SamplerSettings:
         self,
         documents: ArrowDocuments,
         *,
-        subset: np.ndarray | None = None,
         index: PrefixIndex | None = None,
         mixture: Mixture | None = None,
         loads: ImageLoads | None = None,
@@ -71,29 +70,20 @@ class SamplerSettings:
 
         Args:
             documents: the training set.
-            subset: Numbers of the documents to sample from; the sampler counts them from 0. None
-                for all documents.
             index: of `documents`, if groups of documents with common prefixes are drawn.
-            mixture: of `documents`; a subset is drawn once an epoch, in steps that are fair
-                mixtures.
+            mixture: of `documents`.
             loads: of the images of `documents`; None without images.
 
         Raises:
             ValueError: documents_per_step is set for rows that were packed before.
         """
-        lengths, draw = documents.lengths(), None if mixture is None else mixture.draw
-        curriculum = self.options.curriculum
+        lengths, curriculum = documents.lengths(), self.options.curriculum
         numbers = None if curriculum is None else numbers_of(documents, curriculum)
-        if subset is not None:
-            lengths, numbers = lengths[subset], None if numbers is None else numbers[subset]
-            index, loads = index and index.subset(subset), loads and loads.subset(subset)
-            draw = None if draw is None else draw.rest(subset)
         return self.sampler_of_lengths(
             lengths,
             rows=is_packed(documents),
-            allow_idle_ranks=subset is not None,
             groups=None if index is None else self._groups(index, lengths),
-            draw=draw,
+            draw=None if mixture is None else mixture.draw,
             numbers=numbers,
             loads=loads,
         )

@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from trl import SFTTrainer
@@ -81,15 +80,12 @@ class Sampling:
         seed = args.seed if self.trainer.model_init is not None else torch.initial_seed()
         self.torch_seed = broadcast_object_list([seed])[0]
 
-    def for_training(
-        self, documents: ArrowDocuments, subset: np.ndarray | None = None
-    ) -> PackedBatchSampler:
-        """Return the sampler of `documents`, or of a `subset` of them by number."""
+    def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
+        """Return the sampler of `documents`."""
         settings = self._of_training()
         self.mixture = mixture = mixture_of(documents, self.trainer.args)
         return settings.training_sampler(
             documents,
-            subset=subset,
             index=self._index(documents) if self.draws_groups(True) else None,
             mixture=mixture,
             loads=self._limited_loads(settings, documents, mixture.draw if mixture else None),
