@@ -7,7 +7,7 @@ documents in the same steps, by `SFTTrainer` and by `PackedSFTTrainer`, in turns
 process of its own. Images have the sizes of photographs, answers are of 10 to 300 words, one row in
 four has no image. Losses of both runs must agree, or nothing is published.
 
-Preparation is timed apart, on rows with JPEG files. benchmarks/image_bins.py plans epochs.
+Preparation is timed apart, on rows with JPEG files.
 """
 
 import argparse

@@ -8,7 +8,7 @@ import pytest
 from trl_packing.packing import patch_bins
 from trl_packing.packing.bins import pack
 from trl_packing.packing.image_loads import ImageLoads
-from trl_packing.packing.patch_bins import PatchBins, patch_budget
+from trl_packing.packing.patch_bins import PatchBins
 from trl_packing.packing.sampler import PackedBatchSampler
 
 CAPACITY = 2048
@@ -22,10 +22,9 @@ def photographs(number=1500, seed=0):
     return tokens + rng.integers(20, 300, number), 4 * tokens
 
 
-def loads_of(patches, *, costs=None, limit=None):
-    """Return loads with these patches and costs of the tower."""
-    costs = np.zeros(len(patches), int) if costs is None else costs
-    return ImageLoads((patches > 0).astype(int), patches // 4, patches, costs, limit)
+def loads_of(patches, *, limit=None):
+    """Return loads with these patches."""
+    return ImageLoads((patches > 0).astype(int), patches // 4, patches, limit)
 
 
 def partners(plan):
@@ -82,22 +81,7 @@ def test_a_document_beyond_the_limit_shares_its_bin_with_no_other_image():
             assert 0 not in documents or patches[documents].sum() == 9
 
 
-def test_the_budget_costs_hardly_any_bins_and_holds_the_fullest_one_down():
-    lengths, patches = photographs()
-    budget = patch_budget(lengths, patches, CAPACITY, "bfd")
-    free = pack(lengths, CAPACITY, "bfd", (0, 0))
-    plan = PatchBins(lengths, patches, CAPACITY, budget).pack((0, 0))
-    assert len(plan) <= 1.01 * len(free)
-    fullest = [max(patches[documents].sum() for documents in each) for each in (plan, free)]
-    assert fullest[0] <= max(budget, patches.max()) < 0.9 * fullest[1]
-
-
-def test_documents_without_images_need_no_budget():
-    lengths, patches = photographs()
-    assert patch_budget(lengths, 0 * patches, CAPACITY, "bfd") is None
-
-
-def test_images_without_limit_and_cost_change_no_epoch():
+def test_images_without_limit_change_no_epoch():
     lengths, patches = photographs(300)
     options = {"num_ranks": 2, "accumulation": 2}
     plain = PackedBatchSampler(lengths, CAPACITY, **options)
@@ -111,7 +95,7 @@ def test_images_without_limit_and_cost_change_no_epoch():
 @pytest.mark.parametrize("kind", [{"capacity": CAPACITY}, {"documents_per_step": 32}])
 def test_ranks_and_accumulation_train_the_same_steps(kind):
     lengths, patches = photographs(300)
-    loads = loads_of(patches, costs=patches // 5, limit=5000)
+    loads = loads_of(patches, limit=5000)
     one = PackedBatchSampler(lengths, **kind, loads=loads, accumulation=4)
     two = [
         PackedBatchSampler(lengths, **kind, loads=loads, accumulation=2, num_ranks=2, rank=rank)
@@ -124,18 +108,3 @@ def test_ranks_and_accumulation_train_the_same_steps(kind):
 def _in_steps(batches, size):
     """Return the documents of each step, in ascending order."""
     return [sorted(chain(*batches[at : at + size])) for at in range(0, len(batches), size)]
-
-
-@pytest.mark.parametrize("kind", [{"capacity": CAPACITY}, {"documents_per_step": 256}])
-def test_ranks_balance_the_tower_and_the_text(kind):
-    lengths, patches = photographs(4000)
-    costs = patches // 2
-
-    def waiting(loads):
-        """Return the share of the ranks' time in which they wait for the costliest one."""
-        sampler = PackedBatchSampler(lengths, **kind, loads=loads, num_ranks=8, accumulation=2)
-        cost = [(lengths + costs)[batch].sum() for batch in sampler.micro_batches()]
-        together = np.array(cost[: len(cost) // 8 * 8]).reshape(-1, 8)
-        return 1 - together.sum() / (together.max(1).sum() * 8)
-
-    assert waiting(loads_of(patches, costs=costs)) < 0.5 * waiting(loads_of(patches))

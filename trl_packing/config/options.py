@@ -150,8 +150,8 @@ class PackingOptions:
         default=None,
         metadata={
             "help": "With images: most patches of the vision tower in a bin, beside the tokens of "
-            "max_length, so that no micro-batch needs much more memory than others. Default: the "
-            "lowest limit, of five that are tried, that needs at most one percent more bins."
+            "max_length, so that no micro-batch needs much more memory than others. Default: no "
+            "limit."
         },
     )
     prefix_sharing: str = choice(

@@ -13,13 +13,18 @@ from typing import NamedTuple
 import datasets
 import numpy as np
 
-from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
+from trl_packing.data.counts import (
+    Conversations,
+    PreparationCounts,
+    Stage,
+    TokenCounts,
+    quantity,
+)
 from trl_packing.data.fitting import fit_documents
 from trl_packing.data.overflow import Overflow, Pieces, pieces_of, prompt_lengths
 from trl_packing.data.whole_images import keep_images_whole
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, TOKEN_COLUMNS
-from trl_packing.documents.list_columns import FlatLists
 
 _VERB = {
     "truncate": "cut at the end",
@@ -129,24 +134,17 @@ def _cut(
 
 
 def pieces_of_documents(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
-    """Return the pieces that a policy keeps of `documents`; no image is cut."""
+    """Return the pieces that a policy keeps of `documents`; no document with images is cut."""
     lengths = documents.lengths()
     prompts = np.zeros_like(lengths)
     if overflow.policy == "truncate_prompt":
         prompts = _prompts(documents)
     pieces = pieces_of(lengths, overflow, prompts)
-    if IMAGE_IDS not in documents.columns:
+    if IMAGE_IDS not in documents.columns or overflow.capacity is None:
         return pieces
-    if overflow.overlap is not None:  # it cuts no document with images
-        return keep_images_whole(pieces, _image_ids(documents, np.arange(len(lengths))), overflow)
-    is_cut = pieces.stops - pieces.starts < lengths[pieces.rows]
-    rows = np.unique(pieces.rows[is_cut])  # only these are read
-    cut = Pieces(np.searchsorted(rows, pieces.rows[is_cut]), *(p[is_cut] for p in pieces[1:3]))
-    cut = keep_images_whole(cut, _image_ids(documents, rows), overflow)
-    pairs = zip(pieces[:3], (rows[cut.rows], *cut[1:3]), strict=True)
-    merged = Pieces(*(np.concatenate([whole[~is_cut], of_cut]) for whole, of_cut in pairs))
-    order = np.lexsort([merged.starts, merged.rows])
-    return Pieces(*(part[order] for part in merged[:3]))
+    drops = np.zeros(len(lengths), bool)
+    drops[documents.rows_where(IMAGE_IDS, lambda ids: ids > 0)] = True
+    return keep_images_whole(pieces, drops & (lengths > overflow.capacity))
 
 
 def _losses(
@@ -173,12 +171,6 @@ def _whole(documents: ArrowDocuments) -> Pieces:
 def _prompts(documents: ArrowDocuments) -> np.ndarray:
     chunks = documents.readers["labels"].chunks
     return documents.in_order([prompt_lengths(*chunk) for chunk in chunks])
-
-
-def _image_ids(documents: ArrowDocuments, rows: np.ndarray) -> FlatLists:
-    """Return the image of each token of some documents, in the order of `rows`."""
-    lists = [document[IMAGE_IDS] for document in documents.__getitems__(rows)]
-    return np.concatenate([np.zeros(0, np.int32), *lists]), np.cumsum([0, *map(len, lists)])
 
 
 def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _PieceCounts:
@@ -214,6 +206,9 @@ def _overflow_stage(
     why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
     if overflow.policy == "wrapped":
         why = f"cut where rows of max_length={overflow.capacity} end"
+    dropped = number - len(np.unique(pieces.rows))
+    if dropped and overflow.policy != "drop":
+        why += f" ({quantity(dropped, 'document')} with images dropped)"
     contexts = np.zeros_like(pieces.rows) if pieces.contexts is None else pieces.contexts
     suggests_split = not overflow.makes_pieces and _are_running_text(overflow, before, cut, pieces)
     return Stage(

@@ -120,8 +120,10 @@ def fit_table(
     lengths = np.diff(tokens["input_ids"][1])
     before = None if begins is None else begins[indices]
     pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]), before)
-    if IMAGE_IDS in tokens:
-        pieces = keep_images_whole(pieces, tokens[IMAGE_IDS], overflow)
+    if IMAGE_IDS in tokens and overflow.capacity is not None:
+        values, offsets = tokens[IMAGE_IDS]
+        images = np.concatenate([[0], np.cumsum(values > 0)])[offsets]
+        pieces = keep_images_whole(pieces, (np.diff(images) > 0) & (lengths > overflow.capacity))
     cut = {name: gather(lists, pieces) for name, lists in tokens.items()}
     if pieces.contexts is not None:
         mask_contexts(*cut["labels"], pieces.contexts)

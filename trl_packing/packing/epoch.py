@@ -148,22 +148,17 @@ def _places_of(bins: PackingPlan, chosen: np.ndarray) -> np.ndarray:
     return bins.indices[np.repeat(shift, sizes) + np.arange(sizes.sum())].astype(np.int64)
 
 
-def costs_of_bins(
-    bins: PackingPlan, squares: np.ndarray, attention_cost: float, other: np.ndarray | None = None
-) -> np.ndarray:
-    """Return tokens + c · Σ len² of each bin, in whole tokens, and the cost of its images.
+def costs_of_bins(bins: PackingPlan, squares: np.ndarray, attention_cost: float) -> np.ndarray:
+    """Return tokens + c · Σ len² of each bin, in whole tokens.
 
     Args:
         bins: of the places of an epoch.
         squares: len² of each place, (places,) integers; less where it shares a prefix.
         attention_cost: c.
-        other: cost of the images of each place, integers; None without images.
     """
     sums = np.add.reduceat(squares[bins.indices], bins.offsets[:-1])
-    costs = bins.tokens + (attention_cost * sums).astype(np.int64)
-    if other is None:
-        return costs
-    return costs + np.add.reduceat(other[bins.indices], bins.offsets[:-1])
+    costs: np.ndarray = bins.tokens + (attention_cost * sums).astype(np.int64)
+    return costs
 
 
 def _fair(

@@ -1,11 +1,11 @@
 """The work that the images of each document add to its tokens.
 
-    document      tokens   image tokens   patches   cost of the tower, in tokens
-    [t t i i t]      5          2            8           3
-    [t t t]          3          0            0           0
+    document      tokens   image tokens   patches
+    [t t i i t]      5          2            8
+    [t t t]          3          0            0
 
-Memory grows with the tokens and the patches of a micro-batch, so bins are limited by both
-(patch_bins.py). Its time grows with tokens and the cost of the tower, which ranks balance.
+Memory grows with the tokens and the patches of a micro-batch, so bins may be limited by both
+(patch_bins.py).
 """
 
 from dataclasses import dataclass, replace
@@ -21,14 +21,12 @@ class ImageLoads:
         images: number of images.
         tokens: tokens that come from images.
         patches: positions of the vision tower.
-        costs: time of the tower, in tokens of the text model that take as long.
         most_patches: that a bin may hold; None without a limit.
     """
 
     images: np.ndarray
     tokens: np.ndarray
     patches: np.ndarray
-    costs: np.ndarray
     most_patches: int | None = None
 
     def limited(self, most_patches: int | None) -> "ImageLoads":

@@ -10,7 +10,6 @@ The first plan depends on the documents alone; a seed then moves documents betwe
 Every epoch therefore has the same number of bins, and other partners for each document.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,17 +21,12 @@ from trl_packing.packing.bins import (
     checked_lengths,
     find_strategy,
     next_fit,
-    pack,
     plan_of_bins,
 )
 from trl_packing.packing.remixing import Limit, remix_within
 
 # Best fit looks at all open bins for each document, so large sets are packed in parts.
 _DOCUMENTS_OF_A_PART = 8192
-
-# The budget is the lowest of these, in mean patches of a bin, that needs hardly more bins.
-_BUDGETS = (1.1, 1.25, 1.5, 2.0, 3.0)
-_MORE_BINS = 1.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,30 +122,3 @@ def _best_fit(tokens: np.ndarray, patches: np.ndarray, capacity: int, most: int)
             num_open -= 1
             space[:, chosen], number[chosen] = space[:, num_open], number[num_open]
     return bin_of
-
-
-def patch_budget(
-    lengths: np.ndarray, patches: np.ndarray, capacity: int, strategy: str
-) -> int | None:
-    """Return a limit on the patches of a bin that needs at most 1 % more bins than none.
-
-    None if there is no such limit, or no image. Large sets are judged by a part of their documents.
-
-    Args:
-        lengths: tokens of each document, ``(documents,)``.
-        patches: of each document, ``(documents,)``.
-        capacity: tokens that a bin may hold.
-        strategy: as in `bins.pack`.
-    """
-    if not patches.any():
-        return None
-    by_size = np.lexsort((patches, lengths))
-    some = np.sort(by_size[:: -(-len(by_size) // _DOCUMENTS_OF_A_PART)])
-    bins = len(pack(lengths[some], capacity, strategy))
-    mean = patches[some].sum() / bins
-    for budget in _BUDGETS:
-        most = math.ceil(budget * mean)
-        limited = PatchBins(lengths[some], patches[some], capacity, most, strategy)
-        if len(limited.pack(None)) <= _MORE_BINS * bins:
-            return most
-    return None

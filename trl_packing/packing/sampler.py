@@ -87,8 +87,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
             needs. Bins of the others are split until there are as many.
         stages: of each document, (documents,) integers: those of a stage come after those of the
             stages before it, and share bins only with each other (curriculum.py).
-        loads: Images of the documents: bins are limited by their patches, too, and the tower is
-            part of the cost of a micro-batch.
+        loads: images of the documents: bins may be limited by their patches, too.
 
     Raises:
         ValueError: an argument is out of range, or there are fewer documents than ranks without
@@ -389,13 +388,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         """Return the places of this epoch, by bins, and the ends of micro-batches."""
         bins, lengths = self._bins_of(self.epoch), self.at_places(self.lengths)
         squares = lengths.astype(np.int64) ** 2 if self.groups is None else self.groups.squares
-        draw, loads = self.draw, self.loads
-        images = None if loads is None else self.at_places(loads.costs)
+        draw = self.draw
         # The lengths of documents inside rows are not known here.
         attention_cost = 0.0 if self.rows else self.attention_cost
         full, left = arranged_bins(
             bins,
-            costs_of_bins(bins, squares, attention_cost, images),
+            costs_of_bins(bins, squares, attention_cost),
             slots=self.num_ranks * self.accumulation,
             bins_per_batch=self.bins_per_batch,
             window=self.balance_window,
@@ -432,8 +430,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
             per_batch = max(per_step // (self.num_ranks * self.accumulation), 1)
             return order, padded_batches(order, per_batch, self.num_ranks)
         costs = lengths + self.attention_cost * lengths.astype(float) ** 2
-        if self.loads is not None:
-            costs += self.at_places(self.loads.costs)
         saved = None
         if self.groups is not None:
             depths = self.groups.depths.astype(float)

@@ -23,7 +23,6 @@ from trl_packing.packing.curriculum import numbers_of, stages_of
 from trl_packing.packing.document_order import order_seed, packing_seed
 from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.image_loads import ImageLoads
-from trl_packing.packing.patch_bins import patch_budget
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
@@ -178,30 +177,14 @@ class SamplerSettings:
             loads=loads,
         )
 
-    def limited_loads(
-        self, loads: ImageLoads, lengths: np.ndarray, draw: MixtureDraw | None = None
-    ) -> ImageLoads:
-        """Return the loads of images with the limit of bins that the settings name or imply.
-
-        Args:
-            loads: of documents.
-            lengths: tokens of these documents, ``(documents,)``.
-            draw: the documents that each epoch of a mixture draws, of which the limit follows.
+    def limited_loads(self, loads: ImageLoads) -> ImageLoads:
+        """Return the loads of images with the limit of bins that the settings name.
 
         Raises:
             ValueError: a document has more patches than `max_patches`.
         """
-        capacity = self.args.max_length
-        if not self.packing or capacity is None or self.options.documents_per_step is not None:
-            return loads
         most, patches = self.options.max_patches, loads.patches
-        if most is None:
-            if draw is not None:
-                drawn = draw.documents(0)
-                lengths, patches = lengths[drawn], patches[drawn]
-            strategy = self.args.packing_strategy
-            return loads.limited(patch_budget(lengths, patches, capacity, strategy))
-        if patches.max(initial=0) > most:
+        if most is not None and patches.max(initial=0) > most:
             at = int(np.argmax(patches > most))
             raise ValueError(
                 f"the images of document {at} have {patches[at]} patches, but max_patches={most}; "

@@ -10,7 +10,6 @@ from trl import SFTTrainer
 
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.models.introspection import layer_values, text_config
-from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -48,7 +47,7 @@ class Sampling:
         self.draws_groups: Callable[[bool], bool] = lambda training: False
         self.image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
         self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
-        self._loads: dict[tuple[int, bool, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
+        self._loads: dict[tuple[int, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -88,7 +87,7 @@ class Sampling:
             documents,
             index=self._index(documents) if self.draws_groups(True) else None,
             mixture=mixture,
-            loads=self._limited_loads(settings, documents, mixture.draw if mixture else None),
+            loads=self._limited_loads(settings, documents),
         )
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
@@ -120,15 +119,15 @@ class Sampling:
         )
 
     def _limited_loads(
-        self, settings: SamplerSettings, documents: ArrowDocuments, draw: MixtureDraw | None = None
+        self, settings: SamplerSettings, documents: ArrowDocuments
     ) -> ImageLoads | None:
         """Return the loads of the images of a data set, made once."""
 
         def make() -> ImageLoads | None:
             loads = self.image_loads(documents)
-            return loads and settings.limited_loads(loads, documents.lengths(), draw)
+            return loads and settings.limited_loads(loads)
 
-        key = id(documents.dataset), settings.packing, draw is not None
+        key = id(documents.dataset), settings.packing
         return _made_once(self._loads, key, documents, make)
 
     def _index(self, documents: ArrowDocuments) -> PrefixIndex:

@@ -14,10 +14,19 @@ from typing import Any
 
 from transformers.image_processing_utils import select_best_resolution
 
+#: Pixels of a side of a patch where the config does not say it.
+_PATCH_SIZE = 14
+
 #: Heights and widths of images, and how many images their rows have (placeholders.Size).
 Sizes = Sequence[tuple[int, int, int]]
 
 Rule = Callable[[Sizes], list[int]]
+
+
+def patch_size_of(config: Any) -> int:
+    """Return the pixels of a side of a patch."""
+    size = getattr(getattr(config, "vision_config", None), "patch_size", None) or _PATCH_SIZE
+    return size[0] if isinstance(size, (list, tuple)) else size
 
 
 def num_patches(made: Mapping[str, Any], patch_size: int) -> int:

@@ -8,10 +8,7 @@ from datasets import Dataset
 from transformers import ProcessorMixin
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.overflow import Overflow
 from trl_packing.data.rules import Preparation
-from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.vision.documents import keys_of
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
@@ -41,28 +38,6 @@ def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
         raise ValueError(
             f"the {name} dataset has images, but processing_class is a "
             f"{type(rules.processing_class).__name__}; pass the model's processor (AutoProcessor)"
-        )
-
-
-def check_no_row_is_cut(
-    documents: Dataset, sizes: Sequence[np.ndarray], rules: Preparation, name: str
-) -> None:
-    """Raise ValueError for a row that would keep some of its images, which then change their tiles.
-
-    The processor cuts an image into more tiles if it is alone in its row.
-    """
-    overflow = Overflow.from_args(rules.args, rules.packing)
-    lengths = ArrowDocuments(documents, ["input_ids"]).lengths()
-    if overflow.capacity is None or overflow.policy in ("drop", "error"):
-        return
-    several = np.array([len(of_row) > 1 for of_row in sizes])
-    wrong = np.flatnonzero(several & (lengths > overflow.capacity))
-    if len(wrong):
-        raise ValueError(
-            f"row {wrong[0]} of the {name} dataset has {lengths[wrong[0]]} tokens and several "
-            f"images, and {type(rules.processing_class).__name__} processes an image differently "
-            f"if others are cut off; raise max_length={overflow.capacity}, or set overflow='drop'"
-            f"{and_others(wrong)}"
         )
 
 

@@ -44,15 +44,14 @@ from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.image_store import ImageStore
 from trl_packing.vision.loads import RunLoads
 from trl_packing.vision.other_media import check_no_other_media
+from trl_packing.vision.patches import patch_size_of
 from trl_packing.vision.placeholders import Placeholders
 from trl_packing.vision.preparation import (
-    check_no_row_is_cut,
     check_settings,
     learn,
     template_of,
 )
 from trl_packing.vision.tower import hide_boundaries
-from trl_packing.vision.tower_cost import TowerCost, patch_size_of
 from trl_packing.vision.trl_check import difference_from_trl
 from trl_packing.vision.trl_path import (
     check_nothing_is_weighted,
@@ -83,7 +82,7 @@ class RunImages:
     def __init__(self) -> None:
         self.packs = False
         self.store = ImageStore()
-        self._loads = RunLoads(TowerCost())
+        self._loads = RunLoads()
         self._patch_size = 0
         self._takes_texts = False
         self.contradiction: str | None = None
@@ -116,12 +115,11 @@ class RunImages:
             check_nothing_is_weighted([train, *sets_of(evaluated)], reason)
         if self.packs:
             self._takes_texts = isinstance(train, dict)
-            config = config_of(model, args)
-            self._loads, self._patch_size = RunLoads(TowerCost.of(config)), patch_size_of(config)
+            self._loads, self._patch_size = RunLoads(), patch_size_of(config_of(model, args))
         return reason
 
     def loads(self, documents: ArrowDocuments) -> ImageLoads | None:
-        """Return the patches and the cost of the images of documents; None if they have none."""
+        """Return the images and patches of documents; None if they have none."""
         return self._loads.of(documents) if self.packs else None
 
     def check_options(self, options: PackingOptions) -> None:
@@ -169,7 +167,7 @@ class RunImages:
         """Return the images of the same run before any of its data sets was taken."""
         made = copy.copy(self)
         made.store, made.contradiction = ImageStore(), None
-        made._loads = RunLoads(self._loads.cost)
+        made._loads = RunLoads()
         return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
@@ -257,8 +255,6 @@ class RunImages:
             num_proc=rules.args.dataset_num_proc,
             name=name,
         )
-        if placeholders.counts_images:
-            check_no_row_is_cut(documents, sizes, rules, name)
         rules = replace(rules, row_format=row_format)
         found = difference_from_trl(dataset, documents, self.store, rules, chat_template, name)
         if found is not None and self.is_built:

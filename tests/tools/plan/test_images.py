@@ -51,15 +51,6 @@ def test_the_planned_micro_batches_are_those_of_the_trainer(options, model, proc
     assert max(patches) <= 300 or "max_patches" not in options
 
 
-def test_the_cost_of_micro_batches_has_the_tower(model, processor, tmp_path):
-    plan = plan_of(model, processor, tmp_path)
-    lengths, loads = plan.documents.lengths(), plan.run.images.loads(plan.documents)
-    costs = lengths + attention_cost(plan.run.hidden_size) * lengths**2 + loads.costs
-    assert loads.costs.sum() > 0.1 * lengths.sum()
-    found = [costs[members].sum() for members in plan.epoch.members]
-    assert plan.epoch.costs == pytest.approx(found)
-
-
 def test_the_page_counts_images_and_shows_them_as_words(model, processor, tmp_path):
     plan = plan_of(model, processor, tmp_path, overflow="split", max_length=64)
     text = str(plan_page(plan))

@@ -12,8 +12,8 @@ import numpy as np
 
 from trl_packing.data.counts import quantity
 from trl_packing.data.fitting import is_kept
-from trl_packing.data.whole_images import ImageSpans
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, document_labels
+from trl_packing.data.whole_images import images_of
+from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import escape
 from trl_packing.tools.plan.run_plan import CutDocuments, RunPlan
@@ -109,11 +109,7 @@ def _document(
 
 def _image_starts(document: Mapping[str, np.ndarray]) -> dict[int, int]:
     """Return the number of tokens of each image, by its first token in the document."""
-    if IMAGE_IDS not in document:
-        return {}
-    ids = document[IMAGE_IDS]
-    spans = ImageSpans((ids, np.array([0, len(ids)]))).of(0)
-    return {start: stop - start for start, stop in spans}
+    return {image.start: image.stop - image.start for image in images_of(document)}
 
 
 def _text(

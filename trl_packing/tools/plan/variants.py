@@ -89,7 +89,7 @@ class PlannedEpoch:
         costs = tokens + sampler.attention_cost * sums(squares)
         patches, loads = None, sampler.loads
         if loads is not None:
-            patches, costs = sums(loads.patches[drawn]), costs + sums(loads.costs[drawn])
+            patches = sums(loads.patches[drawn])
         slots = sampler.num_ranks * sampler.accumulation
         return cls(members, documents, tokens, costs, sampler.num_ranks, slots, patches)
 
@@ -161,8 +161,6 @@ class Setup:
             self.ranks,
             hidden_size=self.hidden_size,
         )
-        if loads is not None and loads.most_patches is None:
-            loads = settings.limited_loads(loads, lengths, self.draw)
         return settings.sampler_of_lengths(
             lengths,
             rows=rows,

@@ -141,14 +141,11 @@ def sampler_of(
         args, args.packing, args.per_device_train_batch_size, ranks, hidden_size=run.hidden_size
     )
     loads = run.images.loads(documents)
-    if loads is not None:
-        draw = None if mixture is None else mixture.draw
-        loads = settings.limited_loads(loads, documents.lengths(), draw)
     return settings.training_sampler(
         documents,
         index=prefix_index(documents) if _groups(run) else None,
         mixture=mixture,
-        loads=loads,
+        loads=loads and settings.limited_loads(loads),
     )
 
 
