@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.dense import (
     NUM_TOKENS,
     TOLERANCE,
@@ -197,3 +198,19 @@ def test_the_op_keeps_the_contract_of_custom_ops(options):
     seed = None if seed is None else torch.tensor(seed)
     arguments = (*inputs(), boundaries(), None, None, sinks, seed, *rest)
     torch.library.opcheck(torch.ops.trl_packing.document_attention.default, arguments)
+
+
+def test_other_devices_never_ask_cudnn_which_builds_a_graph_for_each_length(monkeypatch):
+    sdpa, allowed = F.scaled_dot_product_attention, []
+
+    def record(*args, **options):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    q, k, v = inputs()
+    sdpa_by_document(q, k, v, boundaries(), 0.4, 0).sum().backward()
+    assert allowed
+    assert not any(allowed)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

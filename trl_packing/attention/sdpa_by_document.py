@@ -1,6 +1,7 @@
 """Computes attention document by document with `F.scaled_dot_product_attention`, on any device.
 
-GPUs without FlashAttention-2, and float32 inputs, run PyTorch's memory-efficient kernel here.
+GPUs without FlashAttention-2, and float32 inputs, run PyTorch's memory-efficient kernel here. cuDNN
+is left out, because it would build a graph for every length of a document.
 """
 
 import functools
@@ -10,6 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trl_packing.attention import tiles
 from trl_packing.attention.interface import KernelOptions
@@ -17,7 +19,10 @@ from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
 from trl_packing.attention.tiles import Tile, visible_keys
 from trl_packing.documents.host_row import host_boundaries
 
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+
+@sdpa_kernel(_BACKENDS)
 def sdpa_by_document(
     query: Tensor,
     key: Tensor,
