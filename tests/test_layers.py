@@ -20,7 +20,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "documents": (set(), {"datasets", "numpy", "pyarrow", "torch"}),
     "recognition": ({"documents"}, {"numpy", "torch"}),
     "models": ({"recognition"}, {"numpy", "torch", "transformers"}),
-    "packing": ({"documents", "models"}, {"numpy", "torch", "transformers"}),
+    "packing": ({"documents", "models"}, {"numpy", "pyarrow", "torch", "transformers"}),
     "config": ({"documents", "packing"}, {"numpy", "transformers", "trl"}),
     "attention": ({"documents", "models", "recognition"}, {"numpy", "torch", "transformers"}),
     "loss": (
