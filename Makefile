@@ -68,7 +68,7 @@ samples: $(READY)  ## the sample pages of the docs, about 3 minutes
 	$(BIN)/trl-packing inspect recipes/shared_prefixes.py --max_length 320 --micro_batches 1 \
 		--html docs/samples/shared_rows.html
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		recipes/sft_packed.py --max_steps 60 --logging_steps 2 --output_dir outputs/sample
+		recipes/sft_packed.py --max_steps 240 --warmup_steps 20 --logging_steps 4 --output_dir outputs/sample
 	cp outputs/sample/run.html docs/samples/
 
 bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idle machine
