@@ -168,7 +168,7 @@ class RowFormat:
         if form == "text":
             return self._text(row)
         if form.endswith("messages"):
-            return self._conversation(row)
+            return self._conversation(row, form)
         return self._prompt_completion(row)
 
     def _check_form(self, row: Row, form: str) -> None:
@@ -228,8 +228,8 @@ class RowFormat:
 
     # --- conversations ----------------------------------------------------------------------------
 
-    def _conversation(self, row: Row) -> Rendered:
-        prompt, completion, conversation = self._messages(row, self.form(row))
+    def _conversation(self, row: Row, form: str) -> Rendered:
+        prompt, completion, conversation = self._messages(row, form)
         if self.flags_decide and self.train_on is None:
             self._check_no_flags([*prompt, *completion])
         if not completion:  # nothing to train: such documents are dropped and counted later
@@ -268,7 +268,7 @@ class RowFormat:
 
     def _turns(self, row: Row, form: str) -> list[Rendered]:
         self._check_form(row, form)
-        prompt, completion, conversation = self._messages(row, self.form(row))
+        prompt, completion, conversation = self._messages(row, form)
         messages = [*prompt, *completion]
         weights = trained_messages(messages, "assistant", first=len(prompt)) if completion else {}
         if weights:

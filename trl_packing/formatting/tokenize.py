@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from trl.data_utils import common_prefix_length
 
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.formatting.printable import quote
-from trl_packing.formatting.response_template import DecodedDocument
 
 
 @dataclass(frozen=True)
@@ -53,35 +53,55 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The T tokens of a document, and their weights ``(T,)`` float32, 0 if not trained.
+    """The T tokens of a document, and which of them are trained.
 
-    Weights are None if every token is trained, and ids stay a list: one array per document would
-    cost a tenth of the preparation.
+    Attributes:
+        input_ids: the tokens.
+        spans: (first, stop, weight) in tokens; None if all are trained.
+        num_prompt: first tokens, which are not trained whatever the spans are.
+        lost_prompt: end of the prompt alone that differs from prompt and completion.
     """
 
     input_ids: list[int]
-    weights: np.ndarray | None
-    lost_prompt: list[int]  # end of the prompt alone that differs from prompt and completion
+    spans: Sequence[tuple[int, int, float]] | None = None
+    num_prompt: int = 0
+    lost_prompt: Sequence[int] = ()
 
     @property
-    def labels(self) -> list[int] | np.ndarray:
-        """The ids, with `IGNORE_INDEX` on tokens that are not trained."""
-        if self.weights is None:
-            return self.input_ids
-        return np.where(self.weights > 0, np.asarray(self.input_ids, np.int64), IGNORE_INDEX)
+    def weights(self) -> np.ndarray:
+        """The weight of each token, ``(T,)`` float32, 0 if it is not trained."""
+        return flat_tokens([self])[2]
+
+
+def flat_tokens(documents: Sequence[Tokenized]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ids, labels and weights of all T tokens of documents laid end to end, ``(T,)`` each.
+
+    One array for all of them: an array for each would cost a tenth of the preparation.
+    """
+    stops = np.cumsum([len(document.input_ids) for document in documents]).tolist()
+    input_ids = np.fromiter(
+        chain.from_iterable(d.input_ids for d in documents), np.int64, stops[-1]
+    )
+    weights = np.ones(len(input_ids), np.float32)
+    for document, stop in zip(documents, stops, strict=True):
+        begin = stop - len(document.input_ids)
+        if document.spans is not None:
+            weights[begin:stop] = 0
+            for first, last, weight in document.spans:
+                weights[begin + first : begin + last] = weight
+        weights[begin : begin + document.num_prompt] = 0
+    return input_ids, np.where(weights > 0, input_ids, IGNORE_INDEX), weights
 
 
 def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     """Return the tokens of `documents`, which must agree in `adds_special_tokens`.
 
     Raises:
-        ValueError: if spans need offsets and a tokenizer without them does not decode to the text.
+        ValueError: the tokenizer is slow, so it has no offsets for spans.
     """
     special = documents[0].adds_special_tokens
     encoded = _encode(tokenizer, [document.text for document in documents], special)
-    views = [
-        _view(tokenizer, encoded, number, document) for number, document in enumerate(documents)
-    ]
+    views = _views(tokenizer, encoded, documents)
     ends = [
         None if view is None or document.prompt is None else _prompt_end(view, document)
         for view, document in zip(views, documents, strict=True)
@@ -119,15 +139,15 @@ def _tokenized_apart(
     spans = [(start - size, stop - size, weight) for start, stop, weight in document.spans or ()]
     rest = Rendered(document.text[size:], spans, adds_special_tokens=False)
     [tokens] = tokenize(tokenizer, [rest])
-    ids = prompt + tokens.input_ids
+    ids, behind = prompt + tokens.input_ids, len(prompt)
     if tokenizer.decode(ids) != tokenizer.decode(together):
         raise ValueError(
             f"its tokens merge where the generation prompt ends and the turn "
             f"{quote(rest.text[:20])} begins, and the tokenizer cannot keep them apart; begin the "
             "turn with another character"
         )
-    weights = np.concatenate([np.zeros(len(prompt), np.float32), tokens.weights])
-    return Tokenized(ids, weights, [])
+    found = [(first + behind, last + behind, weight) for first, last, weight in tokens.spans or ()]
+    return Tokenized(ids, found)
 
 
 def _encode(tokenizer: Any, texts: list[str], special: bool) -> Any:
@@ -135,22 +155,23 @@ def _encode(tokenizer: Any, texts: list[str], special: bool) -> Any:
 
 
 def _tokenized(
-    ids: list[int], view: Any, document: Rendered, end: int | None, prompt: list[int] | None
+    ids: list[int],
+    view: "_Offsets | None",
+    document: Rendered,
+    end: int | None,
+    prompt: list[int] | None,
 ) -> Tokenized:
-    if view is None:
-        return Tokenized(ids, None, [])
-    weights = np.ones(len(ids), np.float32)
-    if document.spans is not None:
-        weights = np.zeros(len(ids), np.float32)
-        for start, stop, weight in document.spans:
-            first, last = view.tokens_of(start, stop, document.only_whole)
-            weights[first:last] = weight
+    spans = None
+    if document.spans is not None and view is not None:
+        spans = [
+            (*view.tokens_of(start, stop, document.only_whole), weight)
+            for start, stop, weight in document.spans
+        ]
     lost: list[int] = []
     if prompt is not None:
         end = common_prefix_length(prompt, ids)
         lost = prompt[end:]
-    weights[: end or 0] = 0
-    return Tokenized(ids, weights, lost)
+    return Tokenized(ids, spans, end or 0, lost)
 
 
 # Ends of a prompt that a tokenizer may split differently once more text follows: the last of
@@ -158,7 +179,7 @@ def _tokenized(
 _OPEN_END = re.compile(r"(\s\s|['’].?)\Z", re.DOTALL)
 
 
-def _prompt_end(view: Any, document: Rendered) -> int | None:
+def _prompt_end(view: "_Offsets", document: Rendered) -> int | None:
     """Return the first token of the completion if the prompt alone surely ends there, or None."""
     prompt, text = document.prompt or "", document.text
     size = len(prompt)
@@ -174,25 +195,35 @@ def _prompt_end(view: Any, document: Rendered) -> int | None:
 @lru_cache(maxsize=64)
 def _keeps_at_end(tokenizer: Any, space: str) -> bool:
     """Whether a tokenizer reads white space at the end of a text as it does before a letter."""
-    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    normalizer = tokenizer.backend_tokenizer.normalizer
     if normalizer is None:
         return True
     return normalizer.normalize_str(f"a{space}") + "a" == normalizer.normalize_str(f"a{space}a")
 
 
-def _view(tokenizer: Any, encoded: Any, number: int, document: Rendered) -> Any:
-    if document.spans is None and document.prompt is None:
-        return None
+def _views(tokenizer: Any, encoded: Any, documents: Sequence[Rendered]) -> "list[_Offsets | None]":
+    """Return a map from characters to tokens for each document that needs one."""
     if tokenizer.is_fast:
-        return _Offsets(encoded.encodings[number], tokenizer)
-    return _Decoded(tokenizer, encoded["input_ids"][number], document)
+        return [
+            None if document.spans is None and document.prompt is None else _Offsets(*each)
+            for document, *each in zip(
+                documents, encoded.encodings, encoded["input_ids"], repeat(tokenizer), strict=False
+            )
+        ]
+    if any(document.spans for document in documents):
+        raise ValueError(
+            f"{type(tokenizer).__name__} is a slow tokenizer, without the offsets by which trained "
+            "characters are found among its tokens; load the fast one "
+            "(AutoTokenizer.from_pretrained(..., use_fast=True))"
+        )
+    return [None] * len(documents)
 
 
 class _Offsets:
     """Maps characters to tokens by the offsets of a fast tokenizer."""
 
-    def __init__(self, encoding: Any, tokenizer: Any):
-        self.encoding, self.tokenizer = encoding, tokenizer
+    def __init__(self, encoding: Any, input_ids: list[int], tokenizer: Any):
+        self.encoding, self.input_ids, self.tokenizer = encoding, input_ids, tokenizer
 
     def token_starting_at(self, char: int) -> int | None:
         """Return the token that starts at `char`, if the token before it ends there."""
@@ -204,7 +235,7 @@ class _Offsets:
         if (before[1] if before else 0) != char:
             return None
         # The tokenizer may end every text, so the prompt too, in the token that begins here.
-        ids, after = self.encoding.ids, self._num_tokens
+        ids, after = self.input_ids, self._num_tokens
         return None if after < len(ids) and ids[token] == ids[after] else token
 
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
@@ -258,30 +289,3 @@ class _Offsets:
 
 # Vocabularies of byte-level tokenizers write a space as "Ġ".
 _SPACE = "Ġ" + string.whitespace
-
-
-class _Decoded:
-    """Maps characters to tokens by decoding, for tokenizers without offsets."""
-
-    def __init__(self, tokenizer: Any, ids: list[int], document: Rendered):
-        self.tokenizer, self.text = tokenizer, document.text
-        self.document = DecodedDocument(tokenizer, ids)
-
-    def token_starting_at(self, char: int) -> int | None:
-        return None
-
-    def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
-        before = self.document.text.find(self.text)
-        if before < 0:
-            raise ValueError(
-                f"{type(self.tokenizer).__name__} has no offsets and does not give back the text "
-                "that it read, so trained characters cannot be found among its tokens; load the "
-                "fast tokenizer (AutoTokenizer.from_pretrained(..., use_fast=True))"
-            )
-        first, last = self.document.tokens_of(before + start, before + stop)
-        if only_whole:
-            inside = self.document.tokens_of(before, before + start)[1]
-            after = self.document.tokens_of(before + stop, len(self.document.text))[0]
-            last = len(self.document.input_ids) if stop == len(self.text) else after
-            return inside, max(last, inside)
-        return first, last

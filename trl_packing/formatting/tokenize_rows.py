@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from accelerate.logging import get_logger
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ from trl_packing.formatting.message_flags import flag_of, has_flags, messages_in
 from trl_packing.formatting.printable import escape_hidden, quote
 from trl_packing.formatting.row_form import Row
 from trl_packing.formatting.row_format import RowFormat
-from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
+from trl_packing.formatting.tokenize import Rendered, Tokenized, flat_tokens, tokenize
 
 logger = get_logger(__name__)
 
@@ -106,24 +107,25 @@ def documents_from_rows(
         columns.append(TOKEN_WEIGHTS)
     if row_format.makes_turns:
         columns += [TURN, *document_columns]
+    rows, present = dataset.with_format(None), get_dataset_column_names(dataset)
+    is_stream = isinstance(rows, IterableDataset)
+    keeps_columns = keeps_columns and not is_stream and not row_format.makes_turns
+    removed = [] if keeps_columns else [c for c in present if c not in document_columns]
     options: dict[str, Any] = {
         "batched": True,
         "with_indices": True,
+        "remove_columns": removed,
         "fn_kwargs": {
             "row_format": row_format,
             "form": row_format.form(first),
             "columns": columns,
             "name": name,
             "version": version("trl_packing"),  # another version may render differently
+            "is_alone": not is_stream and not row_format.makes_turns and removed == present,
         },
     }
     if row_format.makes_turns:
         options["batch_size"] = _CONVERSATIONS_AT_ONCE
-    is_stream = isinstance(dataset, IterableDataset)
-    if not keeps_columns or is_stream or row_format.makes_turns:
-        present = get_dataset_column_names(dataset)
-        options["remove_columns"] = [c for c in present if c not in document_columns]
-    rows = dataset.with_format(None)
     if isinstance(rows, IterableDataset):
         dtypes = _dtypes_of(document_columns, rows, first)
         features = Features({c: dtypes[c] for c in (*columns, *document_columns)})
@@ -187,7 +189,9 @@ def _prepare_batch(
     columns: Sequence[str],
     name: str,
     version: str,
-) -> dict[str, list[Any]]:
+    is_alone: bool,
+) -> dict[str, list[Any]] | pa.Table:
+    """Return the documents of a batch of rows; a table if no other column stays beside theirs."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     names = [f"row {index} of the {name} dataset" for index in indices]
     render = partial(_rendered, form=form, row_format=row_format, columns=columns)
@@ -199,12 +203,17 @@ def _prepare_batch(
             raise
         raise (RuntimeError if isinstance(error, RuntimeError) else ValueError)(str(bad)) from error
     _warn_of_lost_prompts(row_format.chat.tokenizer, documents)
-    made: dict[str, list[Any]] = {
-        "input_ids": [document.input_ids for document in documents],
-        "labels": _of_one_type([document.labels for document in documents]),
-    }
-    if TOKEN_WEIGHTS in columns:
-        made[TOKEN_WEIGHTS] = [document.weights for document in documents]
+    tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
+    flat = {column: values for column, values in tokens if column in columns}
+    stops = np.cumsum([len(document.input_ids) for document in documents])
+    if is_alone:  # an Arrow table is written at once; `datasets` checks every other value
+        offsets = pa.array(np.concatenate([[0], stops]), pa.int32())
+        kinds = {"input_ids": pa.int32()}  # as `datasets` stores them
+        lists = {column: pa.array(values, kinds.get(column)) for column, values in flat.items()}
+        return pa.table({c: pa.ListArray.from_arrays(offsets, v) for c, v in lists.items()})
+    made: dict[str, list[Any]] = {c: np.split(values, stops[:-1]) for c, values in flat.items()}
+    made["input_ids"] = [document.input_ids for document in documents]
+    made["labels"] = [labels.tolist() for labels in made["labels"]]
     if TURN in columns:
         made[TURN] = turns
     repeated = [column for column in columns if column in batch]
@@ -235,13 +244,6 @@ def _documents_of(
             places += found
             turns += numbers
     return [document for part in parts for document in part.result()], places, turns
-
-
-def _of_one_type(labels: list[Any]) -> list[Any]:
-    """Return all as arrays if any is an array: `datasets` stores a mixture as JSON."""
-    if all(isinstance(each, list) for each in labels):
-        return labels
-    return [np.asarray(each, np.int64) for each in labels]
 
 
 def _rendered(
