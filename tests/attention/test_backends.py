@@ -244,7 +244,7 @@ def test_auto_tries_the_versions_of_a_gpu_from_fast_to_slow(
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_the_doctor_and_auto_agree_about_the_fastest_version(capability, cuda):
     first = cuda(flash=ALL, capability=capability)().backend
-    trials = Trials("llama", "cuda", "bfloat16", tuple(Trial(n, "exact") for n in ALL), first)
+    trials = Trials("cuda", "bfloat16", tuple(Trial(n, "exact") for n in ALL), first)
     assert advice(trials, capability) == (
         f"nothing to install: {first} is the fastest exact backend here"
     )

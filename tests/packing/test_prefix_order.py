@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.packing import prefix_order as prefix_order_module
-from trl_packing.packing.prefix_order import prefix_order, prefix_order_of_rows
+from trl_packing.packing import prefix_index as prefix_order_module
+from trl_packing.packing.prefix_index import prefix_order, prefix_order_of_rows
 
 SHARED = [0] * 20  # more than a narrow block
 DOCUMENTS = st.lists(
@@ -33,9 +33,9 @@ def common_by_hand(a, b):
 
 
 @settings(max_examples=300, deadline=None)
-@given(DOCUMENTS, st.sampled_from([1, 3, prefix_order_module._AT_ONCE]))
+@given(DOCUMENTS, st.sampled_from([1, 3, prefix_order_module._COMPARED]))
 def test_order_and_common_tokens_are_those_of_sorted_lists(documents, at_once):
-    with mock.patch.object(prefix_order_module, "_AT_ONCE", at_once):
+    with mock.patch.object(prefix_order_module, "_COMPARED", at_once):
         order, common = prefix_order(*flat(documents))
     ordered = [documents[i] for i in order]
     # Any order of single tokens sorts documents so that those with a common prefix are neighbors.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trl_packing.packing.range_minima import RangeMinima
+from trl_packing.packing.prefix_index import RangeMinima
 
 
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 33, 64, 500])

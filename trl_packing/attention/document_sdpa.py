@@ -15,7 +15,7 @@ document. On other devices than CPUs, and without torch.compile, `sdpa_by_docume
 import torch
 from torch import Tensor
 
-from trl_packing.attention import tile_kernels, tiles
+from trl_packing.attention import tiles
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
 from trl_packing.attention.prefix_keys import PrefixKeys, merge_softmax, prefix_keys
 from trl_packing.attention.sdpa_by_document import sdpa_by_document
@@ -106,10 +106,10 @@ def _forward_op(
     dtype = query.dtype if keys is None else torch.float32
     output = query.new_empty(num_tokens, num_heads, value.shape[-1], dtype=dtype)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    generator = tile_kernels.generator_from_seed(seed, query.device)
-    forward = tile_kernels.fused_forward
+    generator = tiles.generator_from_seed(seed, query.device)
+    forward = tiles.fused_forward
     if tiles.needs_scores(query, options):
-        forward = tile_kernels.scored_forward
+        forward = tiles.scored_forward
     for tile in tiles.cut_tiles(cu_seqlens, options, query, keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = tiles.split_by_kv_head(query, key, value, tile)
@@ -165,10 +165,10 @@ def _backward_op(
     d_key, d_value = (
         x.new_zeros(x.shape) if overlap else x.new_empty(x.shape) for x in (key, value)
     )
-    generator = tile_kernels.generator_from_seed(seed, query.device)
-    backward = tile_kernels.fused_backward
+    generator = tiles.generator_from_seed(seed, query.device)
+    backward = tiles.fused_backward
     if tiles.needs_scores(query, options):
-        backward = tile_kernels.scored_backward
+        backward = tiles.scored_backward
     for tile in tiles.cut_tiles(cu_seqlens, options, query, keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = tiles.split_by_kv_head(query, key, value, tile)

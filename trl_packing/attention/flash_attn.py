@@ -10,7 +10,7 @@ rows with shared prefixes. The kernels align the causal mask and the window at t
     sm90                        3, 4, 2
     sm100 and later             4, 2
 
-The isolation check tries a version on the model itself, with one backward (`kernel_backward.py`),
+The isolation check tries a version on the model itself, with one backward (`install.py`),
 so head sizes, soft-caps and GPUs that it lacks are found there.
 """
 

@@ -1,18 +1,33 @@
 """Groups of documents with a long common prefix, which are packed as one.
 
 documents by tokens     S Q a   S Q b   S R c   S T d   S T e        S: a prefix of most of them
-groups                  S Q a   S Q b | S R c | S T d   S T e        prefix_clusters.py
+groups                  S Q a   S Q b | S R c | S T d   S T e
 bins                    S Q a b T d e | S R c ...                    of whole groups
+
+Sorted neighbors are linked if they share a substantial part of the shorter one, beyond the
+background: the longest prefix that over half of all documents share. The background links nobody,
+because nearly every bin shares it anyway. Linked documents are a cluster if they fit into a bin and
+are not too many.
+
+Larger sets are searched again, and the tokens that all documents of a set share are its background.
+The clusters of a set then join at random. Documents that share tool definitions thus meet at
+random, and not by the first words of their questions.
+
+An order of documents may keep groups in one optimizer step:
+
+    drawn              a0 b0 c0 a1 d0 b1 e0 ...          groups: a of 3 documents, b of 2, ...
+    groups as drawn    a a a | b b | c | d | e | ...
+    steps of 4         a a a c | b b d e | ...           b does not fit behind a: c comes first
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from trl_packing.packing.bins import PackingPlan, checked_lengths, pack
-from trl_packing.packing.prefix_clusters import prefix_clusters
 from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
 from trl_packing.packing.tree_row import MIN_SHARED
 
@@ -125,3 +140,220 @@ def _with_few_keys(number_of: np.ndarray, lengths: np.ndarray, most: int) -> np.
     numbers = np.empty_like(number_of)
     numbers[order] = np.cumsum(is_first) - 1
     return numbers
+
+
+# --- the search for groups ------------------------------------------------------------------------
+
+
+_SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
+_DEEPEST = 100  # documents of sets that are searched more often than that join at random
+_SCALE = 1 << 16  # of one document, in shares of a full cluster
+
+
+class _Clusters(NamedTuple):
+    """Documents in C clusters.
+
+    Attributes:
+        of: number of the cluster of each document, ``(documents,)``.
+        sizes: documents of each cluster, ``(C,)``.
+        tokens: tokens that a row of each cluster computes, at most, ``(C,)``.
+        sets: the set that each cluster is a part of, ``(C,)``.
+    """
+
+    of: np.ndarray
+    sizes: np.ndarray
+    tokens: np.ndarray
+    sets: np.ndarray
+
+
+def prefix_clusters(
+    common: np.ndarray, lengths: np.ndarray, capacity: int | None, most: int
+) -> np.ndarray:
+    """Return the number of the cluster of each document, ``(N,)`` int64; O(N log N) in a search.
+
+    Args:
+        common: tokens that sorted documents share with the one before, ``(N,)``.
+        lengths: tokens of the sorted documents, ``(N,)``.
+        capacity: tokens that a row of a cluster may compute; None sets no limit. A longer document
+            is a cluster of its own.
+        most: documents of a cluster.
+    """
+    search = _Search(common.astype(np.int64), lengths.astype(np.int64), capacity, most)
+    return search.clusters_of_sets(
+        np.arange(len(common)), np.zeros(len(common), np.int64), background(common, lengths)
+    ).of
+
+
+def background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the first tokens of each document that over half of all documents share, ``(N,)``."""
+    if not len(common):
+        return lengths
+    middle = len(common) // 2  # over half of all places include the middle
+    before = np.minimum.accumulate(common[middle:0:-1])[::-1]
+    behind = np.minimum.accumulate(common[middle + 1 :])
+    with_middle = np.concatenate([before, lengths[middle : middle + 1], behind])
+    shared = np.partition(with_middle, -(middle + 1))[-(middle + 1)]
+    return np.where(with_middle >= shared, shared, 0)
+
+
+class _Search:
+    """Finds clusters among sorted documents, which it calls by their places."""
+
+    def __init__(self, common: np.ndarray, lengths: np.ndarray, capacity: int | None, most: int):
+        self.common = common
+        self.lengths = lengths
+        self.capacity = capacity
+        self.most = most
+        self.rng = np.random.default_rng(0)
+        self.depths = np.zeros(len(lengths), np.int64)
+        self.depths[1:] = shared_depths(common[1:], lengths[:-1])
+        self.own = np.concatenate([[0], np.cumsum(lengths - self.depths)])
+
+    def clusters_of_sets(
+        self, places: np.ndarray, sets: np.ndarray, base: np.ndarray, level: int = 0
+    ) -> _Clusters:
+        """Return all of `places` in clusters.
+
+        Args:
+            places: the documents of some sets, ascending.
+            sets: number of the set of each, ascending.
+            base: tokens of each that link nobody.
+            level: searches before this one.
+        """
+        is_linked = np.zeros(len(places), bool)
+        if level < _DEEPEST:
+            is_linked[1:] = self._links(places, base) & (sets[1:] == sets[:-1])
+        firsts = np.flatnonzero(~is_linked)
+        sizes, first = np.diff(firsts, append=len(places)), places[firsts]
+        # The first document of a cluster shares with nobody.
+        tokens = self.own[first + sizes] - self.own[first] + self.depths[first]
+        fits = sizes <= self.most
+        if self.capacity is not None:
+            fits &= (tokens <= self.capacity) | (sizes == 1)
+        number = np.repeat(np.cumsum(fits) - 1, sizes)
+        if fits.all():
+            return _Clusters(number, sizes, tokens, sets[firsts])
+
+        is_large = np.repeat(~fits, sizes)
+        large, size = places[is_large], sizes[~fits]
+        shared = self.common[large]
+        start = np.cumsum(size) - size
+        shared[start] = self.lengths[large[start]]
+        shared = np.minimum.reduceat(shared, start)
+        within = np.repeat(np.arange(len(size)), size)
+        found = self.clusters_of_sets(large, within, shared[within], level + 1)
+        joined = self._joined(found, shared)
+        number[is_large] = fits.sum() + joined.of
+        return _Clusters(
+            number,
+            np.concatenate([sizes[fits], joined.sizes]),
+            np.concatenate([tokens[fits], joined.tokens]),
+            np.concatenate([sets[firsts[fits]], sets[firsts[~fits][joined.sets]]]),
+        )
+
+    def _links(self, places: np.ndarray, base: np.ndarray) -> np.ndarray:
+        """Return whether each document but the first is linked to the one before it."""
+        base = np.minimum(base[1:], base[:-1])
+        beyond = self.common[places[1:]] - base
+        shorter = np.minimum(self.lengths[places[1:]], self.lengths[places[:-1]]) - base
+        return (beyond >= MIN_SHARED) & (beyond * _SUBSTANTIAL >= shorter)
+
+    def _joined(self, clusters: _Clusters, shared: np.ndarray) -> _Clusters:
+        """Join clusters of each set, large ones first, equal ones in random order (next fit).
+
+        Args:
+            clusters: of sets of documents.
+            shared: tokens that the documents of each set share.
+        """
+        _, sizes, tokens, sets = clusters
+        # Each cluster but the first adds at most what is behind these tokens.
+        saved = np.where(shared > MIN_SHARED, shared - 1, 0)[sets]
+        full = self.most * _SCALE
+        weights = sizes * _SCALE
+        if self.capacity is not None:
+            room = np.maximum(self.capacity - saved, 1)
+            weights = np.maximum(weights, -(-(tokens - saved) * full // room))
+        weights = np.minimum(weights, full)  # a document that is too long is refused later
+        order = np.lexsort((self.rng.random(len(sets)), -weights, sets))
+        filled = np.concatenate([[0], np.cumsum(weights[order])])
+        jump = np.searchsorted(filled, filled[:-1] + full, side="right") - 1
+        ends = np.searchsorted(sets[order], sets[order], side="right")
+        jump, at, starts = np.minimum(jump, ends).tolist(), 0, []
+        while at < len(order):
+            starts.append(at)
+            at = jump[at]
+        is_start = np.zeros(len(order), np.int64)
+        is_start[starts] = 1
+        joined = np.empty(len(order), np.int64)
+        joined[order] = np.cumsum(is_start) - 1
+        computed = np.add.reduceat((tokens - saved)[order], starts) + saved[order][starts]
+        return _Clusters(
+            joined[clusters.of],
+            np.add.reduceat(sizes[order], starts),
+            computed,
+            sets[order][starts],
+        )
+
+
+# --- groups in optimizer steps --------------------------------------------------------------------
+
+
+# Most groups that wait for a step with room, before one is cut. Few, to keep steps random.
+_MOST_WAITING = 64
+
+
+def keep_groups_together(
+    order: np.ndarray, groups: PrefixGroups, documents_per_step: int
+) -> np.ndarray:
+    """Return `order` with the documents of each group next to each other, ``(documents,)`` int64.
+
+    A group comes where the first of its documents was drawn. It comes a little later if it does not
+    fit into what is left of a step, and it is cut if no other group fits there. O(documents).
+
+    Args:
+        order: documents as drawn; some of the data set may be missing.
+        groups: of the data set.
+        documents_per_step: documents in a step.
+    """
+    numbers = groups.numbers[order]
+    _, first, group = np.unique(numbers, return_index=True, return_inverse=True)
+    drawn = np.argsort(np.argsort(first))[group]  # groups by the draw of their first document
+    place = np.empty(len(groups.documents), np.int64)
+    place[groups.documents] = np.arange(len(place))
+    order = order[np.lexsort((place[order], drawn))]
+    sizes = np.bincount(drawn)
+    if sizes.max(initial=1) == 1:
+        return order
+    starts = (np.cumsum(sizes) - sizes).tolist()
+    parts = _in_steps(sizes.tolist(), documents_per_step)
+    return np.concatenate([order[starts[n] + a : starts[n] + b] for n, a, b in parts])
+
+
+def _in_steps(sizes: list[int], room_of_step: int) -> list[tuple[int, int, int]]:
+    """Return parts of groups, step by step: the group, its first document and the one behind."""
+    parts: list[tuple[int, int, int]] = []
+    waiting: list[tuple[int, int, int]] = []  # parts as well, in the order of drawing
+    drawn, room = 0, room_of_step
+    while drawn < len(sizes) or waiting:
+        kept = []
+        for part in waiting:
+            if part[2] - part[1] <= room:
+                parts.append(part)
+                room -= part[2] - part[1]
+            else:
+                kept.append(part)
+        waiting = kept
+        while room and drawn < len(sizes) and len(waiting) < _MOST_WAITING:
+            size = sizes[drawn]
+            if size <= room:
+                parts.append((drawn, 0, size))
+                room -= size
+            else:
+                waiting.append((drawn, 0, size))
+            drawn += 1
+        if room and waiting:
+            number, start, stop = waiting[0]
+            parts.append((number, start, start + room))
+            waiting[0] = (number, start + room, stop)
+        room = room_of_step
+    return parts

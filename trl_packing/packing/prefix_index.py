@@ -8,6 +8,8 @@
 Two documents share the least `common` between their places. So lengths and these numbers tell the
 length of any row with shared prefixes (tree_row.py) without a look at tokens. Documents that may
 not share, because their labels are not their tokens, lie in groups of their own.
+
+PyArrow sorts the documents as strings of bytes, without a copy of their tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +18,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.lib.stride_tricks import sliding_window_view
 
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, document_labels
-from trl_packing.documents.list_columns import ListColumn
-from trl_packing.packing.prefix_order import prefix_order_of_rows
-from trl_packing.packing.range_minima import RangeMinima
+from trl_packing.documents.list_columns import FlatLists, ListColumn
 from trl_packing.packing.tree_row import MIN_SHARED
 
 _AT_ONCE = 65_536  # documents whose labels are compared at once
@@ -83,7 +86,7 @@ class PrefixIndex:
         return ranks
 
     @cached_property
-    def _minima(self) -> RangeMinima:
+    def _minima(self) -> "RangeMinima":
         return RangeMinima(self.common)
 
     def grouped(self, groups: np.ndarray) -> "PrefixIndex":
@@ -186,3 +189,142 @@ def _slice(column: ListColumn, start: int, stop: int) -> tuple[np.ndarray, np.nd
     values, offsets = column.chunks[chunk]
     offsets = offsets[start - first : stop - first + 1].astype(np.int64)
     return values[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+
+# --- minima of ranges -----------------------------------------------------------------------------
+
+
+_BLOCK = 16
+
+
+class RangeMinima:
+    """Answers minima of ranges of `values` ``(N,)`` integers.
+
+    Examples:
+        >>> RangeMinima(np.array([5, 2, 7, 3])).of(np.array([0, 2]), np.array([3, 3])).tolist()
+        [2, 7]
+    """
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+        size = -(-len(values) // _BLOCK) * _BLOCK
+        most = np.iinfo(values.dtype).max
+        blocks = np.full(size, most, values.dtype)
+        blocks[: len(values)] = values
+        blocks = blocks.reshape(-1, _BLOCK)
+        self._from_start = np.minimum.accumulate(blocks, axis=1).ravel()
+        self._to_end = np.minimum.accumulate(blocks[:, ::-1], axis=1)[:, ::-1].ravel()
+        self._levels = [blocks.min(1, initial=most)]
+        while (width := 1 << (len(self._levels) - 1)) * 2 <= len(blocks):
+            last = self._levels[-1]
+            self._levels.append(np.minimum(last[:-width], last[width:]))
+
+    def of(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return ``values[start:stop].min()`` of each range, none empty, ``(ranges,)``."""
+        first, last = starts // _BLOCK, (stops - 1) // _BLOCK
+        minima = np.minimum(self._to_end[starts], self._from_start[stops - 1])
+        between = last - first - 1
+        exponents = np.frexp(np.maximum(between, 1))[1] - 1
+        for level in np.unique(exponents[between > 0]).tolist():
+            at = np.flatnonzero((between > 0) & (exponents == level))
+            table = self._levels[level]
+            left, right = table[first[at] + 1], table[last[at] - (1 << level)]
+            minima[at] = np.minimum(minima[at], np.minimum(left, right))
+        inside = np.flatnonzero(first == last)  # those took too much of their block
+        minima[inside] = self.values[starts[inside]]
+        for step in range(1, _BLOCK):
+            inside = inside[starts[inside] + step < stops[inside]]
+            if not len(inside):
+                break
+            minima[inside] = np.minimum(minima[inside], self.values[starts[inside] + step])
+        return minima
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+_COMPARED = 32_768  # documents whose tokens are compared at once
+_FEW = 8  # a smaller part of the column is copied, and sorted by itself
+_NARROW, _WIDE = 16, 128  # tokens compared at once, first and at most
+
+
+def prefix_order(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents in the order of their bytes, and how many tokens neighbors share.
+
+    Args:
+        values: token ids of all documents, ``(T,)`` integers.
+        offsets: document n is ``values[offsets[n]:offsets[n + 1]]``, ``(N + 1,)``.
+
+    Returns:
+        The order ``(N,)`` int64, equal documents in their given order; and the common tokens
+        ``(N,)`` int64 of each with the one before it, 0 for the first.
+
+    Examples:
+        >>> order, common = prefix_order(np.array([5, 6, 7, 5, 6, 1, 9]), np.array([0, 3, 6, 7]))
+        >>> order.tolist(), common.tolist()
+        ([1, 0, 2], [0, 2, 0])
+    """
+    return prefix_order_of_rows([(values, offsets)], np.arange(len(offsets) - 1))
+
+
+def prefix_order_of_rows(
+    chunks: Sequence[FlatLists], stored: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same for a column in several chunks, without a copy of it.
+
+    Equal documents are in any order.
+
+    Args:
+        chunks: values and offsets of each chunk.
+        stored: the row of the column that holds each document, ``(N,)`` integers.
+    """
+    strings = pa.chunked_array([_strings(*chunk) for chunk in chunks], pa.large_binary())
+    if len(stored) < len(strings) // _FEW:
+        order = pc.sort_indices(strings.take(stored)).to_numpy().astype(np.int64)
+    else:
+        rank = np.empty(len(strings), np.int64)
+        rank[pc.sort_indices(strings).to_numpy()] = np.arange(len(strings))
+        order = np.argsort(rank[stored], kind="stable")
+    rows, common = stored[order], np.zeros(len(stored), np.int64)
+    lengths = np.concatenate([*(np.diff(offsets) for _, offsets in chunks), np.zeros(0, int)])[rows]
+    first_row = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
+    for start in range(1, len(rows), _COMPARED):
+        at, depth, width = np.arange(start, min(start + _COMPARED, len(rows))), 0, _NARROW
+        while len(at):
+            # Most documents are compared with both neighbors: their tokens are read once.
+            needed = np.union1d(at - 1, at)
+            block = _block(chunks, first_row, rows[needed], depth, width)
+            place = np.searchsorted(needed, at)
+            left = np.minimum(lengths[at], lengths[at - 1])[:, None] - depth
+            differs = (block[place] != block[place - 1]) | (np.arange(width) >= left)
+            ends = differs.any(1)
+            common[at] = depth + np.where(ends, differs.argmax(1), width)
+            at, depth, width = at[~ends], depth + width, min(2 * width, _WIDE)
+    return order, common
+
+
+def _strings(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
+    """Return rows as strings of bytes, which are sorted alike if they begin alike."""
+    values = np.ascontiguousarray(values)
+    buffers = (offsets.astype(np.int64) * values.itemsize, values)
+    return pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(offsets) - 1, [None, *map(pa.py_buffer, buffers)]
+    )
+
+
+def _block(
+    chunks: Sequence[FlatLists], first_row: np.ndarray, rows: np.ndarray, depth: int, width: int
+) -> np.ndarray:
+    """Return tokens ``[depth, depth + width)`` of `rows`; anything behind their ends."""
+    chunk_of = np.searchsorted(first_row, rows, side="right") - 1
+    block = np.empty((len(rows), width), chunks[0][0].dtype)
+    for chunk in np.unique(chunk_of).tolist():
+        at, (values, offsets) = np.flatnonzero(chunk_of == chunk), chunks[chunk]
+        starts = offsets[rows[at] - first_row[chunk]].astype(np.int64) + depth
+        fits = starts + width <= len(values)
+        if fits.any():
+            block[at[fits]] = sliding_window_view(values, width)[starts[fits]]
+        for row, start in zip(at[~fits].tolist(), starts[~fits].tolist(), strict=True):
+            last = values[start:]
+            block[row, : len(last)] = last
+    return block

@@ -35,10 +35,9 @@ from trl_packing.packing.epoch import (
     padded_batches,
     with_more_bins,
 )
-from trl_packing.packing.group_order import keep_groups_together
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.patch_bins import PatchBins
-from trl_packing.packing.prefix_groups import PrefixGroups
+from trl_packing.packing.prefix_groups import PrefixGroups, keep_groups_together
 
 
 class PackedBatchSampler(BatchRebalanceSampler):

@@ -27,8 +27,7 @@ from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, steps_of, take_counts
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.bins import pack
-from trl_packing.packing.group_order import keep_groups_together
-from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
+from trl_packing.packing.prefix_groups import PrefixGroups, group_documents, keep_groups_together
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.streaming.windows import DocumentSource, Window
 

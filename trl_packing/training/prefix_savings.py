@@ -1,7 +1,7 @@
 """The tokens that a run computes where its documents share prefixes, known before it starts.
 
     micro-batches of an epoch    some of them, evenly spread      4 million tokens at most
-        │  their documents       in sorted order                  packing/prefix_order.py
+        │  their documents       in sorted order                  packing/prefix_index.py
     tokens of documents          8,000,000
     tokens computed              3,333,333                        2.4× fewer
 
@@ -19,8 +19,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS
 from trl_packing.packing.prefix_groups import group_documents
-from trl_packing.packing.prefix_index import PrefixIndex
-from trl_packing.packing.prefix_order import prefix_order_of_rows
+from trl_packing.packing.prefix_index import PrefixIndex, prefix_order_of_rows
 from trl_packing.packing.sampler import PackedBatchSampler
 
 _MOST_TOKENS = 4_000_000  # of the documents that are looked at
