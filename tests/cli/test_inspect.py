@@ -8,7 +8,7 @@ from datasets import Dataset
 from helpers.tiny import CHATML, save_tiny_model
 
 from trl_packing.cli import main
-from trl_packing.tools.preparations import by_trl
+from trl_packing.tools.preparations import side
 
 
 @pytest.fixture
@@ -76,12 +76,12 @@ def test_the_comparison_prints_json(command, capsys):
 def test_words_that_libraries_print_do_not_break_the_json(command, capsys, monkeypatch):
     """DeepSpeed logs to stdout when accelerate imports it, which TRL's trainer causes."""
 
-    class Printing(by_trl.SFTTrainer):
+    class Printing(side.SFTTrainer):
         def __init__(self, *args, **kwargs):
             print("[WARNING] Setting accelerator to CPU.")
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(by_trl, "SFTTrainer", Printing)
+    monkeypatch.setattr(side, "SFTTrainer", Printing)
     assert main([*command, "--against", "trl", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["is_equal"]

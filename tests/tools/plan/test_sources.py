@@ -11,7 +11,7 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.plan.page import plan_page, shares_of_steps
 from trl_packing.tools.plan.run_plan import plan_run
-from trl_packing.tools.preparations.by_trl import documents_by_trl
+from trl_packing.tools.preparations.side import documents_by_trl
 from trl_packing.tools.preview.preview import preview_epoch, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.rows.packed_rows import PackedEpoch

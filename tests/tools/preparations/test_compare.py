@@ -6,7 +6,6 @@ from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing.tools.preparations import compare as compare_preparations
-from trl_packing.tools.preparations.by_trl import documents_by_trl
 from trl_packing.tools.preparations.compare import (
     CUT,
     DIFFERENCES,
@@ -18,7 +17,7 @@ from trl_packing.tools.preparations.compare import (
     WEIGHTS,
     compare,
 )
-from trl_packing.tools.preparations.side import Prepared, Side
+from trl_packing.tools.preparations.side import Prepared, Side, documents_by_trl
 from trl_packing.tools.preparations.text import comparison_text
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 

@@ -18,8 +18,13 @@ from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import trace_documents
 from trl_packing.tools.preview.token_texts import token_texts
-from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED
-from trl_packing.tools.rows.packed_rows import PackedEpoch
+from trl_packing.tools.rows.packed_rows import (
+    CUT,
+    NO_STOP_TOKEN,
+    NOTHING_TRAINED,
+    WEIGHTED,
+    PackedEpoch,
+)
 from trl_packing.tools.rows.page import MAX_TOKENS, rows_page
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing.packing.prefix_tree import build_prefix_tree
-from trl_packing.tools.rows.segments import levels_of, segments_of
+from trl_packing.tools.rows.packed_rows import levels_of, segments_of
 
 DOCUMENTS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array), min_size=1, max_size=9

@@ -54,13 +54,13 @@ def _counts(comparison: Comparison, names: Sequence[str]) -> str:
 
 def _difference(difference: Difference, names: Sequence[str], tokenizers: Sequence[Any]) -> str:
     shown = [
-        [_texts(side, tokenizer), side, difference.at]
+        (_texts(side, tokenizer), side, difference.at)
         for side, tokenizer in zip(difference.sides, tokenizers, strict=True)
     ]
     first, second = (_lines(*side) for side in shown)
     if first == second:  # other tokens of the same text
         first, second = (_token_lines(*side) for side in shown)
-    compared = unified_diff(first, second, *names, n=len(first), lineterm="")
+    compared = unified_diff(first, second, names[0], names[1], n=len(first), lineterm="")
     where = f" from token {difference.at:,} on" * all(side.lengths for side in difference.sides)
     heading = f"row {difference.row:,} · {difference.kind}{where}"
     return "\n".join([heading, *(line for line in compared if not line.startswith("@@"))])

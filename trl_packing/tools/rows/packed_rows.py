@@ -5,18 +5,18 @@ documents  →  the trainer's sampler  →  micro-batches  →  the trainer's co
                                           └ rows: a bin each, or a whole micro-batch without bins
 
 A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch. With shared
-prefixes, all documents of a micro-batch are one row, and `segments.py` says who holds which token.
+prefixes, all documents of a micro-batch are one row, and its segments say who holds which token.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from trl_packing.data.eos import ends_in_stop_token
-from trl_packing.data.whole_images import images_of
+from trl_packing.data.whole_images import ImageTokens, images_of
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -27,23 +27,175 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_index import PrefixIndex
+from trl_packing.packing.prefix_tree import PrefixTree
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.tree_row import tree_of_row
 from trl_packing.tools.preview.preview import sampler_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import TracedDocuments, trace_documents
 from trl_packing.tools.preview.run_collator import collator_of
-from trl_packing.tools.rows.packed_row import (
-    CUT,
-    NO_STOP_TOKEN,
-    NOTHING_TRAINED,
-    PROPERTIES,
-    WEIGHTED,
-    PackedRow,
-    RowDocument,
-)
-from trl_packing.tools.rows.segments import segments_of
 from trl_packing.training.columns import documents_of
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens ``[start, stop)`` of a row, which the same documents hold.
+
+    Attributes:
+        start: its first token in the row, a boundary of `cu_seqlens`.
+        stop: the next boundary.
+        position: of its first token in the documents.
+        parent: the segment that the documents hold before it; None where they begin.
+        holders: documents that hold it, as their places in the sorted order of the tree.
+        repeats: Whether its first token is a copy of the last common token, which is a target
+            in another branch.
+    """
+
+    start: int
+    stop: int
+    position: int
+    parent: int | None
+    holders: tuple[int, ...]
+    repeats: bool
+
+
+def segments_of(tree: PrefixTree) -> list[Segment]:
+    """Return the segments of the row of `tree`, in its order.
+
+    Examples:
+        >>> from trl_packing.packing.prefix_tree import build_prefix_tree
+        >>> tree = build_prefix_tree([np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2])])
+        >>> [(s.start, s.stop, s.position, s.parent, s.holders) for s in segments_of(tree)]
+        [(0, 2, 0, None, (0, 1)), (2, 4, 2, 0, (0,)), (4, 6, 2, 0, (1,))]
+    """
+    return [_segment(tree, *part) for part in enumerate(pairwise(tree.cu_seqlens.tolist()))]
+
+
+def _segment(tree: PrefixTree, number: int, rows: tuple[int, int]) -> Segment:
+    start, stop = rows
+    position = int(tree.position_ids[start])
+    run = int(np.searchsorted(tree.starts[:-1], start, side="right")) - 1
+    parent, repeats = None, False
+    if position:
+        before = tree.key_index[tree.cu_seqlens_k[number] + position - 1]
+        parent = int(np.searchsorted(tree.cu_seqlens, before, side="right")) - 1
+    if position and start == tree.starts[run]:
+        # The document before goes on with another token, or ends here.
+        repeats = position < tree.depths[run - 1] + tree.starts[run] - tree.starts[run - 1]
+    return Segment(
+        start, stop, position, parent, _holders(tree.depths, run, position), bool(repeats)
+    )
+
+
+def _holders(depths: np.ndarray, run: int, position: int) -> tuple[int, ...]:
+    """Return the documents that hold a position of `run`: itself, and those that go on from it."""
+    behind = np.flatnonzero(depths[run + 1 :] <= position)
+    return tuple(range(run, run + 1 + int(behind[0]) if len(behind) else len(depths)))
+
+
+def levels_of(segments: Sequence[Segment]) -> list[int]:
+    """Return how many segments stand before each in its documents."""
+    levels: list[int] = []
+    for segment in segments:
+        levels.append(0 if segment.parent is None else levels[segment.parent] + 1)
+    return levels
+
+
+# Properties of documents that a reader looks for.
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = (
+    "nothing trained",
+    "no stop token",
+    "cut",
+    "weighted",
+)
+PROPERTIES = (NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED)
+
+
+@dataclass(frozen=True)
+class RowDocument:
+    """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
+
+    Where documents share prefixes, these are its tokens in the row of the documents apart.
+
+    Attributes:
+        start: its first token in the micro-batch, a boundary of `cu_seqlens`.
+        stop: the next boundary.
+        number: its number among the prepared documents; None for padding.
+        row: the row of the user's data set that it comes from; None for padding.
+        uncut: its tokens before it was cut to fit.
+        properties: those of `PROPERTIES` that it has.
+        images: the tokens of its images, counted from `start`.
+    """
+
+    start: int
+    stop: int
+    number: int | None = None
+    row: int | None = None
+    uncut: int = 0
+    properties: tuple[str, ...] = ()
+    images: tuple[ImageTokens, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """A bin as it is trained, or a whole micro-batch where nothing is packed.
+
+    Attributes:
+        micro_batch: its number in the epoch, over all ranks.
+        index: which row of the micro-batch it is.
+        batch: the micro-batch as the data loader yields it.
+        documents: in the order of their tokens, padding included.
+        apart: the micro-batch of the documents without shared prefixes; may be `batch`.
+        segments: of a row whose documents share prefixes, without padding; else empty.
+        shared: tokens of each document that stand in the documents before it; empty without
+            `segments`.
+    """
+
+    micro_batch: int
+    index: int
+    batch: Any = field(repr=False)
+    documents: tuple[RowDocument, ...]
+    apart: Any = field(repr=False)
+    segments: tuple[Segment, ...] = ()
+    shared: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """Return the first token in the micro-batch."""
+        return 0 if self.segments else self.documents[0].start
+
+    @property
+    def stop(self) -> int:
+        """Return the position after the last token in the micro-batch."""
+        return self.batch["labels"].shape[1] if self.segments else self.documents[-1].stop
+
+    @property
+    def real_tokens(self) -> int:
+        """Return the tokens of all documents, those that they share in each of them."""
+        return sum(d.stop - d.start for d in self.documents if d.number is not None)
+
+    @property
+    def num_images(self) -> int:
+        """Return the images of all documents."""
+        return sum(len(document.images) for document in self.documents)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row for JSON: its documents, their images, and the tokens that they share."""
+        real = [d for d in self.documents if d.number is not None]
+        shared = self.shared or [0] * len(real)
+        return {
+            "micro_batch": self.micro_batch + 1,
+            "tokens": self.stop - self.start,
+            "documents": [
+                {"number": d.number, "row": d.row, "tokens": d.stop - d.start, "shared": above}
+                | ({"images": [[i.start, i.stop] for i in d.images]} if d.images else {})
+                for d, above in zip(real, shared, strict=True)
+            ],
+        }
+
+    def values(self, name: str) -> np.ndarray:
+        """Return the row's part of a tensor of the batch, ``(tokens,)``."""
+        return self.batch[name][0, self.start : self.stop].numpy()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,13 @@ import numpy as np
 from trl_packing.data.counts import quantity
 from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import HtmlPage, asset, cards, escape, page, section
-from trl_packing.tools.rows.packed_row import CUT, NO_STOP_TOKEN, PROPERTIES, PackedRow
-from trl_packing.tools.rows.packed_rows import PackedEpoch
+from trl_packing.tools.rows.packed_rows import (
+    CUT,
+    NO_STOP_TOKEN,
+    PROPERTIES,
+    PackedEpoch,
+    PackedRow,
+)
 from trl_packing.tools.rows.row_data import row_data
 
 MAX_ROWS = 16

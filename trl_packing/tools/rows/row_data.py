@@ -9,9 +9,7 @@ import numpy as np
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import quote
 from trl_packing.tools.preview.token_texts import CONTEXT, token_texts
-from trl_packing.tools.rows.packed_row import PackedRow, RowDocument
-from trl_packing.tools.rows.packed_rows import PackedEpoch
-from trl_packing.tools.rows.segments import levels_of
+from trl_packing.tools.rows.packed_rows import PackedEpoch, PackedRow, RowDocument, levels_of
 
 
 def row_data(

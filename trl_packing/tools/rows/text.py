@@ -13,8 +13,7 @@ import numpy as np
 
 from trl_packing.data.counts import quantity
 from trl_packing.tools.preview.show_rows import show_rows
-from trl_packing.tools.rows.packed_row import PackedRow
-from trl_packing.tools.rows.packed_rows import PackedEpoch
+from trl_packing.tools.rows.packed_rows import PackedEpoch, PackedRow
 
 _CELLS = 36  # of a line; the rest of 80 columns names its document
 
