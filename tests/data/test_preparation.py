@@ -213,3 +213,20 @@ def test_text_with_a_column_of_packed_rows_is_refused_where_that_column_would_st
         return
     with pytest.raises(ValueError, match=r"'seq_lengths', .* drop the column: .*remove_columns"):
         trainer_for(tmp_path, rows, packing=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_hinted"),
+    [({}, True), ({"train_on": "all"}, False), ({"train_on": "assistant"}, False)],
+)
+def test_messages_that_are_trained_whole_get_a_hint_in_the_report(tmp_path, settings, is_hinted):
+    trainer = PackedSFTTrainer(
+        tiny_model("llama"),
+        PackedSFTConfig(
+            str(tmp_path), max_steps=1, report_to="none", use_cpu=True, bf16=False, **settings
+        ),
+        train_dataset=tiny_dataset("conversational_language_modeling"),
+        processing_class=tiny_tokenizer(chat=True),
+    )
+    trainer.train()
+    assert ("train_on='assistant'" in str(trainer.packing_report)) == is_hinted

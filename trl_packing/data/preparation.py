@@ -56,6 +56,7 @@ class Unfitted:
         notes: sentences on the documents.
         missing: documents without a stop token.
         conversations: those of a data set that were divided into turns.
+        hint: a sentence for the report that is no warning.
     """
 
     rows: UserRows
@@ -64,6 +65,7 @@ class Unfitted:
     notes: tuple[str, ...]
     missing: MissingEos | None = None
     conversations: Conversations = field(default_factory=Conversations)
+    hint: str | None = None
 
 
 def prepare(
@@ -107,16 +109,17 @@ def unfitted(
     documents, conversations = _count_turns(documents)
     notes.insert(0, _note_empty_completions(rows, rules))
     overflow = replace(overflow, running_text=_is_running_text(rows, rules))
-    missing = None
+    missing, hint = None, None
     if isinstance(documents, Dataset) and not rows.are_packed:
         whole = ArrowDocuments(_drop_columns(documents, rules), TOKEN_COLUMNS)
         notes.append(_note_not_found(whole, rows, rules))
         notes.append(note_second_bos(whole, rules.eos.tokenizer, name))
+        hint = _hint_at_train_on(whole, rows, rules)
         num_proc = rules.args.dataset_num_proc
         whole, missing = end_in_eos(whole, rules.eos, num_proc=num_proc, name=name)
         documents = whole.dataset
     said = tuple(filter(None, notes))
-    return Unfitted(rows, documents, overflow, said, missing, conversations)
+    return Unfitted(rows, documents, overflow, said, missing, conversations, hint)
 
 
 def _count_turns(documents: AnyDataset) -> tuple[AnyDataset, Conversations]:
@@ -154,7 +157,24 @@ def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCou
     for note in whole.notes:
         logger.warning(note)
         counts = counts and counts.with_note(note)
+    if whole.hint and counts:
+        counts = counts.with_note(whole.hint)
     return documents, counts
+
+
+def _hint_at_train_on(documents: ArrowDocuments, rows: UserRows, rules: Preparation) -> str | None:
+    """Return a sentence on messages of which every token is trained, the user's too, or None."""
+    decided = (rules.options.train_on, rules.options.response_template, rules.labeler)
+    if rows.are_tokenized or rows.formatting_func is not None or any(decided):
+        return None
+    if not ({"messages", "conversations"} & {*rows.columns} and rules.row_format.flags_decide):
+        return None
+    if documents.num_trained().sum() < np.maximum(documents.lengths() - 1, 0).sum():
+        return None
+    return (
+        "every token of the messages is trained, those of users too, as in TRL; "
+        "train_on='assistant' trains the answers alone ('all' keeps this, without the hint)"
+    )
 
 
 def _note_empty_completions(rows: UserRows, rules: Preparation) -> str | None:
