@@ -170,7 +170,6 @@ def load_data(data_args: CompareArguments, args: PackedSFTConfig, model_args: Mo
     loaded = load_documents(
         data_args,
         prompt_template=args.prompt_template,
-        query_field=args.query_field,
         needs_test=True,
         has_chat_template=bool(tokenizer.chat_template),
         text_field=args.dataset_text_field,

@@ -45,7 +45,7 @@ from trl.scripts.utils import DatasetConfig
 
 from trl_packing.data.dataset import LOADERS
 from trl_packing.data.prepared import is_prepared, load_prepared, read_manifest, records_of
-from trl_packing.formatting.prompt_template import PromptTemplate
+from trl_packing.formatting.prompt_template import PromptTemplate, column_among
 
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.
 KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")
@@ -183,7 +183,6 @@ def load_documents(
     args: DataArguments,
     *,
     prompt_template: str | None = None,
-    query_field: str = "query",
     needs_test: bool = False,
     has_chat_template: bool = False,
     text_field: str = "text",
@@ -198,7 +197,6 @@ def load_documents(
     Args:
         args: the data sets and their columns.
         prompt_template: makes prompts from raw columns.
-        query_field: the column that `prompt_template` uses as the query.
         needs_test: hold documents out even without ``test_split_size``.
         has_chat_template: make conversations of prompts and completions by default.
         text_field: the column of plain text.
@@ -212,7 +210,6 @@ def load_documents(
     named = {each.name: getattr(args, each.name) for each in fields(ColumnArguments)}
     run = RowColumns(
         prompt_template=prompt_template,
-        query_field=query_field,
         has_chat_template=has_chat_template,
         text_field=text_field,
         kept=(*KEPT_COLUMNS, *kept),
@@ -517,7 +514,6 @@ class RowColumns:
             no `prompt_template`.
         prompt_template: makes prompts from raw columns.
         dataset_text_field: the column of plain text, if it is named for this data set alone.
-        query_field: the column that {query} in `prompt_template` stands for.
         text_field: the column of plain text in the documents of the run.
         has_chat_template: whether conversations can be rendered.
         kept: columns that stay beside a conversation.
@@ -530,7 +526,6 @@ class RowColumns:
     chat: bool | None = None
     prompt_template: str | None = None
     dataset_text_field: str | None = None
-    query_field: str = "query"
     text_field: str = "text"
     has_chat_template: bool = False
     kept: tuple[str, ...] = KEPT_COLUMNS
@@ -598,7 +593,9 @@ class RowColumns:
 
     def _prompt_completion(self, columns: list[str]) -> Any:
         """Return the function that makes a prompt and a completion from a row."""
-        template, completion = self._template(columns), self.completion_column or "completion"
+        template, completion = self._template(columns), self.completion_column
+        if completion is None:
+            completion = column_among(columns, "response") if template else "completion"
         if self.prompt_column and template:
             one, other = self._word("prompt_column"), self._word("prompt_template")
             raise self._error(f"give {one} or {other}, not both")
@@ -626,12 +623,11 @@ class RowColumns:
         return rewrite
 
     def _template(self, columns: list[str]) -> PromptTemplate | None:
-        """Return the template; its {query} is the first of `query_field`, instruction, question."""
+        """Return the template; its {query} is the column query, instruction or question."""
         if self.prompt_template is None:
             return None
-        names = (self.query_field, "instruction", "question")
-        query = next((name for name in names if name in columns), self.query_field)
         try:
+            query = column_among(columns, "query")
             template = PromptTemplate.from_setting(self.prompt_template, query)
             _ = template.fields  # raises for braces that cannot be read
         except ValueError as error:

@@ -178,13 +178,9 @@ def load_data(
 ) -> LoadedData:
     """Return the rows to train and to hold out; `datasets` also sets the mixture of the run."""
     template, training_args.prompt_template = training_args.prompt_template, None  # applied here
-    if template is not None and data_args.completion_column is None:
-        response = training_args.response_field
-        data_args.completion_column = None if response == "response" else response
     data = load_documents(
         data_args,
         prompt_template=template,
-        query_field=training_args.query_field,
         needs_test=training_args.eval_strategy != "no" or data_args.num_samples > 0,
         has_chat_template=bool(tokenizer.chat_template or training_args.chat_template_path),
         text_field=training_args.dataset_text_field,

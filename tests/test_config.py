@@ -24,8 +24,6 @@ HERE = {"use_cpu": True, "bf16": False}
         ("static_shapes", ["no", None]),
         ("response_template", [5, ["### A:"], [1.5]]),
         ("prompt_template", [5]),
-        ("query_field", [None, 5]),
-        ("response_field", [None, ["a"]]),
         ("source_column", [3, ["a"]]),
         ("curriculum", [3, ["a"]]),
         ("overlap_tokens", ["8", 0.5, True]),

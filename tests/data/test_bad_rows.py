@@ -75,9 +75,7 @@ def test_completions_that_are_not_empty_are_not_counted(tmp_path, caplog):
 
 def test_an_empty_answer_of_a_prompt_template_trains_its_end(tmp_path):
     rows = every_third({"query": "Why?", "output": "So."}, {"query": "Why?", "output": ""})
-    trainer = trainer_for(
-        tmp_path, rows, prompt_template="qa", response_field="output", tokenizer=tiny_tokenizer()
-    )
+    trainer = trainer_for(tmp_path, rows, prompt_template="qa", tokenizer=tiny_tokenizer())
     trainer.train()
     assert "10 of 30 rows of the train dataset have an empty 'output'" in str(
         trainer.packing_report

@@ -428,9 +428,17 @@ def test_raw_fields_get_a_prompt():
     assert text.startswith("Below is an instruction")
     assert text.endswith("### Response:\n5</s>")
     assert trained_text(chat, [(ids, labels)]) == ["5</s>"]
-    other = Dataset.from_list([{"q": "2 + 3?", "a": "5"}])
-    same = by_us(other, chat, prompt_template="alpaca", query_field="q", response_field="a")
-    assert same == [(ids, labels)]
+    for names in (("instruction", "output"), ("question", "answer"), ("query", "completion")):
+        other = Dataset.from_list([dict(zip(names, ("2 + 3?", "5"), strict=True))])
+        assert by_us(other, chat, prompt_template="alpaca") == [(ids, labels)]
+
+
+def test_of_several_columns_with_answers_the_one_that_is_meant_must_be_named():
+    chat, row = tokenizer("qwen2_5"), {"question": "2 + 3?", "output": "5", "answer": "6"}
+    with pytest.raises(ValueError, match=r"\['output', 'answer'\]; rename the one that is meant"):
+        by_us(Dataset.from_list([row]), chat, prompt_template="qa")
+    ((ids, _),) = by_us(Dataset.from_list([row | {"response": "7"}]), chat, prompt_template="qa")
+    assert chat.decode(ids).endswith("7</s>")
 
 
 GLAIVE = {

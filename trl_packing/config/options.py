@@ -64,14 +64,9 @@ class PackingOptions:
         default=None,
         metadata={
             "help": "Make prompts from raw fields: 'alpaca', 'qa', a file, or text with columns in "
-            "braces, 'Question: {question}\\nAnswer: '. {query} is the column of query_field."
+            "braces, 'Question: {question}\\nAnswer: '. {query} is the column query, instruction "
+            "or question; the answer is the column response, output, answer or completion."
         },
-    )
-    query_field: str = field(
-        default="query", metadata={"help": "With prompt_template: the column of the question."}
-    )
-    response_field: str = field(
-        default="response", metadata={"help": "With prompt_template: the column of the answer."}
     )
     append_eos: bool = field(
         default=False,

@@ -137,9 +137,6 @@ def _settings(rules: Preparation, facts: RowFacts) -> dict[str, Any]:
         settings["dataset_text_field"] = args.dataset_text_field
     if options.append_eos:
         settings["stop tokens"] = sorted(rules.eos.stop_ids)
-    if prompt is not None:
-        settings["query_field"] = options.query_field
-        settings["response_field"] = options.response_field
     return json.loads(json.dumps(settings))  # lists and tuples are the same once they are stored
 
 

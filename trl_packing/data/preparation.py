@@ -34,6 +34,7 @@ from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import TOKEN_COLUMNS, TURN, document_columns, token_columns
 from trl_packing.formatting.formatting_func import format_per_example
 from trl_packing.formatting.label_tokenized import ResponseLabeler, label_documents, label_tokenized
+from trl_packing.formatting.prompt_template import column_among
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 logger = get_logger(__name__)
@@ -181,7 +182,7 @@ def _note_empty_completions(rows: UserRows, rules: Preparation) -> str | None:
     if rows.formatting_func is not None or rows.are_tokenized:
         return None
     has_template = rules.options.prompt_template is not None
-    column = rules.options.response_field if has_template else "completion"
+    column = column_among(rows.columns, "response") if has_template else "completion"
     return empty_completions(rows.dataset, column, rows.name)
 
 

@@ -3,12 +3,13 @@
     {"query": "2 + 3?", "response": "5"}     "alpaca"      Below is an instruction … ### Response:
     {"q": "2 + 3?", "a": "5"}                "Q: {q}\\nA:"   Q: 2 + 3?\\nA:
 
-{query} stands for the column that `query_field` names, in named and in user-defined templates.
+{query} stands for the column "query", or the one of "instruction" and "question" that is there, in
+named and in user-defined templates; so does the answer, for "response".
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -33,6 +34,11 @@ NAMED: dict[str, tuple[str, str | None]] = {
 }
 
 
+# Columns of questions and of answers. The first is taken if it is there, else the only other one.
+QUERIES = ("query", "instruction", "question")
+ANSWERS = ("response", "output", "answer", "completion")
+
+
 @dataclass(frozen=True)
 class PromptTemplate:
     """A prompt with the fields of a row in braces.
@@ -40,7 +46,7 @@ class PromptTemplate:
     Attributes:
         template: text with names of columns in braces.
         with_input: template for rows with a non-empty "input", or None.
-        query_field: the column that {query} stands for.
+        query_field: the column that {query} stands for; "query" may be one of `QUERIES`.
     """
 
     template: str
@@ -113,12 +119,28 @@ class _Fields(dict[str, Any]):
         self.row, self.template = row, template
 
     def __missing__(self, name: str) -> Any:
-        return _value(self.row, self.template.column(name))
+        return _value(self.row, column_among(self.row, self.template.column(name)))
 
 
 def field_text(row: Mapping[str, Any], column: str) -> str:
     """Return a field as text. Raises ValueError if it is missing or null."""
-    return str(_value(row, column))
+    return str(_value(row, column_among(row, column)))
+
+
+def column_among(columns: Iterable[str], name: str) -> str:
+    """Return the column that "query" or "response" stands for; any other name is a column.
+
+    Raises:
+        ValueError: several columns may be meant.
+    """
+    names = next((names for names in (QUERIES, ANSWERS) if names[0] == name), (name,))
+    found = [other for other in names if other in columns]
+    if len(found) > 1 and name not in found:
+        raise ValueError(
+            f"prompt_template takes one of the columns {found}; rename the one that is meant: "
+            f"dataset.rename_column({found[0]!r}, {name!r})"
+        )
+    return name if name in found or not found else found[0]
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:

@@ -44,7 +44,7 @@ class RowFormat:
         flags_decide: without `train_on`, train the assistant if messages have "train" or "weight".
         answers: response (and instruction) template of texts and rendered conversations.
         prompt_template: for rows with raw fields.
-        response_field: column of the answer, with a prompt template.
+        response_field: column of the answer, with a prompt template (prompt_template.py).
         trains_prompts: prompts made by the prompt template are trained too.
         formatting_func: the user's function from a row to its text.
         calls_tools: whether the chat template renders tool calls.
@@ -92,9 +92,7 @@ class RowFormat:
                 tokenizer, options.response_template, options.instruction_template
             )
         if options.prompt_template is not None:
-            prompt_template = PromptTemplate.from_setting(
-                options.prompt_template, options.query_field
-            )
+            prompt_template = PromptTemplate.from_setting(options.prompt_template)
         return cls(
             chat,
             tokenizer.eos_token,
@@ -105,7 +103,6 @@ class RowFormat:
             flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
             answers=answers,
             prompt_template=prompt_template,
-            response_field=options.response_field,
             trains_prompts=args.completion_only_loss is False,
             calls_tools=_calls_tools(tokenizer),
         )
