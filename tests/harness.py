@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from helpers.one_step import ONE_STEP, Keep
-from helpers.tiny import tiny_tokenizer
+from helpers.tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from trl import SFTConfig
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
@@ -44,6 +45,14 @@ TWO_RUNS = 500 * ROUNDING
 MOST = 1e-2
 
 SMOOTHING = 0.1
+#: Settings of a trainer that reports and saves nothing.
+QUIET = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
 Gradients = dict[str, Tensor]
 
 
@@ -250,37 +259,75 @@ class Run:
         ]
 
 
+def make_trainer(
+    folder: Any,
+    rows: Any,
+    model: Any = "llama",
+    *,
+    cls: type = PackedSFTTrainer,
+    tokenizer: Any = None,
+    evaluated: Any = None,
+    collator: Any = None,
+    callbacks: Iterable[Any] = (),
+    arguments: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Return a trainer on the CPU, in float32, that reports and saves nothing unless asked.
+
+    Args:
+        folder: its `output_dir`.
+        rows: a list, a data set or a stream.
+        model: a name of `tiny_model`, or a model.
+        cls: `PackedSFTTrainer`, a subclass, or `SFTTrainer`.
+        tokenizer: `tiny_tokenizer()` by default.
+        evaluated: `eval_dataset`.
+        collator: `data_collator`.
+        callbacks: of the trainer.
+        arguments: further arguments of the trainer.
+        settings: of its config.
+    """
+    config = PackedSFTConfig if issubclass(cls, PackedSFTTrainer) else SFTConfig
+    return cls(
+        tiny_model(model) if isinstance(model, str) else model,
+        config(**QUIET | {"output_dir": str(folder)} | settings),
+        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
+        eval_dataset=evaluated,
+        processing_class=tokenizer or tiny_tokenizer(),
+        data_collator=collator,
+        callbacks=list(callbacks),
+        **(arguments or {}),
+    )
+
+
 def run(
     model: Any,
     documents: Any,
     folder: Any,
     *,
-    trainer: type = PackedSFTTrainer,
-    config: type = PackedSFTConfig,
     callbacks: Iterable[Any] = (),
     keep: Callable[[Any], Any] = dict,
-    arguments: dict[str, Any] | None = None,
     **options: Any,
 ) -> Run:
-    """Train a copy of `model`, one step unless `options` of the config say otherwise.
+    """Train a copy of `model`, one step unless `options` of `make_trainer` say otherwise.
 
     The result has what `keep` makes of each micro-batch.
     """
     kept, batches = Keep(), []
 
-    class Watched(trainer):
+    class Watched(options.pop("cls", PackedSFTTrainer)):
         def get_batch_samples(self, *args, **kwargs):
             samples, num_items = super().get_batch_samples(*args, **kwargs)
             batches.append([keep(sample) for sample in samples])
             return samples, num_items
 
-    defaults = {"output_dir": str(folder), "max_length": 80, "per_device_train_batch_size": 8}
-    made = Watched(
+    options = {**ONE_STEP, "max_length": 80, "per_device_train_batch_size": 8, **options}
+    trainer = make_trainer(
+        folder,
+        documents,
         copy.deepcopy(model),
-        config(**ONE_STEP | defaults | options),
-        train_dataset=Dataset.from_list(documents) if isinstance(documents, list) else documents,
+        cls=Watched,
         callbacks=[kept, *callbacks],
-        **{"processing_class": tiny_tokenizer()} | (arguments or {}),
+        **options,
     )
-    made.train()
-    return Run(made, kept.gradients, batches)
+    trainer.train()
+    return Run(trainer, kept.gradients, batches)

@@ -13,9 +13,14 @@ from helpers.shared_prefixes import forked_documents
 from helpers.tiny import tiny_model
 from peft import LoraConfig, get_peft_model
 
+from trl_packing import PackedCollator
+from trl_packing.documents.boundaries import boundaries_of_row
+
 #: What makes a model of its kind hard: windows, caps, sinks, experts, learned positions, states.
 MODELS = {
     "llama": "",
+    "mistral": "windows",
+    "qwen3": "norms of queries and keys",
     "gemma2": "windows, soft-capped scores",
     "gemma3_text": "windows, two ropes; its class ignores loss kwargs",
     "gpt_oss": "sinks, experts, windows",
@@ -61,6 +66,22 @@ WAYS = {
     "groups of prefixes": {"prefix_sharing": "group", "prefix_group_size": 4},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }
+WAYS |= {
+    f"{kind}, {way}": WAYS[way] | sharing
+    for kind, sharing, ways in (
+        (
+            "shared prefixes",
+            {"prefix_sharing": "bin"},
+            ("padding-free", "documents_per_step", "a stream", "padded to 64", "a worker"),
+        ),
+        (
+            "groups of prefixes",
+            {"prefix_sharing": "group", "prefix_group_size": 4},
+            ("padding-free, accumulated", "documents_per_step"),
+        ),
+    )
+    for way in ways
+}
 #: What a document or a token counts, and what is trained.
 OPTIONS = {
     "plain": {},
@@ -72,7 +93,10 @@ OPTIONS = {
     "lora": {},
     "sources": {"source_column": "source"},
 }
-SLOW_WAYS = ("compiled", "groups of prefixes", "a worker", "first-fit bins", "masked attention")
+SLOW_WAYS = (
+    *("compiled", "a worker", "first-fit bins", "masked attention", "groups of prefixes"),
+    *(way for way in WAYS if "prefixes, " in way and "accumulated" not in way),
+)
 
 
 def rows():
@@ -117,12 +141,13 @@ def merged(documents):
     return [{k: [x for d in documents for x in d[k]] for k in ("input_ids", "labels")}]
 
 
-def train(name, way, option, folder):
+def train(name, way, option, folder, collator=None, **others):
     documents = documents_of(option)
     balance = 0.0 if "moe" in name or name == "gpt_oss" else None  # is a mean of its own
     settings = {"max_length": 128, "router_aux_loss_coef": balance, **WAYS[way], **OPTIONS[option]}
+    settings |= {"collator": collator, **others}
     data = Dataset.from_list(documents)
-    data = data.to_iterable_dataset() if way == "a stream" else data
+    data = data.to_iterable_dataset() if "a stream" in way else data
     return run(build(name, option), data, folder, **settings), documents
 
 
@@ -160,3 +185,68 @@ def test_documents_that_see_each_other_or_lose_their_weights_fail_it(name, tmp_p
 def changed(document):
     """Return the document with one more trained token."""
     return document | {"labels": document["input_ids"]}
+
+
+# --- collators of a user --------------------------------------------------------------------------
+
+
+class OneDocument(PackedCollator):
+    """The classic leak: the row's boundaries say that it is one document."""
+
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        whole = boundaries_of_row(torch.tensor([batch["input_ids"].shape[1]]))
+        return {**batch, **{name: value for name, value in whole.items() if name in batch}}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+def test_a_row_that_says_it_is_one_document_fails_it(name, tmp_path):
+    found, documents = train(
+        name, "accumulated", "plain", tmp_path, collator=OneDocument(), isolation_check="off"
+    )
+    expected = expected_of(name, "plain", documents)
+    assert abs(found.losses[0] - expected[0]) > 20 * expected.bound_of_loss()
+    with pytest.raises(AssertionError, match="rounding explains"):
+        assert_exact((expected[0], found.gradients), expected)
+
+
+class MasksEverySecondTarget(PackedCollator):
+    """A class of a user's own that changes which tokens are trained, behind ours."""
+
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        batch["labels"][:, ::2] = -100
+        return batch
+
+
+def test_a_user_collator_decides_what_is_trained(tmp_path):
+    """The CPU copy of the row, which our collator made before, does not."""
+    collator = MasksEverySecondTarget()
+    found, documents = train(
+        "llama", "accumulated", "plain", tmp_path, collator=collator, isolation_check="off"
+    )
+    masked = [
+        {"input_ids": ids.tolist(), "labels": labels.tolist()}
+        for batch in found.batches[0]
+        for ids, labels in zip(
+            *(
+                batch[name][0].split(batch["cu_seq_lens_q"].diff().tolist())
+                for name in ("input_ids", "labels")
+            ),
+            strict=True,
+        )
+    ]
+    assert sorted(d["input_ids"] for d in masked) == sorted(d["input_ids"] for d in documents)
+    assert_exact(found, expected_of("llama", "plain", masked))
+    with pytest.raises(AssertionError):  # the control
+        assert_exact(found, expected_of("llama", "plain", documents))
+
+
+def test_a_bf16_step_is_as_close_as_bf16_allows(tmp_path):
+    """It keeps 8 bits: at most 16 roundings (8 products forward, 8 back) of the largest entry."""
+    (loss, gradients), documents = train("llama", "accumulated", "plain", tmp_path, bf16=True)
+    expected_loss, expected = expected_of("llama", "plain", documents)
+    assert loss == pytest.approx(expected_loss, rel=2**-8)
+    for name, reference in expected.items():
+        scale = reference.abs().max().item()
+        torch.testing.assert_close(gradients[name], reference, rtol=0, atol=16 * 2**-8 * scale)

@@ -2,7 +2,7 @@
 
 A double of the kernel (flash_attn_double.py) computes attention from what it is handed, so loss and
 gradients are those of one document at a time only if the boundaries, the lengths and the window are
-right. Tolerances as in test_exact.py.
+right. Tolerances as in dense.py.
 """
 
 import logging

@@ -8,8 +8,9 @@ import logging
 
 import pytest
 from datasets import Dataset, IterableDataset
+from harness import make_trainer
 from helpers.tiny import tiny_model, tiny_tokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.bad_rows import BadRows
@@ -24,15 +25,9 @@ def said(text, **more):
 
 
 def trainer_for(folder, rows, cls=PackedSFTTrainer, tokenizer=None, **settings):
-    kind = PackedSFTConfig if cls is PackedSFTTrainer else SFTConfig
-    defaults = {"max_length": 128, "max_steps": 1, "report_to": "none", "use_cpu": True}
-    args = kind(str(folder), bf16=False, save_strategy="no", **(defaults | settings))
-    return cls(
-        tiny_model("llama"),
-        args,
-        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
-        processing_class=tokenizer or tiny_tokenizer(chat=True),
-    )
+    settings = {"max_length": 128, "max_steps": 1, **settings}
+    tokenizer = tokenizer or tiny_tokenizer(chat=True)
+    return make_trainer(folder, rows, cls=cls, tokenizer=tokenizer, **settings)
 
 
 def documents(trainer):

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from harness import make_trainer
 from helpers.tiny import CHATML, tiny_dataset, tiny_iterable, tiny_model, tiny_rows, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -345,14 +346,7 @@ def test_an_empty_batch_stays_empty():
 
 
 def trainer_of(folder, dataset, tokenizer=None, **settings):
-    return PackedSFTTrainer(
-        model=tiny_model("llama"),
-        args=PackedSFTConfig(
-            str(folder), report_to="none", use_cpu=True, bf16=False, max_length=32, **settings
-        ),
-        train_dataset=dataset,
-        processing_class=tokenizer or tiny_tokenizer(),
-    )
+    return make_trainer(folder, dataset, tokenizer=tokenizer, max_length=32, **settings)
 
 
 TOKENIZED = [{"input_ids": [A, 7, 8, EOS]}] * 3 + [{"input_ids": [A, 7, 8]}]

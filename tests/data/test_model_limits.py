@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
+from harness import make_trainer
 from helpers.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from trl import SFTConfig
 
-from trl_packing import PackedDataset, PackedSFTConfig, PackedSFTTrainer, enable_packing
+from trl_packing import PackedDataset, PackedSFTConfig, enable_packing
 from trl_packing.config import check_options
 from trl_packing.data.model_limits import ModelLimits, limits_of
 
@@ -30,15 +31,9 @@ def with_bad(bad, number=40):
 
 
 def trainer_for(folder, rows, evaluated=None, model="llama", changes=None, **settings):
-    defaults = {"max_length": 64, "max_steps": 40, "report_to": "none", "use_cpu": True}
-    args = PackedSFTConfig(str(folder), bf16=False, save_strategy="no", **(defaults | settings))
-    return PackedSFTTrainer(
-        tiny_model(model, **(changes or {})),
-        args,
-        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
-        eval_dataset=evaluated,
-        processing_class=tiny_tokenizer(),
-    )
+    model = tiny_model(model, **(changes or {}))
+    settings = {"max_length": 64, "max_steps": 40, **settings}
+    return make_trainer(folder, rows, model, evaluated=evaluated, **settings)
 
 
 @bad_rows

@@ -5,32 +5,19 @@ import logging
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from harness import make_trainer
+from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 
 ANSWER = "### Answer:"
 
 
 def trainer_for(folder, rows, *, tokenizer=None, cls=PackedSFTTrainer, **settings):
-    defaults = {
-        "max_length": 128,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "logging_steps": 1,
-    }
-    args = PackedSFTConfig(str(folder), **(defaults | settings))
-    return cls(
-        tiny_model("llama"),
-        args,
-        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
-        processing_class=tokenizer or tiny_tokenizer(chat=True),
-    )
+    defaults = {"max_length": 128, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    tokenizer = tokenizer or tiny_tokenizer(chat=True)
+    return make_trainer(folder, rows, cls=cls, tokenizer=tokenizer, **defaults | settings)
 
 
 def trained_texts(trainer) -> list[str]:
@@ -220,13 +207,13 @@ def test_text_with_a_column_of_packed_rows_is_refused_where_that_column_would_st
     [({}, True), ({"train_on": "all"}, False), ({"train_on": "assistant"}, False)],
 )
 def test_messages_that_are_trained_whole_get_a_hint_in_the_report(tmp_path, settings, is_hinted):
-    trainer = PackedSFTTrainer(
-        tiny_model("llama"),
-        PackedSFTConfig(
-            str(tmp_path), max_steps=1, report_to="none", use_cpu=True, bf16=False, **settings
-        ),
-        train_dataset=tiny_dataset("conversational_language_modeling"),
-        processing_class=tiny_tokenizer(chat=True),
+    tokenizer = tiny_tokenizer(chat=True)
+    trainer = make_trainer(
+        tmp_path,
+        tiny_dataset("conversational_language_modeling"),
+        tokenizer=tokenizer,
+        max_steps=1,
+        **settings,
     )
     trainer.train()
     assert ("train_on='assistant'" in str(trainer.packing_report)) == is_hinted

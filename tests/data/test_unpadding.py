@@ -4,10 +4,8 @@ import logging
 
 import pytest
 from datasets import Dataset, IterableDataset
-from harness import TWO_RUNS
-from helpers.tiny import tiny_model, tiny_tokenizer
-
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from harness import TWO_RUNS, make_trainer
+from helpers.tiny import tiny_tokenizer
 
 EOS = tiny_tokenizer().eos_token_id
 LENGTHS = [5, 9, 3, 9, 7, 4, 6, 8]
@@ -50,16 +48,8 @@ def padded(columns=(), left=0, width=12):
 
 
 def trainer_for(folder, rows, **settings):
-    defaults = {"max_length": 32, "max_steps": 2, "report_to": "none", "learning_rate": 1e-2}
-    args = PackedSFTConfig(
-        str(folder), use_cpu=True, bf16=False, save_strategy="no", **(defaults | settings)
-    )
-    return PackedSFTTrainer(
-        tiny_model("llama"),
-        args,
-        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
-        processing_class=tiny_tokenizer(),
-    )
+    settings = {"max_length": 32, "max_steps": 2, "learning_rate": 1e-2, **settings}
+    return make_trainer(folder, rows, **settings)
 
 
 def columns_of(trainer):

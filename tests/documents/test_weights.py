@@ -10,7 +10,6 @@ from harness import TWO_RUNS
 from helpers.by_hand import (
     LAYOUTS,
     LEARNING_RATE,
-    LOSSES,
     TOLERANCE,
     assert_is_one_step_of,
     assert_same_step,
@@ -125,19 +124,7 @@ def test_an_impossible_weight_of_a_document_is_named(wrong):
         document_weight({"loss_weight": wrong})
 
 
-# --- a step ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "loss", "layout"), combined(MODES, ["nll", "dft", "smoothed"], LAYOUTS)
-)
-def test_a_step_is_weighted_as_defined(mode, loss, layout, tmp_path):
-    model, documents = tiny_model("llama"), by_document(weighted(tiny_documents()))
-    expected = by_hand(model, documents, loss, mode)
-    options = {**LAYOUTS[layout], **LOSSES[loss], "loss_weighting": mode}
-    assert_same_step(one_step(model, documents, tmp_path, **options), expected)
-    with pytest.raises(AssertionError):  # the control: tokens alike is something else
-        assert_same_step(by_hand(model, documents, loss), expected)
+# --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -177,14 +164,6 @@ def test_document_weights_of_one_change_no_bit(layout, tmp_path):
     found, expected = (one_step(model, d, tmp_path, **LAYOUTS[layout]) for d in (ones, documents))
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], g) for name, g in expected[1].items())
-
-
-@pytest.mark.parametrize(("name", "mode"), combined(["gemma3", "gpt2", "bert", "mamba"], MODES))
-def test_any_model_on_any_way_is_weighted(name, mode, tmp_path):
-    model, documents = tiny_model(name), by_document(weighted(tiny_documents()))
-    options = LAYOUTS["three of a bin"] | {"loss_weighting": mode}
-    expected = by_hand(model, documents, "nll", mode)
-    assert_same_step(one_step(model, documents, tmp_path, **options), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -60,12 +60,24 @@ def probabilities(
     both_directions: bool = False,
 ) -> Tensor:
     """Return ``(heads, Q, K)``; rows sum to one, or to less with sinks."""
+    seen = visible(cu_seqlens, None if window is None else window - 1, cu_seqlens_k)
+    seen = seen | seen.mT if both_directions else seen
+    return probabilities_of(query, key, seen, scale, softcap, sinks)
+
+
+def probabilities_of(
+    query: Tensor,
+    key: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the same where `seen` ``(Q, K)`` says which query sees which key."""
     group = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(cu_seqlens, None if window is None else window - 1, cu_seqlens_k)
-    seen = seen | seen.mT if both_directions else seen
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is None:
         return scores.softmax(-1)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helpers.dense import probabilities_of
 from trl_packing.attention.prefix_keys import PrefixKeys
 
 
@@ -69,18 +70,9 @@ def tensors_of(num_tokens, dtype=torch.float32, value_dim=8, kv_heads=2):
 
 
 def dense(tree, query, key, value, scale, window=None, softcap=None, sinks=None):
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~tree.visible(window), float("-inf"))
-    if sinks is not None:
-        column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    weights = probabilities_of(query, key, tree.visible(window), scale, softcap, sinks)
+    group = query.shape[1] // value.shape[1]
+    return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(group, 1))
 
 
 def outcome(attention, tensors, upstream, sinks):

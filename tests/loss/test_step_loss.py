@@ -38,18 +38,7 @@ from trl_packing.loss.step_loss import StepLoss
 from trl_packing.loss.sums import SUMS
 from trl_packing.loss.weights import scale_of_weights
 
-# --- a step ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("loss", "layout"), combined(LOSSES, LAYOUTS))
-def test_a_step_is_the_weighted_mean_of_its_tokens(loss, layout, tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    expected = by_hand(model, documents, loss)
-    options = {**LAYOUTS[layout], **LOSSES[loss]}
-    assert_same_step(one_step(model, documents, tmp_path, **options), expected)
-    # The negative control: the same comparison sees that weights were left out.
-    with pytest.raises(AssertionError):
-        assert_same_step(by_hand(model, unweighted(documents), loss), expected)
+# --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import TWO_RUNS
+from helpers.combinations import fast
 from helpers.distributed.same_steps import documents_of
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import tiny_model, tiny_tokenizer
@@ -294,7 +295,7 @@ RUNS = {
 DOCUMENTS = [3 + (i * 7) % 29 for i in range(90)]
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", fast(RUNS, ("packed",)))
 def test_a_run_is_ordered_and_resumes_to_the_bit(kind, tmp_path):
     options = {"curriculum": "length", **RUNS[kind].get("options", {})}
     arguments = {**RUNS[kind], "epochs": 2, "save_steps": 5, "options": options}

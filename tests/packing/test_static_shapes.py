@@ -2,7 +2,7 @@
 
 Tolerances, float32: a masked document at the end of the row moves no document, so kernels that go
 by documents compute the same bits; those that go by rows (T×T masks, products of other widths) sum
-in another order, which is what 1e-5 allows, as in test_exact.py.
+in another order: a hundred roundings of 6e-8.
 """
 
 import shutil

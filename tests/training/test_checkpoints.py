@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from harness import make_trainer
 from helpers.combinations import combined
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths
 from transformers.trainer_utils import get_last_checkpoint
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 from trl_packing.training.checkpoints import (
     MARK,
     check_optimizer,
@@ -28,22 +28,10 @@ TESTS = Path(__file__).parents[1]
 
 
 def trainer_for(folder, **settings):
-    defaults = {
-        "max_length": 32,
-        "per_device_train_batch_size": 1,  # 6 bins an epoch, 12 steps
-        "num_train_epochs": 2,
-        "save_steps": 2,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "logging_steps": 1,
-    }
-    return PackedSFTTrainer(
-        tiny_model("llama"),
-        PackedSFTConfig(str(folder), **(defaults | settings)),
-        train_dataset=Dataset.from_list(documents_of_lengths([20] * 6)),
-        processing_class=tiny_tokenizer(),
-    )
+    """Return a trainer of 6 bins an epoch, 12 steps."""
+    defaults = {"max_length": 32, "per_device_train_batch_size": 1, "num_train_epochs": 2}
+    defaults |= {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    return make_trainer(folder, documents_of_lengths([20] * 6), **defaults | settings)
 
 
 def steps_saved(folder: Path) -> list[int]:

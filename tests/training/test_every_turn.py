@@ -4,11 +4,10 @@ import json
 
 import pytest
 from datasets import Dataset
-from harness import TWO_RUNS
+from harness import TWO_RUNS, make_trainer
 from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
-from helpers.tiny import tiny_model, tiny_tokenizer
+from helpers.tiny import tiny_tokenizer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.data.counts import Conversations
 from trl_packing.tools.preview.preview import preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
@@ -72,22 +71,9 @@ def by_hand(rows, tokenizer):
 
 
 def trainer_for(folder, rows, evaluated=None, tokenizer=None, **settings):
-    defaults = {"max_length": 256, "max_steps": 3, "use_cpu": True, "save_strategy": "no"}
-    args = PackedSFTConfig(
-        str(folder),
-        bf16=False,
-        report_to="none",
-        logging_steps=1,
-        per_device_train_batch_size=1,
-        **(defaults | settings),
-    )
-    return PackedSFTTrainer(
-        tiny_model("llama"),
-        args,
-        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
-        eval_dataset=evaluated,
-        processing_class=tokenizer or thinking_tokenizer(),
-    )
+    defaults = {"max_length": 256, "max_steps": 3, "logging_steps": 1}
+    defaults |= {"per_device_train_batch_size": 1, "tokenizer": tokenizer or thinking_tokenizer()}
+    return make_trainer(folder, rows, evaluated=evaluated, **defaults | settings)
 
 
 def losses(trainer):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from harness import TWO_RUNS
+from harness import TWO_RUNS, make_trainer
+from helpers.combinations import fast
 from helpers.distributed.train import Scenario, run, run_on_ranks
-from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.training.columns import documents_of
@@ -21,20 +22,9 @@ EPOCHS = 3
 
 
 def trainer_of(folder, train_dataset, **options) -> PackedSFTTrainer:
-    settings = {
-        "max_length": 64,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "isolation_check": "off",
-        "disable_tqdm": True,
-        **options,
-    }
-    return PackedSFTTrainer(
-        tiny_model(),
-        PackedSFTConfig(str(folder), **settings),
-        train_dataset=train_dataset,
-        processing_class=tiny_tokenizer(chat="generation"),
+    options = {"max_length": 64, "isolation_check": "off", **options}
+    return make_trainer(
+        folder, train_dataset, tokenizer=tiny_tokenizer(chat="generation"), **options
     )
 
 
@@ -323,7 +313,7 @@ def assert_continues(resumed, uninterrupted):
         assert torch.equal(resumed["parameters"][name], parameter), name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", fast(MODES, ("packed",)))
 def test_a_mixture_resumes_to_the_bit(mode, tmp_path):
     arguments = {
         "epochs": EPOCHS,
@@ -372,6 +362,7 @@ def two_and_six_epochs(tmp_path_factory):
     return folders[0], short, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 8])
 def test_a_mixture_resumed_within_an_epoch_for_more_of_them_is_refused(step, two_and_six_epochs):
     folder, *_ = two_and_six_epochs
@@ -380,6 +371,7 @@ def test_a_mixture_resumed_within_an_epoch_for_more_of_them_is_refused(step, two
     assert "a mixture of another number of epochs" in run(resumed)["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5])
 def test_a_mixture_resumed_between_epochs_trains_each_of_them_once(step, two_and_six_epochs):
     folder, short, whole = two_and_six_epochs

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from datasets import Dataset
+from harness import make_trainer
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
@@ -17,23 +18,8 @@ ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)
 
 
 def trainer_for(folder, collator=None, **settings) -> PackedSFTTrainer:
-    defaults = {
-        "max_length": 32,
-        "max_steps": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "isolation_check": "off",
-        "save_strategy": "no",
-    }
-    return PackedSFTTrainer(
-        tiny_model("llama"),
-        PackedSFTConfig(str(folder), **(defaults | settings)),
-        data_collator=collator,
-        train_dataset=Dataset.from_list(ROWS),
-        processing_class=tiny_tokenizer(),
-    )
+    settings = {"max_length": 32, "max_steps": 2, "isolation_check": "off", **settings}
+    return make_trainer(folder, ROWS, collator=collator, **settings)
 
 
 def test_every_method_that_knows_packed_rows_is_trls_on_trls_path(tmp_path):

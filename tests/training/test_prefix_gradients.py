@@ -1,5 +1,7 @@
 """Gradients of a run that shares prefixes are those of its documents, one at a time.
 
+The kinds of steps and losses are ways and options of tests/test_oracle.py; here are the families.
+
 The reference (`harness.alone`) puts each document through the untouched model by itself, and knows
 nothing of rows. Gradients of documents that see their siblings, or lose their prefix, are apart by
 more than 0.1 (the negative controls).
@@ -7,9 +9,8 @@ more than 0.1 (the negative controls).
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from harness import assert_exact
-from helpers.by_hand import LOSSES, by_hand
+from helpers.by_hand import by_hand
 from helpers.shared_prefixes import (
     FAMILIES,
     build_model,
@@ -41,86 +42,6 @@ def test_families_train_each_document_as_alone(name, lora, weighting, tmp_path):
     step = one_shared_step(model, documents, tmp_path, loss_weighting=weighting)
     assert step.documents == len(documents)
     assert_is_one_at_a_time(step, by_hand(model, documents, weighting=weighting))
-
-
-STEPS = {
-    "accumulated": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
-    "padding-free": {"packing": False, "per_device_train_batch_size": 19},
-    "padding-free, accumulated": {
-        "packing": False,
-        "per_device_train_batch_size": 7,
-        "gradient_accumulation_steps": 3,
-    },
-    "documents_per_step": {"documents_per_step": 19, "per_device_train_batch_size": 3},
-    "padded to 64": {"pad_to_multiple_of": 64},
-    "square root": {"loss_weighting": "sqrt"},
-    "gradient checkpointing": {"gradient_checkpointing": True},
-    "a worker": {"dataloader_num_workers": 1},
-    "first-fit bins": {"packing_strategy": "bfd_split", "overflow": "split"},
-    "groups": {"prefix_sharing": "group"},
-    "groups, accumulated": {
-        "prefix_sharing": "group",
-        "prefix_group_size": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-    },
-    "groups, padding-free": {
-        "prefix_sharing": "group",
-        "packing": False,
-        "per_device_train_batch_size": 7,
-        "gradient_accumulation_steps": 3,
-    },
-    "groups, documents_per_step": {
-        "prefix_sharing": "group",
-        "documents_per_step": 19,
-        "per_device_train_batch_size": 3,
-    },
-}
-QUICK = ("accumulated", "groups, padding-free")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [v if k in QUICK else pytest.param(v, marks=pytest.mark.slow) for k, v in STEPS.items()],
-    ids=STEPS,
-)
-def test_every_kind_of_step_trains_each_document_as_alone(options, tmp_path):
-    model, documents = build_model("llama"), forked_documents(weighted=True)
-    step = one_shared_step(model, documents, tmp_path, **options)
-    assert step.documents == len(documents)
-    weighting = options.get("loss_weighting", "token")
-    assert_is_one_at_a_time(step, by_hand(model, documents, weighting=weighting), shares=1.2)
-
-
-@pytest.mark.parametrize(
-    "loss", ["dft", *(pytest.param(k, marks=pytest.mark.slow) for k in LOSSES if k != "dft")]
-)
-@pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_every_loss_trains_each_document_as_alone(loss, weighted, tmp_path):
-    model, documents = build_model("llama"), forked_documents(weighted=weighted)
-    step = one_shared_step(model, documents, tmp_path, **LOSSES[loss])
-    assert_is_one_at_a_time(step, by_hand(model, documents, loss))
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_stream_trains_each_document_as_alone(workers, packing, tmp_path):
-    model, documents = build_model("llama"), forked_documents(weighted=True)
-    stream = Dataset.from_list(documents).to_iterable_dataset()
-    size = 12 if packing else 19
-    options = {"max_steps": 1, "packing": packing, "dataloader_num_workers": workers}
-    step = one_shared_step(model, stream, tmp_path, per_device_train_batch_size=size, **options)
-    assert step.documents == len(documents)
-    assert_is_one_at_a_time(step, by_hand(model, documents))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_compiled_step_trains_each_document_as_alone(name, tmp_path):
-    model, documents = build_model(name), forked_documents()
-    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    step = one_shared_step(model, documents, tmp_path, **options)
-    assert_is_one_at_a_time(step, by_hand(model, documents))
 
 
 @pytest.mark.slow

@@ -7,14 +7,8 @@ import pytest
 import torch
 from architectures import tiny_models as architectures
 from datasets import Dataset
-from harness import TWO_RUNS, assert_exact
-from helpers.by_hand import by_hand
+from harness import TWO_RUNS
 from helpers.distributed.same_steps import Run, on_ranks, trained
-from helpers.shared_prefixes import (
-    build_model,
-    forked_documents,
-    one_shared_step,
-)
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -115,30 +109,6 @@ def test_steps_are_those_of_their_documents_apart(kind, tmp_path):
     other = trainer_of(tmp_path, prefix_sharing="off", learning_rate=1e-3, **KINDS[kind])
     other.train()
     assert abs(steps_of(other)[0][0] - steps_of(trainer)[0][0]) > 1e-4
-
-
-STEPS = {
-    "packed": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
-    "padding-free": {
-        "packing": False,
-        "per_device_train_batch_size": 7,
-        "gradient_accumulation_steps": 3,
-    },
-    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-}
-
-
-@pytest.mark.parametrize(
-    "kind", ["packed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*STEPS][1:])]
-)
-def test_gradients_are_those_of_documents_one_at_a_time(kind, tmp_path):
-    """See test_prefix_gradients.py for the reference and the tolerance."""
-    model, rows = build_model("llama"), forked_documents(weighted=True)
-    groups = {"prefix_sharing": "group", "prefix_group_size": 4}
-    step = one_shared_step(model, rows, tmp_path, **groups, **STEPS[kind])
-    assert step.documents == len(rows)
-    assert step.computed * 1.2 < step.tokens
-    assert_exact(step, by_hand(model, rows))
 
 
 @pytest.mark.slow

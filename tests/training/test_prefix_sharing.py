@@ -6,6 +6,7 @@ import torch
 from architectures import tiny_models as architectures
 from datasets import Dataset
 from harness import TWO_RUNS
+from helpers.combinations import fast
 from helpers.tiny import tiny_model, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
 
@@ -16,9 +17,7 @@ from trl_packing.packing.prefix_tree import PrefixTree
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.user_loss import UserLoss
 
-FAST = ["llama", "deepseek_v3"]
-SLOW = ["qwen3", "gemma2", "gemma3_text", "mistral", "cohere2"]
-FAMILIES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+FAMILIES = fast(["llama", "deepseek_v3", "gemma2"], ("llama",))
 
 
 @pytest.fixture(autouse=True)
@@ -119,17 +118,7 @@ def test_losses_gradients_and_counts_stay(model, tmp_path, saved):
     "options",
     [
         {"loss_weighting": "sqrt", "gradient_accumulation_steps": 3},
-        {"documents_per_step": 7},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"loss_weighting": "document"},
-                {"packing": False, "per_device_train_batch_size": 6},
-                {"label_smoothing_factor": 0.1},
-                {"loss_type": "dft"},
-                {"pad_to_multiple_of": 32},
-            )
-        ),
+        pytest.param({"documents_per_step": 7}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -163,7 +152,9 @@ def test_siblings_that_see_each_other_would_be_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mamba", "attention='padded' has one set of boundaries"),
+        pytest.param(
+            *("mamba", "attention='padded' has one set of boundaries"), marks=pytest.mark.slow
+        ),
         ("bloom", "attention='padded' has one set of boundaries"),
     ],
 )

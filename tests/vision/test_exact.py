@@ -58,8 +58,7 @@ def trained_alone(model, batches):
 def packed(model, processor, dataset, folder, **options):
     """Return one step of `PackedSFTTrainer`: its loss, its gradients and its trainer."""
     options = {"max_length": 320, "packing": True, "per_device_train_batch_size": 8} | options
-    processing = {"processing_class": processor}
-    found = harness.run(model, dataset, folder, arguments=processing, **options)
+    found = harness.run(model, dataset, folder, tokenizer=processor, **options)
     return found.losses[0], found.gradients, found.trainer
 
 

@@ -31,6 +31,10 @@ def check_options(args: Any) -> None:
     """
     options = PackingOptions.of(args)
     check_types(args)
+    if isinstance(args.pad_to_multiple_of, str):  # TRL reads its texts while it makes a config
+        raise ValueError(
+            f"pad_to_multiple_of={args.pad_to_multiple_of!r} must be a whole number, or None"
+        )
     _check_choices(args, options)
     _check_ranges(args, options)
     for conflicts in (

@@ -1,0 +1,232 @@
+"""Faults written by hand, and the tests that must find each: run it by hand, not in CI.
+
+    python tests/mutations.py                 all, in a temporary copy: about ten seconds each
+    python tests/mutations.py resume epoch    those of some areas
+    python tests/mutations.py 7 12            those with these numbers
+
+A mutation replaces one text of one file. It is found if a test of its area fails. Exits with 1 if
+one is not found, or if its text is no longer in its file.
+"""
+
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: What takes long to import and is no part of the package.
+INHERITED = (
+    *("datasets", "hypothesis", "peft", "torch._dynamo", "trl.trainer.sft_trainer"),
+    *(f"transformers.models.{m}.modeling_{m}" for m in ("llama", "gemma2", "gemma3", "gpt_oss")),
+)
+ORACLE = ["tests/test_oracle.py"]
+#: area -> tests, the quickest first
+TESTS = {
+    "masks": [
+        *("tests/attention/test_document_sdpa.py", "tests/documents/test_boundaries.py"),
+        *("tests/attention/test_prefix_keys.py", "tests/attention/test_padded_rows.py", *ORACLE),
+    ],
+    "boundaries": ["tests/packing/test_prefix_tree.py", "tests/packing/test_collator.py", *ORACLE],
+    "positions": ["tests/documents/test_boundaries.py", *ORACLE],
+    "weights": [
+        *(*ORACLE, "tests/documents/test_weights.py", "tests/loss/test_step_loss.py"),
+        *("tests/loss/test_lm_head.py", "tests/loss/test_chunked_log_probs.py"),
+    ],
+    "epoch": [
+        *("tests/packing/test_sampler.py", "tests/packing/test_epoch.py"),
+        *("tests/packing/test_bins.py", "tests/packing/test_document_order.py"),
+    ],
+    "resume": ["tests/training/test_resuming.py", "tests/training/test_resume.py"],
+    "streams": ["tests/streaming/test_reader.py", "tests/streaming/test_loader.py"],
+}
+#: area, file below trl_packing, text, its replacement
+MUTATIONS = [
+    ("masks", "documents/boundaries.py", "allowed &= distance >= 0", "allowed &= distance >= -1"),
+    ("masks", "documents/boundaries.py", "distance.abs() < window", "distance.abs() <= window"),
+    ("masks", "documents/boundaries.py", "ids.unsqueeze(-1) ==", "ids.unsqueeze(-1) >="),
+    ("masks", "attention/tiles.py", "visible = keys <= queries", "visible = keys <= queries + 1"),
+    ("masks", "attention/tiles.py", "q0 - options.window + 1)", "q0 - options.window)"),
+    ("masks", "attention/tiles.py", "keys > queries - opt", "keys >= queries - opt"),
+    ("masks", "attention/tiles.py", "k1 + gap + options.window - 1)", "k1 + gap)"),
+    ("masks", "attention/document_sdpa.py", "part.sum(1) if part.shape[1] > 1 else ", ""),
+    ("masks", "attention/document_sdpa.py", "d_query[rows].add_(dq) if tile.merges else ", ""),
+    ("masks", "attention/document_sdpa.py", "        lse = with_sinks", "        pass"),
+    ("masks", "attention/padded_rows.py", "- behind // longest - 1", "- behind // longest"),
+    ("masks", "attention/padded_rows.py", "order = np.argsort(np", "order = np.sort(np"),
+    (
+        "boundaries",
+        "packing/collator.py",
+        "flat_labels[starts[seq_lengths > 0]]",
+        "flat_labels[:1]",
+    ),
+    (
+        "boundaries",
+        "packing/collator.py",
+        "[length for row in rows for length in row if length]",
+        "[sum(row) for row in rows]",
+    ),
+    (
+        "boundaries",
+        "packing/prefix_tree.py",
+        "len(documents[before]) else common - 1",
+        "-1 else common",
+    ),
+    ("boundaries", "packing/prefix_tree.py", "(depths > 0) & (depths < before)", "(depths > 0)"),
+    ("boundaries", "packing/prefix_tree.py", "depths[inner] - 1) + 1", "depths[inner] - 1)"),
+    (
+        "boundaries",
+        "packing/prefix_tree.py",
+        "np.diff(self.offsets) > 0]] = 0",
+        "np.diff(self.offsets) > 0]] += 0",
+    ),
+    (
+        "boundaries",
+        "packing/tree_row.py",
+        "np.where(may_share, 0, -1 - np.arange(len(starts)))",
+        "np.zeros(len(starts), int)",
+    ),
+    (
+        "boundaries",
+        "packing/tree_row.py",
+        "(labels == IGNORE_INDEX), ids, labels)",
+        "(labels > 0), ids, labels)",
+    ),
+    (
+        "positions",
+        "documents/boundaries.py",
+        "device=starts.device) - starts",
+        "device=starts.device)",
+    ),
+    (
+        "positions",
+        "packing/prefix_tree.py",
+        "position_ids=_ranges(depths,",
+        "position_ids=_ranges(0 * depths,",
+    ),
+    (
+        "positions",
+        "packing/tree_row.py",
+        "np.arange(tail) if fill is None",
+        "np.zeros(tail) if fill is None",
+    ),
+    ("weights", "documents/weights.py", '"sqrt": 0.5}', '"sqrt": 1.0}'),
+    (
+        "weights",
+        "documents/weights.py",
+        "labels == IGNORE_INDEX, 0.0,",
+        "labels == IGNORE_INDEX, weights,",
+    ),
+    ("weights", "loss/weights.py", "weights[..., 1:] * is", "weights[..., :-1] * is"),
+    (
+        "weights",
+        "loss/step_loss.py",
+        "(b)) for b in batches]).sum()",
+        "(b)) for b in batches]).mean()",
+    ),
+    ("weights", "loss/step_loss.py", "(-losses).exp().detach()", "(-losses).exp()"),
+    ("weights", "packing/tree_row.py", "counts if weights is None else ", "counts if 1 else "),
+    ("weights", "loss/chunked_log_probs.py", "grad[others] - most, others", "grad[others], others"),
+    (
+        "weights",
+        "loss/chunked_log_probs.py",
+        "return squashed * softcap, (1 - squashed**2)",
+        "return squashed * softcap, (1 + 0 * squashed)",
+    ),
+    (
+        "epoch",
+        "packing/sampler.py",
+        "default_rng((self.seed, self.epoch))",
+        "default_rng((self.seed, 0))",
+    ),
+    ("epoch", "packing/sampler.py", "range(self.rank, len(drawn),", "range(0, len(drawn),"),
+    ("epoch", "packing/sampler.py", "is_new = self.shuffle and", "is_new = False and"),
+    ("epoch", "packing/sampler.py", "order = order[: self.num_used]", "order = order[:]"),
+    ("epoch", "packing/epoch.py", "*bins[e - n : e]]", "*bins[e - n : e - 1]]"),
+    ("epoch", "packing/epoch.py", "bins[at] = bins[at][:half]", "bins[at] = bins[at][:]"),
+    ("epoch", "packing/bins.py", "bisect_left(spaces, length)", "bisect_left(spaces, length - 1)"),
+    ("epoch", "packing/document_order.py", "manual_seed(seed + epoch)", "manual_seed(seed)"),
+    (
+        "resume",
+        "training/resuming.py",
+        "Resumption(record.epoch, record.steps)",
+        "Resumption(record.epoch, record.steps + 1)",
+    ),
+    ("resume", "training/resuming.py", "np.flatnonzero(~trained)", "np.flatnonzero(trained)"),
+    ("resume", "training/resuming.py", "            trained[before] = True\n", ""),
+    ("resume", "training/resuming.py", "return np.array_equal(found, trained)", "return True"),
+    ("resume", "training/resuming.py", "self._first_step -= self._resumed.steps", "pass"),
+    ("streams", "streaming/windows.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
+    ("streams", "streaming/reader.py", "if taken > skipped and", "if taken >= skipped and"),
+    ("streams", "streaming/reader.py", "next_window.num_batches_before = number", "pass"),
+    ("streams", "streaming/reader.py", "number % self.settings.num_ranks == self.rank", "True"),
+]
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    kept = ("trl_packing", "tests", "recipes", "pyproject.toml")
+    for name in kept:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, folder / name)
+    return folder
+
+
+def fails(tree: Path, tests: list[str]) -> bool:
+    """Return whether a test fails, file by file, in a child that inherits imports."""
+    child = os.fork()
+    if child == 0:
+        os.chdir(tree)
+        sys.path[:0] = [str(tree), str(tree / "tests")]
+        quiet = os.open(tree / "output.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:anyio"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--rootdir", str(tree)]
+        codes = (int(pytest.main([*options, test])) for test in tests)
+        os._exit(next(filter(None, codes), 0))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1, 2), (tree / "output.txt").read_text()[-3000:]
+    return code > 0
+
+
+def first_failure(tree: Path) -> str:
+    lines = (tree / "output.txt").read_text().splitlines()
+    return next((x.split(" - ")[0] for x in lines if x.startswith(("FAILED", "ERROR"))), "")
+
+
+def main(chosen: list[str]) -> int:
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    sys.dont_write_bytecode = True
+    for library in INHERITED:
+        importlib.import_module(library)
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_the_tree(Path(folder))
+        for number, (area, name, old, new) in enumerate(MUTATIONS, start=1):
+            if chosen and not {area, str(number)} & set(chosen):
+                continue
+            path, began = tree / "trl_packing" / name, time.monotonic()
+            text = path.read_text(encoding="utf-8")
+            if text.count(old) != 1:
+                outcome = f"STALE: the text is {text.count(old)} times in its file"
+            else:
+                path.write_text(text.replace(old, new), encoding="utf-8")
+                found = fails(tree, TESTS[area])
+                outcome = f"found by {first_failure(tree)}" if found else "NOT FOUND"
+                path.write_text(text, encoding="utf-8")
+            missed += not outcome.startswith("found")
+            seconds = time.monotonic() - began
+            print(
+                f"{number:2} {area:10} {name}: {old.strip()!r}: {outcome} ({seconds:.0f} s)",
+                flush=True,
+            )
+    print(f"{missed} not found")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
