@@ -25,8 +25,8 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.documents.weight_columns import document_weights_from_rows
-from trl_packing.formatting.message_flags import has_flags
-from trl_packing.formatting.row_form import form_of, name_of_messages
+from trl_packing.formatting.messages import has_flags
+from trl_packing.formatting.row_format import form_of, name_of_messages
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:

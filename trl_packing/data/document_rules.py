@@ -19,7 +19,7 @@ from datasets import Dataset
 from trl_packing.config import PackedSFTConfig
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.rules import Preparation
-from trl_packing.formatting.message_flags import has_flags
+from trl_packing.formatting.messages import has_flags
 
 
 @dataclass(frozen=True)

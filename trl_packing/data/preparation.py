@@ -20,11 +20,10 @@ import numpy as np
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
-from trl_packing.data.bos import note_second_bos
 from trl_packing.data.checks import check, check_not_empty, empty_completions
 from trl_packing.data.counting import count_conversations, fit_and_count
 from trl_packing.data.counts import Conversations, PreparationCounts
-from trl_packing.data.eos import MissingEos, end_in_eos
+from trl_packing.data.eos import MissingEos, end_in_eos, note_second_bos
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import AnyDataset, Preparation, UserRows

@@ -29,8 +29,7 @@ from functools import cached_property
 from trl.data_utils import common_prefix_length
 
 from trl_packing.formatting.chat_template import ChatTemplate, Conversation, Span, absent_from
-from trl_packing.formatting.content_lists import texts_of
-from trl_packing.formatting.messages import REASONING_KEYS, Message
+from trl_packing.formatting.messages import REASONING_KEYS, Message, texts_of
 from trl_packing.formatting.printable import quote
 
 

@@ -6,12 +6,21 @@
     {"from": "observation", "value": "21°"}         {"role": "tool", "content": "21°"}
 
 A message may set whether it is trained, ``"train": true/false``, and its ``"weight": 0.5``. The
-chat template never sees these two keys.
+chat template never sees these two keys. Every message of a data set decides, not the first row or
+the type of a column: `load_dataset` stores messages with unlike keys as JSON, others with nulls. A
+stream is not read ahead, so flags that its first row lacks are refused (`row_format.py`).
+
+A content may be a list of parts. Some templates write it as Python does, or leave it out, without
+an error, so a model would be trained on that: such conversations are refused.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
 
 from trl_packing.documents.weights import LARGEST_WEIGHT
 from trl_packing.formatting.printable import quote
@@ -225,3 +234,128 @@ def trained_messages(
         if weight and (number in chosen if train is None else train):
             weights[number] = float(weight)
     return weights
+
+
+# --- flags of a whole data set --------------------------------------------------------------------
+
+Row = Mapping[str, Any]
+
+
+def flag_of(message: Any) -> str | None:
+    """Return "train" or "weight" if a message has a value there, None if it has neither."""
+    if not isinstance(message, Mapping):
+        return None
+    return next((flag for flag in _FLAGS if message.get(flag) is not None), None)
+
+
+def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
+    """Return whether any message of a data set has a "train" or "weight" that is not null.
+
+    For a stream, return whether messages of its `first` row name one of them, also if it is null.
+    """
+    if isinstance(dataset, IterableDataset):
+        return any(isinstance(m, Mapping) and {*_FLAGS} & m.keys() for m in messages_in(first))
+    columns = [name for name in _MESSAGE_COLUMNS if name in dataset.column_names]
+    rows = dataset.select_columns(columns).with_format(None)
+    kinds = [dataset.data.schema.field(name).type for name in columns]
+    if not any(_may_name_flags(kind) for kind in kinds):
+        return False
+    tables = rows.with_format("arrow")  # without rows that a selection has left out
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        table = tables[start : start + _ROWS_AT_ONCE]
+        if any(_may_hold_flags(chunk) for column in table.columns for chunk in column.chunks):
+            batch = rows.select(range(start, start + len(table)))
+            if any(flag_of(message) for row in batch for message in messages_in(row)):
+                return True
+    return False
+
+
+def _may_name_flags(kind: pa.DataType) -> bool:
+    """Whether messages of a column of this type may have one of the keys."""
+    if pa.types.is_nested(kind) and not pa.types.is_struct(kind):
+        return _may_name_flags(kind.value_type)
+    if pa.types.is_struct(kind):
+        return bool({*_FLAGS} & {field.name for field in kind})
+    return isinstance(kind, pa.BaseExtensionType)  # JSON; other values are no messages
+
+
+def _may_hold_flags(values: pa.Array) -> bool:
+    """Whether a look at the rows is needed: a key has a value, or the JSON has its name."""
+    kind = values.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return bool(pc.any(pc.match_substring_regex(values.storage, _NAMES)).as_py())
+    if pa.types.is_struct(kind):
+        names = {*_FLAGS} & {field.name for field in kind}
+        return any(values.field(name).null_count < len(values) for name in names)
+    return pa.types.is_nested(kind) and _may_hold_flags(values.flatten())
+
+
+_FLAGS = ("train", "weight")
+_NAMES = '"(train|weight)"'
+_MESSAGE_COLUMNS = ("prompt", "completion", "messages", "conversations")
+_ROWS_AT_ONCE = 10_000
+
+
+def messages_in(row: Row) -> list[Any]:
+    """Return the messages in all columns of a row."""
+    lists = [row.get(name) for name in _MESSAGE_COLUMNS]
+    return [message for each in lists if isinstance(each, list) for message in each]
+
+
+# --- contents that are lists of parts -------------------------------------------------------------
+
+_TOOL_ROLES = ("tool", "function", "ipython")
+
+
+def check_lists(
+    messages: Sequence[Message], text: str, render: Callable[[list[Message]], str | None]
+) -> None:
+    """Raise ValueError for the first content that is a list and that `text` garbles or leaves out.
+
+    Args:
+        messages: of a conversation.
+        text: the conversation as the chat template renders it.
+        render: renders other messages; None if the template refuses them.
+    """
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not content or not isinstance(content, (list, tuple)):
+            continue
+        for garbled in _garbled(content) if message["role"] not in _TOOL_ROLES else ():
+            if garbled in text:
+                raise ValueError(_refusal(number, f"writes it as {quote(garbled[:30])}"))
+        missing = [words for words in texts_of(content) if _end_of(words) not in text]
+        # A template may leave out a message or its thoughts in any form.
+        as_texts = render([*map(_joined, messages)]) if missing else None
+        if any(_end_of(words) in (as_texts or "") for words in missing):
+            raise ValueError(_refusal(number, f"leaves out {quote(missing[0][:40])}"))
+
+
+def _joined(message: Message) -> Message:
+    """Return `message` with the texts of its parts as one text."""
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return message
+    return {**message, "content": "".join(texts_of(content))}
+
+
+def texts_of(content: Sequence[Message]) -> list[str]:
+    """Return the texts in a list of parts."""
+    return [part["text"] for part in content if isinstance(part.get("text"), str)]
+
+
+def _garbled(content: Sequence[Message]) -> tuple[str, ...]:
+    """Return `content` as Python writes it, and as JSON."""
+    return str(content), json.dumps(content, ensure_ascii=False, default=str)
+
+
+def _end_of(words: str) -> str:
+    """Return `words` without thoughts, which templates leave out of earlier turns."""
+    return words.rpartition("</think>")[2].strip()
+
+
+def _refusal(number: int, fault: str) -> str:
+    return (
+        f"message {number} has a list as content, which the chat template does not read: it "
+        f"{fault}; make the content a string, or use a template that reads lists"
+    )

@@ -28,10 +28,9 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.documents.bad_rows import BadRows, lone_surrogate
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE, TOKEN_WEIGHTS, TURN
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
-from trl_packing.formatting.message_flags import flag_of, has_flags, messages_in
+from trl_packing.formatting.messages import flag_of, has_flags, messages_in
 from trl_packing.formatting.printable import escape_hidden, quote
-from trl_packing.formatting.row_form import Row
-from trl_packing.formatting.row_format import RowFormat
+from trl_packing.formatting.row_format import Row, RowFormat
 from trl_packing.formatting.tokenize import Rendered, Tokenized, flat_tokens, tokenize
 
 logger = get_logger(__name__)

@@ -21,7 +21,7 @@ from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_ROW, document_columns
 from trl_packing.formatting.chat_template import ChatTemplate
-from trl_packing.formatting.message_flags import has_flags
+from trl_packing.formatting.messages import has_flags
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.image_loads import ImageLoads
