@@ -101,7 +101,8 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
         for name, record in zip(names, records, strict=True)
         for note in record.notes
     ]
-    notes = [problem] * (problem is not None) + notes
+    if problem is not None:
+        notes.insert(0, problem)
     if over is None:
         notes.insert(0, "No axis is known for all runs, so their losses are compared nowhere.")
     if on_different_machines(records):
@@ -178,12 +179,10 @@ def on_different_machines(records: Sequence[RunRecord]) -> bool:
 def _axis(records: Sequence[RunRecord], problem: str | None) -> tuple[str | None, float | None]:
     """Return the axis of a comparison, and the place up to which all runs were trained."""
     for over in ("documents", "tokens", *["steps"] * (problem is None)):
-        known = [
-            [p[_PLACES[over]] for p in r.points("loss") if p[_PLACES[over]] is not None]
-            for r in records
-        ]
+        places = [[point[_PLACES[over]] for point in r.points("loss")] for r in records]
+        known = [[float(place) for place in run if place is not None] for run in places]
         if all(known):
-            return over, min(max(places) for places in known)
+            return over, min(max(run) for run in known)
     return None, None
 
 
