@@ -9,7 +9,6 @@ from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
 from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.evidence import Checked
 from trl_packing.training.epoch_report import PackingReport
-from trl_packing.training.histogram import Histogram
 
 KEPT_ALL = PreparationCounts(TokenCounts(3, 9, 6, 3), TokenCounts(3, 9, 6, 3))
 CUT = PreparationCounts(
@@ -49,8 +48,6 @@ REPORT = PackingReport(
     loss="mean over the trained tokens of a step, each with weight 1",
     room=4096,
     checked=Checked("isolated", "", EVIDENCE),
-    lengths=Histogram((1, 512, 1023), (700, 450)),
-    documents_by_bin=Histogram((1, 3), (548,)),
 )
 
 
@@ -114,10 +111,6 @@ def test_the_report_as_json_holds_every_number():
     checked = read.pop("checked")
     evidence = IsolationReport(**checked.pop("evidence"))
     assert Checked(**checked, evidence=evidence) == REPORT.checked
-    for name in ("lengths", "documents_by_bin"):
-        counted = read.pop(name)
-        assert sum(counted["counts"]) in (REPORT.documents, REPORT.bins)
-        read[name] = Histogram(tuple(counted["edges"]), tuple(counted["counts"]))
     read["sources"] = tuple(read["sources"])
     assert PackingReport(**read, preparation=CUT, checked=REPORT.checked) == REPORT
 

@@ -152,25 +152,6 @@ def test_no_documents_a_step_are_refused():
         PackedSFTConfig("o", documents_per_step=0, use_cpu=True, bf16=False)
 
 
-def test_histograms_of_the_report_count_every_document_and_bin(tmp_path):
-    report = trainer_for(tmp_path, documents(50)).packing_report
-    assert sum(report.lengths.counts) == report.documents == 50
-    assert report.lengths.edges[0] == 5
-    in_bins = zip(report.documents_by_bin.edges, report.documents_by_bin.counts, strict=False)
-    assert sum(number * bins for number, bins in in_bins) == 50
-    assert sum(report.documents_by_bin.counts) == report.bins
-    unpacked = trainer_for(tmp_path, documents(50), packing=False).packing_report
-    assert unpacked.documents_by_bin is None
-    assert unpacked.lengths == report.lengths
-
-
-def test_rows_that_were_packed_before_have_no_lengths_of_documents(tmp_path):
-    row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}
-    report = trainer_for(tmp_path, Dataset.from_list([row] * 4)).packing_report
-    assert report.documents == 8
-    assert report.lengths is report.documents_by_bin is None
-
-
 # --- before the run -------------------------------------------------------------------------------
 
 

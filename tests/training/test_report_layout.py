@@ -1,17 +1,14 @@
 """A report fits its terminal, shows hostile text as text, and draws what it counts."""
 
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.training.epoch_report import PackingReport
-from trl_packing.training.histogram import Histogram
 from trl_packing.training.report_layout import as_html, as_text
 
 REPORT = PackingReport(
@@ -30,8 +27,6 @@ REPORT = PackingReport(
     padded_documents_per_step=32,
     given_in_steps={"max_steps": 100, "warmup_steps": 10, "eval_steps": 25},
     preparation=PreparationCounts(notes=("a note " * 30,)),
-    lengths=Histogram.of(np.arange(1, 1151)),
-    documents_by_bin=Histogram.of(np.array([2, 3, 3, 5])),
 )
 HOSTILE = "</td><script>alert(1)</script> \x1b[2J\u202e <img src=x onerror=alert(2)>"
 
@@ -109,39 +104,7 @@ def test_a_notebook_chooses_the_colors_of_text_and_background():
     assert "http" not in html
 
 
-def test_a_histogram_counts_every_number_once():
-    values = np.random.default_rng(0).integers(3, 9_000, 5_000)
-    histogram = Histogram.of(values)
-    assert len(histogram.counts) <= 32
-    expected, _ = np.histogram(values, histogram.edges)
-    assert list(histogram.counts) == expected.tolist()
-    assert sum(histogram.counts) == 5_000
-    assert Histogram.of(np.array([7, 7])) == Histogram((7, 8), (2,))
-
-
-def test_the_plot_draws_the_counts():
-    lengths, by_bin = REPORT.plot().axes
-    (drawn,) = lengths.patches
-    assert drawn.get_data().values.tolist() == list(REPORT.lengths.counts)
-    assert lengths.get_xlabel() == "tokens of a document"
-    assert [line.get_xdata()[0] for line in lengths.lines] == [1024]
-    assert lengths.get_title(loc="right") == "max_length=1,024"
-    assert by_bin.patches[0].get_data().edges.tolist() == [1.5, 2.5, 3.5, 4.5, 5.5], "on 2 to 5"
-    assert len(replace(REPORT, documents_by_bin=None).plot().axes) == 1
-
-
-def test_a_notebook_shows_the_plot_and_ipython_the_text():
-    format_of = InteractiveShell.instance().display_formatter.format
-    drawn, _ = format_of(REPORT.plot())
-    assert drawn["image/png"].startswith(b"\x89PNG")
-    shown, _ = format_of(REPORT)
+def test_a_notebook_shows_a_table_and_ipython_the_text():
+    shown, _ = InteractiveShell.instance().display_formatter.format(REPORT)
     assert shown["text/plain"] == str(REPORT)
     assert shown["text/html"] == REPORT._repr_html_()
-
-
-def test_a_missing_matplotlib_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'trl-packing\[plots\]'"):
-        REPORT.plot()
-    with pytest.raises(ValueError, match="not known of a stream"):
-        replace(REPORT, lengths=None).plot()

@@ -306,10 +306,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         pairs = step * len(self.groups.tokens) + self.groups.numbers[drawn.places]
         return len(np.unique(pairs)) / drawn.num_steps
 
-    def documents_by_bin(self) -> np.ndarray | None:
-        """Return the number of documents in each bin of epoch 0, None if nothing is packed here."""
-        return None if self.num_bins is None or self.rows else np.diff(self._bins_of(0).offsets)
-
     def at_places(self, values: np.ndarray) -> np.ndarray:
         """Return values of the documents ``(documents,)`` as those of this epoch's places."""
         return values if self.draw is None else values[self._documents(self.epoch)]

@@ -3,24 +3,19 @@
 print(trainer.packing_report)        in a terminal
 trainer.packing_report               in a notebook, as a table
 trainer.packing_report.to_json()     the numbers
-trainer.packing_report.plot()        lengths, bins and computed tokens, drawn by matplotlib
 """
 
 import json
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.isolation.evidence import Checked
-from trl_packing.training.histogram import Histogram
 from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.prefix_savings import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
 from trl_packing.training.source_shares import SourceShare, source_lines
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # The report warns of fewer optimizer steps an epoch: few steps learn little, whatever their size.
 WARN_STEPS = 20
@@ -53,8 +48,6 @@ class PackingReport:
         given_in_steps: settings that count optimizer steps, by name.
         room: tokens that fit into a micro-batch of bins.
         checked: what was checked on the model, with the evidence.
-        lengths: tokens of documents; None for streams and for rows that were packed before.
-        documents_by_bin: number of documents in bins.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
         sources: of the training set, and how often the epoch draws them; empty if not known.
@@ -83,8 +76,6 @@ class PackingReport:
     given_in_steps: dict[str, int] = field(default_factory=dict)
     room: int | None = None
     checked: Checked = field(default_factory=Checked)
-    lengths: Histogram | None = None
-    documents_by_bin: Histogram | None = None
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
     sources: tuple[SourceShare, ...] = ()
@@ -128,21 +119,6 @@ class PackingReport:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show in IPython, and beside the table of a notebook, what `print` shows."""
         printer.text(str(self))
-
-    def plot(self) -> "Figure":
-        """Return a figure: the lengths of documents, and how many documents share a bin.
-
-        Raises:
-            ValueError: matplotlib is not installed, or the lengths are not known (a stream, rows).
-        """
-        from trl_packing.training.report_plot import plot_lengths_and_bins
-
-        if self.lengths is None:
-            raise ValueError(
-                "plot() needs the lengths of documents, which are not known of a stream and of "
-                "packed rows"
-            )
-        return plot_lengths_and_bins(self.lengths, self.documents_by_bin, self.capacity)
 
     def lines(self) -> list[Line]:
         """Return the report as labels and texts."""

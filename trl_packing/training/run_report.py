@@ -23,7 +23,6 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.epoch_report import PackingReport
-from trl_packing.training.histogram import Histogram
 from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.mixture import Mixture
 from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
@@ -72,7 +71,7 @@ def plan_report(
         packing: the run packs documents into bins.
     """
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
-    steps, by_bin = -(-len(sampler) // accumulation), sampler.documents_by_bin()
+    steps = -(-len(sampler) // accumulation)
     lengths, trained = documents.lengths(), documents.num_trained()
     drawn = slice(None) if sampler.draw is None else sampler.draw.documents(0)
     number = documents.num_documents if sampler.draw is None else sampler.num_drawn
@@ -97,8 +96,6 @@ def plan_report(
         preparation=preparation,
         given_in_steps=given_in_steps or {},
         room=sampler.tokens_per_batch,
-        lengths=None if sampler.rows else Histogram.of(lengths[drawn]),
-        documents_by_bin=None if by_bin is None else Histogram.of(by_bin),
         tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
         sources=() if mixture is None else mixture.shares(lengths, trained),
         documents_in_data=None if sampler.draw is None else len(documents),

@@ -8,7 +8,6 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.training.epoch_report import PackingReport
-from trl_packing.training.histogram import Histogram
 
 
 def size_in_words(number: float, what: str) -> str:
@@ -54,7 +53,6 @@ def report_of_any_sampler(
         documents_per_step=batch_size * accumulation * ranks,
         loss=loss,
         preparation=preparation,
-        lengths=Histogram.of(documents.lengths()),
     )
 
 
