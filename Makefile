@@ -20,7 +20,7 @@ TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/t
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/sft_packed.py
 
-test: $(READY)  ## all tests but the slow ones, at most 10 minutes on 2 cores
+test: $(READY)  ## all tests but the slow ones, at most 5 minutes on 2 idle cores
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-all: $(ALL_READY) chromium  ## the slow tests: recipes, notebooks, several processes, real data, wheel, docs

@@ -132,7 +132,9 @@ class Rows(torch.utils.data.Dataset):
         return ROWS[index]
 
 
-@pytest.mark.parametrize("rows", [ROWS, Rows(), {"a": Dataset.from_list(ROWS)}], ids=repr)
+@pytest.mark.parametrize(
+    "rows", [ROWS, Rows(), {"a": Dataset.from_list(ROWS)}], ids=["list", "torch", "dictionary"]
+)
 def test_rows_that_are_not_one_data_set_are_refused(tmp_path, rows):
     trainer = trainer_of(tmp_path)
     trainer.train_dataset = rows

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from architectures.verify import VerifiedModel
-from architectures.with_images import ImageProbes
 from datasets import Dataset
 from helpers.tiny import documents_of_lengths, tiny_model
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
@@ -15,6 +13,8 @@ from trl_packing.isolation.locate import _relative_difference
 from trl_packing.tools.command.settings import config_from_settings
 from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.command.training_command import TrainingCommand
+from trl_packing.tools.exactness.verify import VerifiedModel
+from trl_packing.tools.exactness.with_images import ImageProbes
 from trl_packing.vision.batch import ImageBatches
 
 NAME = "qwen2_5_vl"
@@ -96,7 +96,7 @@ def test_gradients_of_tower_and_text_are_compared(probes, monkeypatch):
 def test_gradients_of_a_tower_whose_buffers_the_backward_reads(monkeypatch):
     processor = tiny_processor("llava_next")
     model = tiny_vision_model("llava_next", processor)
-    name = "architectures.with_images.processing_class_of"
+    name = "trl_packing.tools.exactness.with_images.processing_class_of"
     monkeypatch.setattr(name, lambda *_: processor)
     probes = ImageProbes.of(
         model, "none", config_from_settings([]), TrainingCommand.from_words(["--model", "none"])
@@ -135,7 +135,7 @@ def test_probes_of_several_data_sets_are_those_with_images(processor, monkeypatc
 def test_a_model_without_data_is_checked_with_noise(processor, monkeypatch):
     model = tiny_vision_model(NAME, processor)
     args = config_from_settings([])
-    name = "architectures.with_images.processing_class_of"
+    name = "trl_packing.tools.exactness.with_images.processing_class_of"
     monkeypatch.setattr(name, lambda *_: processor)
     probes = ImageProbes.of(model, "none", args, NO_DATA)
     assert probes.source == "of noise"
@@ -151,7 +151,7 @@ def test_models_of_text_have_no_images(processor):
 
 def test_a_tokenizer_alone_is_refused(processor, monkeypatch):
     model = tiny_vision_model(NAME, processor)
-    name = "architectures.with_images.processing_class_of"
+    name = "trl_packing.tools.exactness.with_images.processing_class_of"
     monkeypatch.setattr(name, lambda *_: processor.tokenizer)
     with pytest.raises(ValueError, match="is no processor, which images need"):
         ImageProbes.of(
