@@ -10,9 +10,8 @@ import pytest
 import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
-from datasets import ClassLabel, Dataset
+from datasets import Dataset
 from helpers.by_hand import LOSSES, TOLERANCE, by_hand, one_step, trainer_for, weighted
-from helpers.distributed.same_steps import documents_of
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.shared_prefixes import build_model, forked_documents, one_shared_step
 from helpers.tiny import documents_of_lengths
@@ -170,10 +169,6 @@ RANKS = {
 }
 
 STREAM = {"stream": True, "max_steps": 6}
-STREAMED_RANKS = {
-    "each rank its shard": {**STREAM, "shards": 2},
-    "all ranks all shards": {**STREAM, "shards": 3, "accumulation": 2},
-}
 
 
 def scenario(folder, **arguments):
@@ -190,9 +185,7 @@ def scenario(folder, **arguments):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     base = tmp_path_factory.mktemp("ranks")
-    scenarios = {
-        name: scenario(base / name, **dict(made)) for name, made in (RANKS | STREAMED_RANKS).items()
-    }
+    scenarios = {name: scenario(base / name, **dict(made)) for name, made in RANKS.items()}
     return run_on_ranks(scenarios, base / "results")
 
 
@@ -229,78 +222,9 @@ def test_a_resumed_run_goes_on_with_the_log_of_its_sources(tmp_path):
 
 # --- streams --------------------------------------------------------------------------------------
 
-STREAMS = {
-    "packed": {},
-    "padding-free": {"packing": False, "per_device_train_batch_size": 8},
-    "two workers": {"packing": False, "dataloader_num_workers": 2},
-    "document weights": {"loss_weighting": "document"},
-    "shared prefixes": {"prefix_sharing": "bin"},
-}
-
 
 def stream_of(documents, shards=1):
     return Dataset.from_list(documents).to_iterable_dataset(shards)
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "packed" else pytest.param(n, marks=pytest.mark.slow) for n in STREAMS]
-)
-def test_a_stream_reports_each_source_as_it_is_alone(name, tmp_path):
-    model, documents = tiny_model("llama"), with_sources(tiny_documents())
-    if name == "shared prefixes":
-        model, documents = build_model("qwen3"), with_sources(forked_documents(), "abc")
-    options = {"max_length": 400, "source_column": "source", **STREAMS[name]}
-    steps = 1
-    if name == "two workers":  # of a shard each, four documents a micro-batch
-        options |= {"per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 2}
-        steps = 2
-    trainer = trainer_for(model, stream_of(documents, steps), tmp_path, **options)
-    trainer.train()
-    expected = by_source(model, documents, weighting=options.get("loss_weighting", "token"))
-    logs, totals = trainer.state.log_history[0], trainer.state.log_history[-1]
-    assert_reports(logs, expected)
-    assert_reports(totals, {f"train_{name}": value for name, value in expected.items()})
-
-
-def test_sources_that_a_stream_shows_later_get_a_log_of_their_own(tmp_path):
-    """A step has two documents; the evaluation of each reads sums before the next source is met."""
-    model, documents = tiny_model("llama"), with_sources(tiny_documents())
-    options = {
-        "source_column": "source",
-        "packing": False,
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "evaluated": Dataset.from_list(with_sources(tiny_documents()[:3])),
-    }
-    trainer = trainer_for(model, stream_of(documents), tmp_path / "1", **options)
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "num_tokens_web" in entry]
-    assert len(logs) == 4
-    for number, entry in enumerate(logs):
-        step = documents[2 * number : 2 * number + 2]
-        expected = by_source(model, step)
-        assert_reports(entry, expected)
-        found = {name for name in entry if name.startswith("num_documents_")}
-        assert found == {name for name in expected if name.startswith("num_documents_")}
-    assert "num_documents_books" not in logs[0]
-    # An interval of all four steps, in which sums are read before all sources are known.
-    together = trainer_for(
-        model, stream_of(documents), tmp_path / "4", **options | {"logging_steps": 4}
-    )
-    together.train()
-    logs = [entry for entry in together.state.log_history if "num_tokens_web" in entry]
-    assert len(logs) == 1
-    assert_reports(logs[0], by_source(model, documents))
-
-
-def test_losses_and_gradients_of_a_stream_keep_every_bit(tmp_path):
-    model, documents = tiny_model("llama"), with_sources(tiny_documents())
-    apart = one_step(model, stream_of(documents), tmp_path, source_column="source")
-    plain = one_step(model, stream_of(documents), tmp_path)
-    assert apart[0] == plain[0]
-    assert all(torch.equal(gradient, plain[1][name]) for name, gradient in apart[1].items())
 
 
 def test_streams_of_a_dictionary_are_sources(tmp_path):
@@ -322,75 +246,12 @@ def test_streams_of_a_dictionary_are_sources(tmp_path):
     assert_reports(trainer.state.log_history[0], by_source(model, drawn))
 
 
-TEXTS = [{"text": f"Number {i}. " * (1 + i % 3), "kind": i % 2} for i in range(8)]
-KINDS = {"numbers": (None, ("0", "1")), "classes": (["web", "code"], ("web", "code"))}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_a_stream_keep_their_sources_while_they_are_prepared(kind, tmp_path):
-    classes, names = KINDS[kind]
-    rows = Dataset.from_list(TEXTS)
-    if classes:
-        rows = rows.cast_column("kind", ClassLabel(names=classes))
-    found = []
-    for number, dataset in enumerate((rows, rows.to_iterable_dataset(2))):
-        trainer = trainer_for(
-            tiny_model("llama"),
-            dataset,
-            tmp_path / str(number),
-            source_column="kind",
-            max_length=16,
-            overflow="split",
-        )
-        trainer.train()
-        logs = trainer.state.log_history[0]
-        found.append([logs[f"num_tokens_{name}"] for name in names])
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1], "the control"
-
-
-def test_a_stream_without_the_column_logs_no_sources(tmp_path):
-    documents = tiny_documents()
+def test_the_sources_of_a_single_stream_are_not_told_apart_and_that_is_said(tmp_path, caplog):
+    documents = with_sources(tiny_documents())
     trainer = trainer_for(
         tiny_model("llama"), stream_of(documents), tmp_path, source_column="source"
     )
-    trainer.train()
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert "pass train_dataset as a dictionary of streams" in caplog.text
     assert not [name for name in trainer.state.log_history[0] if name.startswith("num_documents_")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STREAMED_RANKS)
-def test_two_ranks_report_the_sources_of_a_stream(name, two_ranks):
-    documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
-    ranks = two_ranks[name]
-    read = [found for rank in ranks for inputs in rank["inputs"] for found in documents_of(inputs)]
-    by_tokens = {tuple(d["input_ids"]): d for d in documents}
-    expected = by_source(small_model("llama"), [by_tokens[tokens] for tokens in read])
-    assert_reports(ranks[0]["totals"], {f"train_{n}": value for n, value in expected.items()})
-    sources = [
-        {by_tokens[t]["source"] for i in rank["inputs"] for t in documents_of(i)} for rank in ranks
-    ]
-    assert {*SOURCES} == set().union(*sources)
-
-
-def test_a_resumed_stream_goes_on_with_the_log_of_its_sources(tmp_path):
-    arguments = {
-        **STREAM,
-        "packing": False,
-        "batch_size": 2,
-        "save_steps": 2,
-        "options": {"learning_rate": 0.02},
-    }
-    whole = run(scenario(tmp_path, **arguments))
-    resumed = run(scenario(tmp_path, resume=str(tmp_path / "checkpoint-2"), **arguments))
-
-    def by_step(result):
-        return {
-            entry["step"]: {n: v for n, v in entry.items() if n.split("_")[-1] in SOURCES}
-            for entry in result["history"]
-            if "loss" in entry and entry["step"] > 2
-        }
-
-    assert by_step(whole) == by_step(resumed)
-    assert len(by_step(whole)) == 4
-    assert all(by_step(whole).values())

@@ -27,7 +27,7 @@ from trl_packing.data.eos import MissingEos, end_in_eos, note_second_bos
 from trl_packing.data.overflow import Overflow
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import AnyDataset, Preparation, UserRows
-from trl_packing.data.stream import class_names, fit_stream
+from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import TOKEN_COLUMNS, TURN, document_columns, token_columns
@@ -137,9 +137,7 @@ def fit(whole: Unfitted, rules: Preparation) -> tuple[AnyDataset, PreparationCou
     """Return the documents that fit, and counts of what was kept and lost."""
     documents, counts, name = whole.documents, None, whole.rows.name
     if isinstance(documents, IterableDataset) and not whole.rows.are_packed:
-        named = rules.options.named_columns()
-        classes = class_names(whole.rows.dataset)
-        fitted = fit_stream(documents, whole.overflow, rules.eos, named, classes)
+        fitted = fit_stream(documents, whole.overflow, rules.eos)
         documents = shuffle_fitted(fitted, rules)
     elif isinstance(documents, Dataset) and not whole.rows.are_packed:
         documents, counts = fit_and_count(

@@ -44,8 +44,6 @@ def fit_stream(
     dataset: datasets.IterableDataset,
     overflow: Overflow,
     eos: EosRule | None = None,
-    named: Iterable[str] = (),
-    classes: Mapping[str, Sequence[str]] | None = None,
 ) -> datasets.IterableDataset:
     """Return `dataset` with `eos` and `overflow` applied as it is read; tokens and weights stay.
 
@@ -53,29 +51,18 @@ def fit_stream(
         dataset: documents of any length.
         overflow: the policy.
         eos: tokens that end a document; None changes none.
-        named: other columns that stay, with a value for each document.
-        classes: names of the numbers in some of them, which become texts.
 
     Reading raises ValueError where `fit_documents` does, except that a stream may turn out to be
     empty.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    kept = [*token_columns(columns), *document_columns(columns, named)]
+    kept = [*token_columns(columns), *document_columns(columns, ())]
     return dataset.with_format(None).map(  # plain lists, whatever format the user has set
-        StreamFit(kept, overflow, eos, classes),
+        StreamFit(kept, overflow, eos),
         batched=True,
         with_indices=True,
         remove_columns=[column for column in columns if column not in kept],
     )
-
-
-def class_names(dataset: datasets.Dataset | datasets.IterableDataset) -> dict[str, list[str]]:
-    """Return the names of the classes of each column of `ClassLabel`; {} if types are unknown."""
-    return {
-        name: kind.names
-        for name, kind in (dataset.features or {}).items()
-        if isinstance(kind, datasets.ClassLabel)
-    }
 
 
 class StreamFit:
@@ -89,12 +76,10 @@ class StreamFit:
         columns: Sequence[str],
         overflow: Overflow,
         eos: EosRule | None = None,
-        classes: Mapping[str, Sequence[str]] | None = None,
     ):
         self.columns = columns
         self.overflow = overflow
         self.eos = eos
-        self.classes = {c: names for c, names in (classes or {}).items() if c in columns}
         self._counts = PreparationCounts()
         self._num_untrained = 0  # documents in a row
 
@@ -116,10 +101,8 @@ class StreamFit:
         self._counts += counts
         self._note_missing_eos(documents)
         self._note_untrained(len(rows), len(fitted))
-        kept = fitted.to_pydict()
-        for column, names in self.classes.items():
-            kept[column] = [class_name(n, names) for n in kept[column]]
-        return kept
+        found: dict[str, list[Any]] = fitted.to_pydict()
+        return found
 
     def _note_missing_eos(self, documents: ArrowDocuments) -> None:
         if self.eos is None or self._counts.notes:
@@ -146,11 +129,6 @@ class StreamFit:
         """Return the counts since the last call, in this process."""
         counts, self._counts = self._counts, PreparationCounts()
         return counts
-
-
-def class_name(number: Any, names: Sequence[str]) -> str | None:
-    """Return the name of a class by its number; None for null and −1, which stand for no class."""
-    return None if number is None or int(number) < 0 else names[int(number)]
 
 
 def _documents_of(table: pa.Table) -> ArrowDocuments:

@@ -4,16 +4,15 @@
                  b0 b1               rank 1                           b0 b1   -- --
 
 This runs in the main process; one dataloader worker reads, if there are any. Before every optimizer
-step, the ranks agree on whether any of them has documents left, and on the sources of the documents
-(source_names.py). A rank without documents continues with empty micro-batches, of which
-`PackedCollator` makes one masked token each, so all ranks end with the same step. The last step is
-always complete: `Trainer` does not know where a stream ends, and would add the gradient of an
-incomplete step to the next epoch's first step (transformers 5.23).
+step, the ranks agree on whether any of them has documents left. A rank without documents continues
+with empty micro-batches, of which `PackedCollator` makes one masked token each, so all ranks end
+with the same step. The last step is always complete: `Trainer` does not know where a stream ends,
+and would add the gradient of an incomplete step to the next epoch's first step (transformers 5.23).
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import count, islice
 from pathlib import Path
@@ -26,11 +25,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
+from trl_packing.documents.labels import SOURCE, SOURCE_IDS
 from trl_packing.models.sharding import all_reduce_max, gather_objects
 from trl_packing.streaming.reader import PackedStream, Place, StreamSettings, num_shards
-from trl_packing.streaming.source_names import Names, SourceColumn, SourceNames
 
-_ENDED, _GOES_ON, _NEW_SOURCES, _FAILED = 0, 1, 2, 3
+_ENDED, _GOES_ON, _FAILED = 0, 1, 2
 _KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the training
 
 
@@ -48,7 +47,7 @@ class StreamBatches(IterableDataset):
         agree: returns the largest of the values that the ranks pass.
         loading: further arguments of the dataloader that reads.
         limits: limits of the model.
-        sources: names of the sources of its documents; None if they are not told apart.
+        sources: names of the streams that were joined; None if they are not told apart.
 
     Raises:
         ValueError: while reading, the stream has no documents, or a document is longer than
@@ -69,7 +68,7 @@ class StreamBatches(IterableDataset):
         agree: Callable[[int], int] | None = None,
         loading: dict[str, Any] | None = None,
         limits: ModelLimits = NO_LIMITS,
-        sources: SourceNames | None = None,
+        sources: Sequence[str] | None = None,
     ):
         self.documents = documents
         self.settings = settings
@@ -117,42 +116,29 @@ class StreamBatches(IterableDataset):
         place = Place(*position["place"]) if position else Place()
         micro_batches = iter(self._reader(place))
         for steps in count(position["steps"] + 1 if position else 1):
-            found: list[tuple[Any, Names]] = []
+            batches: list[Any] = []
             try:
-                for batch, behind, counts, names in islice(micro_batches, self.accumulation):
+                for batch, behind, counts in islice(micro_batches, self.accumulation):
                     place = behind
                     self.counts += counts
-                    found.append((batch, names))
+                    batches.append(batch)
             except Exception:
                 self._agree(_FAILED)
                 raise
-            new = dict.fromkeys(name for _, of_batch in found for name in of_batch)
-            agreed = self._agree(self._state(bool(found), new))
+            agreed = self._agree(_GOES_ON if batches else _ENDED)
             if agreed == _FAILED:
                 raise RuntimeError(
                     "another rank cannot read its part of the stream; see the error of that rank"
                 )
             if agreed == _ENDED:
                 break
-            if self.sources is not None:
-                if agreed == _NEW_SOURCES:
-                    self.sources.agree(new)
-                for batch, of_batch in found:
-                    self.sources.renumber(batch, of_batch)
-            batches = [batch for batch, _ in found]
             batches += [self.collate([]) for _ in range(self.accumulation - len(batches))]
             yield batches, {"epoch": self.epoch, "steps": steps, "place": place}
         if steps == 1:
             raise ValueError(NOTHING_TO_TRAIN)
 
-    def _state(self, goes_on: bool, names: Iterable[str | None]) -> int:
-        if self.sources is not None and self.sources.lacks(names):
-            return _NEW_SOURCES
-        return _GOES_ON if goes_on else _ENDED
-
     def _reader(self, place: Place) -> DataLoader:
-        """Return a dataloader of micro-batches, each with the place behind it, counts and names."""
-        column = None if self.sources is None else self.sources.column
+        """Return a dataloader of micro-batches, each with the place behind it, and counts."""
         stream = PackedStream(
             self.documents,
             self.settings,
@@ -166,7 +152,7 @@ class StreamBatches(IterableDataset):
         return DataLoader(
             stream,
             batch_size=None,
-            collate_fn=_CollateDocuments(self.collate, column),
+            collate_fn=_CollateDocuments(self.collate, self.sources),
             num_workers=min(self.num_workers, 1),
             # Without a generator, the reader would draw from the training's random numbers.
             generator=torch.Generator().manual_seed(seed),
@@ -227,17 +213,19 @@ class StreamBatches(IterableDataset):
 
 
 class _CollateDocuments:
-    """Collates the documents of a triple in the worker, and numbers their sources."""
+    """Collates the documents of a triple in the worker, with the numbers of their sources."""
 
-    def __init__(
-        self, collate: Callable[[list[Document]], Any], source_column: SourceColumn | None
-    ):
+    def __init__(self, collate: Callable[[list[Document]], Any], sources: Sequence[str] | None):
         self.collate = collate
-        self.source_column = source_column
+        self.numbers = None if sources is None else {name: n for n, name in enumerate(sources)}
 
-    def __call__(self, triple: Any) -> tuple[Any, Place, PreparationCounts, Names]:
+    def __call__(self, triple: Any) -> tuple[Any, Place, PreparationCounts]:
         documents, place, counts = triple
-        names: Names = ()
-        if self.source_column is not None:
-            documents, names = self.source_column.numbered(documents)
-        return self.collate(documents), place, counts, names
+        if self.numbers is not None:
+            documents = [self._numbered(document) for document in documents]
+        return self.collate(documents), place, counts
+
+    def _numbered(self, document: Document) -> Document:
+        assert self.numbers is not None
+        others = {name: value for name, value in document.items() if name != SOURCE}
+        return others | {SOURCE_IDS: self.numbers[str(document[SOURCE])]}

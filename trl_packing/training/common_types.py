@@ -10,8 +10,6 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, LargeList, List, Value
 
-from trl_packing.data.stream import class_name
-
 _NAMES = "trl_packing_names"  # a column for a moment, in the place of classes
 
 
@@ -83,7 +81,10 @@ def in_words(each: Any) -> str:
 def _cast(part: Dataset, common: Features) -> Dataset:
     for column, feature in part.features.items():
         if isinstance(feature, ClassLabel) and feature != common[column]:
-            names = [class_name(number, feature.names) for number in part[column][:]]
+            names = [  # null and −1 stand for no class
+                None if number is None or number < 0 else feature.names[number]
+                for number in part[column][:]
+            ]
             part = part.add_column(_NAMES, names, feature=Value("string"))
             part = part.remove_columns(column).rename_column(_NAMES, column)
     return part.select_columns([*common]).cast(common)

@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.loss.sources import Sources
 from trl_packing.models.state import temporarily
@@ -25,7 +25,6 @@ from trl_packing.packing.document_order import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
-from trl_packing.streaming.source_names import SourceNames
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.mixed_stream import mixture_in_words
@@ -83,7 +82,6 @@ class PackedLoaders:
         self.evaluates_padded = False
         self.sources: Sources | None = None
         self.trained_sources: Sources | None = None
-        self._stream_sources: tuple[Any, SourceNames | None] = (None, None)
         self._has_weights = False
         self.room: int | None = None
         self._evaluated_streams: list[StreamBatches] = []
@@ -147,11 +145,10 @@ class PackedLoaders:
         """Count the sources of the training set in every step from now on."""
         column = self.options.source_column
         self.trained_sources = training_sources(dataset, column)
-        is_stream = isinstance(dataset, IterableDataset)
-        if is_stream and self._stream_sources[0] is not dataset:
-            # Made once, so that all loaders of a stream number its sources alike.
-            self._stream_sources = dataset, stream_sources(dataset, column)
-        self.source_meter.follow(self._stream_sources[1] if is_stream else self.trained_sources)
+        names = () if self.trained_sources is None else self.trained_sources.names
+        if isinstance(dataset, IterableDataset):
+            names = stream_sources(dataset, self.options)
+        self.source_meter.follow(names)
 
     def _check_user_sampler(self, is_packed: bool) -> None:
         """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
@@ -242,8 +239,8 @@ class PackedLoaders:
         args, (ranks, rank) = self.trainer.args, self.sampling.ranks
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = self.sampling.draws_groups(training)
-        sources = self._stream_sources[1] if training else None
-        named = [] if sources is None else [sources.column.name]
+        sources = (stream_sources(dataset, self.options) or None) if training else None
+        named = [] if sources is None else [SOURCE]
         if args.dataloader_num_workers > 1:
             logger.warning_once(
                 f"dataloader_num_workers={args.dataloader_num_workers}, but one worker of a rank "

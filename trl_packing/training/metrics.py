@@ -105,7 +105,6 @@ class ThroughputMeter:
             self._model_flops = self._count_flops() if self.peak_flops() else None
         # The clock starts here: before, readers start up, and a resumed run skips batches.
         self.throughput.watch.start()
-        self.sources.meet()
         for row in map(host_row, batches):
             if row is not None:
                 self.throughput.add(self._counts(row, room))

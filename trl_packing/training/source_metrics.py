@@ -17,12 +17,11 @@ import numpy as np
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
-from trl_packing.data.stream import class_names
+from trl_packing.config import PackingOptions
 from trl_packing.documents.host_row import HostRow
 from trl_packing.documents.labels import SOURCE
-from trl_packing.loss.sources import MOST_SOURCES, Sources
+from trl_packing.loss.sources import Sources
 from trl_packing.loss.sums import OF_SOURCE, LossSums
-from trl_packing.streaming.source_names import SourceColumn, SourceNames
 from trl_packing.training.columns import columns_of
 
 logger = get_logger(__name__)
@@ -51,14 +50,16 @@ def training_sources(dataset: Any, source_column: str | None) -> Sources | None:
         return None
 
 
-def stream_sources(dataset: IterableDataset, source_column: str | None) -> SourceNames | None:
-    """Return the sources of a stream, none of which is known yet; None if it names none."""
-    columns = columns_of(dataset)
-    column = SOURCE if SOURCE in columns else source_column
-    if column is None or column not in columns:
-        return None
-    classes = class_names(dataset).get(column)
-    return SourceNames(SourceColumn(column, classes), most=MOST_SOURCES)
+def stream_sources(dataset: IterableDataset, options: PackingOptions) -> tuple[str, ...]:
+    """Return the names of the streams that were joined to `dataset`; none of a single stream."""
+    if SOURCE in columns_of(dataset) and isinstance(options.mixture, dict):
+        return tuple(name for name, share in options.mixture.items() if share.get("weight"))
+    if options.source_column is not None:
+        logger.warning_once(
+            f"the training log has no losses by source: source_column={options.source_column!r} of "
+            "a stream tells them only by being read; pass train_dataset as a dictionary of streams"
+        )
+    return ()
 
 
 class SourceMeter:
@@ -74,13 +75,10 @@ class SourceMeter:
     def __init__(self, sums: LossSums):
         self.sums = sums
         self.names: tuple[str, ...] = ()
-        self._followed: Sources | SourceNames | None = None
         self.start_run()
 
-    def follow(self, sources: Sources | SourceNames | None) -> None:
-        """Count these sources from now on; no-op if they are the same."""
-        self._followed = sources
-        names = () if sources is None else sources.names
+    def follow(self, names: tuple[str, ...]) -> None:
+        """Count the sources with these names from now on; no-op if they are the same."""
         if names != self.names:
             self.names = names
             self.sums.tell_apart(0)  # forget the sums of others
@@ -92,19 +90,6 @@ class SourceMeter:
         self._counts = np.zeros(self.num_on_cpu)
         self._interval = np.zeros((len(self.names), _ON_CPU + OF_SOURCE))
         self._run = self._interval.copy()
-
-    def meet(self) -> None:
-        """Make room for the sources that a stream has shown since; the step is not trained yet."""
-        names = self.names if self._followed is None else self._followed.names
-        more = len(names) - len(self.names)
-        if more < 0:  # too many to tell apart
-            self.follow(self._followed)
-        elif more:
-            self.names = names
-            self.sums.tell_apart(len(names))
-            self._counts = np.pad(self._counts, (0, _ON_CPU * more))
-            self._interval = np.pad(self._interval, ((0, more), (0, 0)))
-            self._run = np.pad(self._run, ((0, more), (0, 0)))
 
     # --- counting -----------------------------------------------------------------------------
 
@@ -157,10 +142,7 @@ class SourceMeter:
     def _metrics(self, numbers: np.ndarray) -> dict[str, float]:
         found: dict[str, float] = {}
         counts_rows, scores = (numbers[:, span].any() for span in (slice(0, 2), slice(2, 5)))
-        is_stream = isinstance(self._followed, SourceNames)
         for name, row in sorted(zip(self.names, numbers.tolist(), strict=True)):
-            if is_stream and not any(row):  # a resumed run may not have met it yet
-                continue
             documents, tokens, losses, weights, trained = row
             if weights:
                 found[f"loss_{name}"] = losses / weights
