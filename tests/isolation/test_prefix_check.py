@@ -7,7 +7,7 @@ from helpers.tiny import tiny_model
 from trl_packing.attention import tiles
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.isolation.prefix_check import check_prefixes
+from trl_packing.isolation.check import check_prefixes
 from trl_packing.packing import tree_row
 from trl_packing.packing.collator import PackedCollator
 

@@ -21,25 +21,26 @@ stays identical to the last bit when A's tokens change. Otherwise the check is i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.isolation.locate import first_leaking_layer, probe_gradient_difference
+from trl_packing.isolation.locate import first_leaking_layer, gradient_difference
 from trl_packing.isolation.measure import (
     NOISE_FACTOR,
     Measurement,
     Stage,
     largest_difference,
     logits_at,
-    measure_probe,
+    measure,
     ordinary_batch,
     score_logits,
     two_roundings,
 )
-from trl_packing.isolation.probes import MIN_TOKENS, probes, random_tokens
+from trl_packing.isolation.probes import MIN_TOKENS, Probe, prefix_probes, probes, random_tokens
 from trl_packing.models.introspection import unwrap_model
 from trl_packing.models.sharding import all_reduce_max_if_sharded
 from trl_packing.models.state import preserve_state
@@ -145,22 +146,70 @@ def check_isolation(
     Raises:
         Exception: any error that the model raises against a packed batch.
     """
-    inner, collate = unwrap_model(model), collator or PackedCollator()
+    inner = unwrap_model(model)
+    return check_probes(
+        model,
+        probes(inner, documents, max_length, thorough),
+        training=training,
+        attention=attention,
+        fused_head=fused_head,
+        collator=collator or PackedCollator(),
+        gradients=gradients,
+    )
+
+
+def check_prefixes(
+    model: nn.Module,
+    documents: Sequence[np.ndarray] = (),
+    *,
+    collator: PackedCollator,
+    **options: Any,
+) -> IsolationReport:
+    """Return whether documents with a shared prefix affect each other on `model`.
+
+    It finds a kernel that reads the keys of a sibling, and a state that runs along the row (Mamba),
+    because siblings cannot go on from the same state. Arguments and errors are those of
+    `check_isolation`; `collator` shares prefixes whatever it says.
+    """
+    made = prefix_probes(unwrap_model(model), documents)
+    return check_probes(model, made, collator=collator.replaced(shares_prefixes=True), **options)
+
+
+@torch.no_grad()
+def check_probes(
+    model: nn.Module,
+    made: Sequence[Probe],
+    *,
+    collator: PackedCollator,
+    training: bool | None = None,
+    attention: str | None = None,
+    fused_head: bool = False,
+    gradients: bool = False,
+    apart: Sequence[nn.Parameter] | None = None,
+) -> IsolationReport:
+    """Return the worst report on some probes. The arguments are those of `check_isolation`.
+
+    Args:
+        apart: parameters whose gradients are compared apart, of all probes; None compares those of
+            the worst probe.
+    """
+    inner = unwrap_model(model)
     with preserve_state(model, training):
         reports = []
-        for probe in probes(inner, documents, max_length, thorough):
-            measured = measure_probe(model, inner, probe, fused_head, collate)
+        for probe in made:
+            measured = measure(model, inner, probe, fused_head, collator)
             report = verdict_of(measured, probe.name, inner, attention, model.training)
             reports.append((report, probe))
         report, probe = min(reports, key=lambda pair: severity(pair[0]))
         leaks = report.verdict == "leaks"
         # Ranks of a sharded model wait for each other in every forward: all search, or none.
         if all_reduce_max_if_sharded(int(leaks), model):
-            layer = first_leaking_layer(model, inner, probe, collate)
+            layer = first_leaking_layer(model, inner, probe, collator)
             report = replace(report, first_layer=layer if leaks else "")
         if gradients:
-            error = probe_gradient_difference(model, inner, probe, collate)
-            report = replace(report, gradient_difference=error)
+            compared, others = ([probe], ()) if apart is None else (made, apart)
+            errors = [gradient_difference(model, inner, p, collator, others) for p in compared]
+            report = replace(report, gradient_difference=max(errors))
     return report
 
 

@@ -10,7 +10,7 @@ All of them train the same documents in each step to the same loss. They differ 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,7 @@ def install_first_exact(
     *,
     wrapped: nn.Module | None = None,
     agree: bool = True,
+    further: Callable[[AttentionChoice], CheckResult] | None = None,
     **options: Any,
 ) -> tuple[AttentionChoice, CheckResult]:
     """Install the first of `choices` that passes the isolation check; return it and its result.
@@ -109,6 +110,7 @@ def install_first_exact(
         wrapped: the model that the check calls, by default `model`.
         agree: whether a backend must pass on all ranks. If False, each rank decides for itself,
             which is safe only where no forward of the model waits for other ranks.
+        further: another check, which a backend must pass too.
         options: further arguments of `check_isolation`.
 
     Returns:
@@ -116,7 +118,8 @@ def install_first_exact(
         which is false if no backend passes: then it is the result of the first one.
     """
     try:
-        return _first_exact(model, choices, documents, agree, options | {"wrapped": wrapped})
+        options = options | {"wrapped": wrapped}
+        return _first_exact(model, choices, documents, agree, further, options)
     except BaseException:
         # The backend whose check broke off may leak.
         install_first(model, choices)
@@ -128,6 +131,7 @@ def _first_exact(
     choices: Sequence[AttentionChoice],
     documents: Sequence[Sequence[int] | np.ndarray],
     agree: bool,
+    further: Callable[[AttentionChoice], CheckResult] | None,
     options: dict[str, Any],
 ) -> tuple[AttentionChoice, CheckResult]:
     failed: list[CheckResult] = []
@@ -135,6 +139,8 @@ def _first_exact(
         result = check_backend(model, choice, documents, thorough=bool(failed), **options)
         if agree:
             result = worst_of_ranks(result)
+        if result and further is not None:
+            result = further(choice)
         if result:
             return _with_reason(choice, choices, failed), result
         failed.append(result)
@@ -194,7 +200,9 @@ def _with_reason(
 def _in_short(result: CheckResult) -> str:
     if isinstance(result, Refusal):
         return f"refused ({result.error[:80]})"
-    return f"leaks by {result.difference:.2g}" if result.verdict == "leaks" else result.verdict
+    where = " with images" if "image" in result.probe else ""
+    leaks = result.verdict == "leaks"
+    return f"leaks by {result.difference:.2g}{where}" if leaks else f"{result.verdict}{where}"
 
 
 _VERDICTS = ("isolated", "inconclusive", "leaks", "refused", "not finite")

@@ -3,7 +3,7 @@
     ensure    an earlier check covers these documents     return
               the backend in use passes the check         record it, return
               it fails                                    check its fallbacks (fallback.py)
-              no backend is exact                         refuse, warn, or pad rows (messages.py)
+              no backend is exact                         refuse, warn, or pad rows
 
 A check is recorded after its verdict. A model that was refused is refused again, and an error in
 the check (out of memory) is no verdict. `PackedSFTTrainer` and `enable_packing` share this guard.
@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from trl_packing.attention.backends import AttentionChoice, resolve_attention
+from trl_packing.attention.backends import PADDED, AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.check import check_fused_head
@@ -31,10 +31,10 @@ from trl_packing.isolation.fallback import (
     install_first_exact,
     with_fallbacks,
 )
-from trl_packing.isolation.messages import why_not_exact
+from trl_packing.isolation.measure import Stage
 from trl_packing.isolation.sample import sample_documents
 from trl_packing.loss.lm_head import use_native_head
-from trl_packing.models.introspection import unwrap_peft
+from trl_packing.models.introspection import rope_thresholds, text_config, unwrap_peft
 from trl_packing.models.sharding import all_reduce_max, announce_head
 from trl_packing.packing.collator import PackedCollator
 
@@ -294,7 +294,7 @@ class IsolationGuard:
             )
             install_attention(self.model, padded)
             return padded
-        message = why_not_exact(self.base_model, choice, result, named=named)
+        message = _why_not_exact(self.base_model, choice, result, named=named)
         if isinstance(result, Refusal) or (fails and self._isolation_check == "error"):
             raise NotIsolated(message)
         self._logger.warning(message)
@@ -305,3 +305,56 @@ def _extremes(documents: Sequence[np.ndarray]) -> tuple[int, int]:
     """Return the tokens of the shortest and the longest document, zeros for none."""
     lengths = [len(document) for document in documents] or [0]
     return min(lengths), max(lengths)
+
+
+# --- messages, each with a remedy that fits -------------------------------------------------------
+
+
+def _why_not_exact(model: Any, choice: AttentionChoice, result: CheckResult, *, named: bool) -> str:
+    """Return why `model` cannot train packed documents with `choice`, and the remedy.
+
+    Args:
+        model: the transformers model.
+        choice: the backend that was checked first. Its reason lists the failures of all backends,
+            unless it is `named`.
+        result: its failure.
+        named: whether the user chose the backend. If not, all of them were checked.
+    """
+    name = type(model).__name__
+    if isinstance(result, Refusal):
+        if result.stage is Stage.ALONE:
+            return f"{name} cannot run a document even alone, unpacked: {result}{_limits(model)}"
+        if result.stage is Stage.NOT_FINITE:
+            return str(result).removeprefix("ValueError: ")
+        if result.stage is Stage.COLLATOR:
+            return f"the data collator makes no packed row: {result}"
+        if named:
+            return f"{name} cannot run packed documents by {choice}: {result}. {_auto(choice)}"
+        return f"{name} cannot run packed documents by any backend: {choice.reason}"
+    if result.verdict == "inconclusive":
+        return f"{result}; the run goes on (trl-packing verify --dtype float32 sees more)"
+    remedies = [_auto(choice) if named else f"No other backend is exact either ({choice.reason})"]
+    if rope_thresholds(model):
+        remedies.append(
+            "keep documents on one side of the model's length threshold with max_length"
+        )
+    return f"{result}. {', or '.join(remedies)}; isolation_check='warn' trains all the same"
+
+
+def _auto(choice: AttentionChoice) -> str:
+    padded = "" if choice.backend in PADDED else " (attention='padded' fits most models)"
+    return f"Set attention='auto', which takes the fastest exact backend{padded}"
+
+
+def _limits(model: Any) -> str:
+    """Return the two limits of a model, of ids and of lengths, that a document may exceed."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    limits = [
+        f"{value:,} {unit}"
+        for value, unit in (
+            (getattr(embeddings, "num_embeddings", None), "token ids"),
+            (getattr(text_config(model), "max_position_embeddings", None), "positions"),
+        )
+        if isinstance(value, int)
+    ]
+    return f" (the model has {' and '.join(limits)})" if limits else ""

@@ -12,9 +12,9 @@ from trl_packing.attention.install import use_native_attention
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.measure import (
     NOISE_FACTOR,
+    alone_batch,
     collate_packed,
     largest_difference,
-    ordinary_batch,
     round_differently,
 )
 from trl_packing.isolation.probes import Probe
@@ -28,19 +28,19 @@ def first_leaking_layer(
 ) -> str:
     """Return the name of the first layer whose output for B differs beyond rounding, or "".
 
-    The arguments are those of `measure_probe`.
+    It is looked for where B is the last document of a row of text. The arguments are those of
+    `measure`.
     """
-    ids = torch.from_numpy(probe.document)[None]
-    ordinary = ordinary_batch(inner, ids)
+    documents = probe.packed[0].documents
+    if documents[-1] is not probe.document or "images" in probe.document:
+        return ""
+    ordinary = alone_batch(inner, collate, probe.document)
     with use_native_attention(inner):
         alone = _layer_outputs(model, inner, ordinary)
         with round_differently(inner):
             rounded = _layer_outputs(model, inner, ordinary)
-    batch = collate_packed(
-        inner, collate, [{"input_ids": d} for d in (*probe.before[0], probe.document)]
-    )
-    size = len(probe.document)
-    end = sum(map(len, probe.before[0])) + size
+    batch = collate_packed(inner, collate, documents)
+    size, end = (sum(len(d["input_ids"]) for d in row) for row in (documents[-1:], documents))
     tail = batch.pop("labels").shape[1] - end
     packed = _layer_outputs(model, inner, batch)
     for name, expected in alone.items():
@@ -77,39 +77,30 @@ def _layer_outputs(model: nn.Module, inner: nn.Module, batch: dict[str, Any]) ->
     return outputs
 
 
-def probe_gradient_difference(
-    model: nn.Module, inner: nn.Module, probe: Probe, collate: PackedCollator
-) -> float:
-    """Return `gradient_difference` of B. The arguments are those of `measure_probe`."""
-    alone = ordinary_batch(inner, torch.from_numpy(probe.document)[None])
-    row = masked_before([{"input_ids": d} for d in (*probe.before[0], probe.document)])
-    return gradient_difference(model, inner, alone, collate_packed(inner, collate, row))
-
-
-def masked_before(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return `documents` of which only the last is trained."""
-    masked = [{**d, "labels": np.full_like(d["input_ids"], IGNORE_INDEX)} for d in documents[:-1]]
-    return [*masked, dict(documents[-1])]
-
-
 def gradient_difference(
     model: nn.Module,
     inner: nn.Module,
-    alone: dict[str, Any],
-    packed: dict[str, Any],
+    probe: Probe,
+    collate: PackedCollator,
     apart: Iterable[nn.Parameter] = (),
 ) -> float:
-    """Return the largest difference of a document's gradients, packed and alone.
+    """Return the largest difference of the gradients of B's loss, packed and alone.
 
     It is relative to the largest gradient.
 
     Args:
         model: the model as a training step calls it.
         inner: the model inside its wrappers.
-        alone: a batch of the document without packing.
-        packed: a packed row, in which the document alone is trained.
+        probe: its first row is packed, in which B alone is trained.
+        collate: makes the row.
         apart: parameters that are compared relative to the largest gradient among them.
     """
+    alone = alone_batch(inner, collate, probe.document)
+    row = [
+        d if d is probe.document else {**d, "labels": np.full_like(d["input_ids"], IGNORE_INDEX)}
+        for d in probe.packed[0].documents
+    ]
+    packed = collate_packed(inner, collate, row)
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))

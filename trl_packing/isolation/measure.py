@@ -3,7 +3,7 @@
 Results are logits of document B, or log-probabilities and entropies if the run uses the fused head.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from trl_packing.attention.install import use_native_attention
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
-from trl_packing.isolation.probes import SHORT, Probe
+from trl_packing.isolation.probes import SHORT, Document, Probe, Row
 from trl_packing.loss.next_token import score_targets
 from trl_packing.models.introspection import requires
 from trl_packing.models.state import restore_state
 from trl_packing.packing.collator import PackedCollator
 
 NOISE_FACTOR = 4.0
-
-# The check compares this many of the first positions of B, where a leak is strongest, and of the
-# last ones.
-_POSITIONS = 32
 
 
 class Stage(Enum):
@@ -55,7 +51,7 @@ class Measurement(NamedTuple):
     contaminated: list[Tensor]
 
 
-def measure_probe(
+def measure(
     model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> Measurement:
     """Run every layout of a probe.
@@ -63,96 +59,53 @@ def measure_probe(
     Args:
         model: the model as a training step calls it.
         inner: the model inside its wrappers.
-        probe: the documents.
+        probe: the document, and its rows.
         fused_head: whether to score packed rows through TRL's fused LM head.
         collate: makes the packed rows.
     """
-    document = probe.document
-    # B is at the end of the row, so positions count from there: prompt tuning prepends tokens.
-    rows = _compared_positions(len(document)) - len(document)
+    ids = np.asarray(probe.document["input_ids"], np.int64)
+    # The last position of B predicts nothing.
+    kept = probe.at < len(ids) - 1 if fused_head else np.ones(len(probe.at), bool)
+    at = probe.at[kept]
 
-    def alone(ids: Tensor, rounded: bool = False, **others: Any) -> Tensor:
-        batch = ordinary_batch(inner, ids, **others)
-        targets = document[rows + 1] if fused_head else None
-        return outputs_alone(model, inner, batch, rows, targets, rounded)
+    def alone(rounded: bool = False, rows: int = 1, **others: Any) -> Tensor:
+        batch = alone_batch(inner, collate, probe.document, rows, **others)
+        # Some ropes remember the longest document they have seen.
+        with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
+            outputs = logits_at(model, inner, batch, at - len(ids))
+        if fused_head:
+            outputs = score_logits(outputs, ids[at + 1], rounded)
+        with note_stage(Stage.NOT_FINITE):
+            if not bool(outputs.isfinite().all()):
+                raise ValueError(
+                    f"the logits of {type(inner).__name__} are not finite (NaN or infinity) for a "
+                    "document alone, unpacked: it cannot be trained; check its weights, and the "
+                    "dtype it is loaded in"
+                )
+        return outputs
 
-    def packed(*documents: np.ndarray) -> Tensor:
-        at = sum(map(len, documents)) + rows
-        row = [{"input_ids": ids} for ids in documents]
-        return outputs_in_row(model, inner, row, at, fused_head, collate)
+    def in_row(row: Row) -> Tensor:
+        return _outputs_in_row(model, inner, row.documents, row.at[kept], fused_head, collate)
 
-    if fused_head:
-        rows = rows[rows < -1]  # the last position of B predicts nothing
-    ids = torch.from_numpy(document)[None]
-    layouts = two_roundings(inner, lambda rounded: alone(ids, rounded=rounded))
+    layouts = two_roundings(inner, alone)
     if probe.name == SHORT:
-        layouts.append(alone(ids.repeat(2, 1)))
-        layouts.append(alone(ids, attention_mask=torch.ones_like(ids)))
-    return Measurement(
-        alone=layouts,
-        packed=[packed(*before, document) for before in probe.before],
-        contaminated=[
-            packed(np.concatenate([*before, document])[-probe.room :])
-            for before in probe.before[: 2 if probe.name == SHORT else 1]
-        ],
-    )
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        layouts += [alone(rows=2), alone(attention_mask=mask)]
+    packed = [in_row(row) for row in probe.packed]
+    return Measurement(layouts, packed, [in_row(row) for row in probe.contaminated])
 
 
-def outputs_alone(
+def _outputs_in_row(
     model: nn.Module,
     inner: Any,
-    batch: dict[str, Any],
-    rows: np.ndarray,
-    targets: np.ndarray | None,
-    rounded: bool,
-) -> Tensor:
-    """Return the outputs of one document without packing, by the model's native attention.
-
-    Args:
-        model: the model as a training step calls it.
-        inner: the model inside its wrappers.
-        batch: an ordinary batch of the document.
-        rows: negative positions, counted from the end of the document.
-        targets: the token after each position, to score the logits as a fused head does; or None.
-        rounded: as in `score_logits`.
-
-    Raises:
-        ValueError: an output is not finite.
-    """
-    # Some ropes remember the longest document they have seen.
-    with note_stage(Stage.ALONE), restore_state(inner), use_native_attention(inner):
-        logits = logits_at(model, inner, batch, rows)
-    outputs = logits if targets is None else score_logits(logits, targets, rounded)
-    with note_stage(Stage.NOT_FINITE):
-        if not bool(outputs.isfinite().all()):
-            raise ValueError(
-                f"the logits of {type(inner).__name__} are not finite (NaN or infinity) for a "
-                "document alone, unpacked: it cannot be trained; check its weights, and the dtype "
-                "it is loaded in"
-            )
-    return outputs
-
-
-def outputs_in_row(
-    model: nn.Module,
-    inner: Any,
-    documents: Sequence[Mapping[str, Any]],
+    documents: Sequence[Document],
     rows: np.ndarray,
     fused_head: bool,
     collate: PackedCollator,
 ) -> Tensor:
-    """Return the outputs of a packed row of `documents` at the positions `rows`, float32.
-
-    Args:
-        model: the model as a training step calls it.
-        inner: the model inside its wrappers.
-        documents: `input_ids` of each, and `images` if it has some.
-        rows: positions in the row, ``(P,)``.
-        fused_head: whether to score the row through TRL's fused LM head.
-        collate: makes the packed row.
-    """
+    """Return the outputs of a packed row at the positions `rows` ``(P,)``, float32."""
     with restore_state(inner):
-        batch = collate_packed(inner, collate, [dict(document) for document in documents])
+        batch = collate_packed(inner, collate, documents)
         labels = batch.pop("labels")
         # From the end: prompt tuning prepends tokens, and padding may follow the documents.
         here = rows - labels.shape[1]
@@ -213,12 +166,27 @@ def ordinary_batch(model: nn.Module, ids: Tensor, **others: Any) -> dict[str, An
     return _on(model, batch)
 
 
+def alone_batch(
+    model: nn.Module, collate: Any, document: Document, rows: int = 1, **others: Any
+) -> dict[str, Any]:
+    """Return the batch of a document without packing, as `rows` equal rows.
+
+    With images, the model makes its positions itself.
+    """
+    ids = np.asarray(document["input_ids"], np.int64)
+    if "images" in document:
+        others |= collate.images.tensors([document], [ids])
+        others.pop("position_ids", None)
+        others["attention_mask"] = torch.ones(1, len(ids), dtype=torch.int64)
+    return ordinary_batch(model, torch.from_numpy(ids)[None].repeat(rows, 1), **others)
+
+
 def collate_packed(
-    model: nn.Module, collate: PackedCollator, documents: list[dict[str, np.ndarray]]
+    model: nn.Module, collate: PackedCollator, documents: Sequence[Document]
 ) -> dict[str, Any]:
     """Return a packed row of `documents` with its labels, on the device of `model`."""
     with note_stage(Stage.COLLATOR):
-        batch = collate(documents)
+        batch = collate([dict(document) for document in documents])
     for name in (TOKEN_WEIGHTS, TARGET_COUNTS):  # the loss reads them, the model does not
         batch.pop(name, None)
     return _on(model, for_kernels(batch))
@@ -246,13 +214,6 @@ def score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
     step = logits.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps
     up = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     return scores + step * torch.where(up, 1.0, -1.0).to(scores.device)
-
-
-def _compared_positions(length: int) -> np.ndarray:
-    positions = np.arange(length)
-    if length <= 2 * _POSITIONS:
-        return positions
-    return np.concatenate([positions[:_POSITIONS], positions[-_POSITIONS:]])
 
 
 def logits_at(model: nn.Module, inner: Any, batch: dict[str, Any], rows: np.ndarray) -> Tensor:

@@ -1,11 +1,11 @@
-"""Test inputs for the isolation check: a document B, and the documents placed before it.
+"""Test inputs for the isolation check: a document B, and packed rows that hold it.
 
 Probes are as long as the data. Some rope variants depend on the longest position of the batch, so a
 short probe passes on a model that a long document contaminates (by 5.0, Phi-3 longrope).
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from trl_packing.models.introspection import (
     rope_thresholds,
     text_config,
 )
+from trl_packing.packing.prefix_tree import build_prefix_tree
 
 SHORT = "short documents"
 
@@ -29,20 +30,36 @@ _ROOM = 40  # tokens of the longest document in a short probe
 _EAGER_BYTES = 4 * 2**30  # for the attention scores of a document alone
 
 
+# The check compares this many of the first positions of B, where a leak is strongest, and of the
+# last ones.
+_POSITIONS = 32
+
+Document = Mapping[str, Any]  # `input_ids` ``(T,)`` int64, and `images` in a run with images
+
+
+class Row(NamedTuple):
+    """A packed row, and the positions in it that are compared, ``(P,)``."""
+
+    documents: Sequence[Document]
+    at: np.ndarray
+
+
 class Probe(NamedTuple):
-    """A document B and the documents placed before it.
+    """A document B, and rows in which its outputs must be those of B alone.
 
     Attributes:
         name: what the report calls it.
-        before: the documents before B in each packed row, token ids ``(T,)`` int64.
-        document: token ids of B, ``(T,)`` int64.
-        room: most tokens of one document, within the positions that the model has learned.
+        document: B.
+        at: positions of B that are compared, ``(P,)``.
+        packed: rows that hold B as one of their documents.
+        contaminated: the first of these rows as one document: the effect of a full leak.
     """
 
     name: str
-    before: list[list[np.ndarray]]
-    document: np.ndarray
-    room: int
+    document: Document
+    at: np.ndarray
+    packed: list[Row]
+    contaminated: list[Row]
 
 
 def probes(
@@ -67,7 +84,7 @@ def probes(
     # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
     # B; and as many tokens as B, which share a forward of equal lengths.
     before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
-    made = [Probe(SHORT, before, draw(few), most_room)]
+    made = [_behind(SHORT, before, draw(few), most_room)]
     given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
     if given and len(given[-1]) > 1:
         longest = given[-1]
@@ -87,13 +104,81 @@ def probes(
     room = max(size, most_room)
     alone = min(max(room - 13, room // 2), longest_alone(model))
     other, most = other[:alone], longest[:alone]
-    made.append(Probe(f"after {size:,} tokens", [[longest]], other, room))
+    made.append(_behind(f"after {size:,} tokens", [[longest]], other, room))
     # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
     shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
-    made.append(Probe(f"of {len(shorter):,} tokens", [[draw(len(most)), draw(13)]], shorter, room))
+    before = [[draw(len(most)), draw(13)]]
+    made.append(_behind(f"of {len(shorter):,} tokens", before, shorter, room))
     if thorough:
         made += [*_alike(draw, len(most), room), *_alike(draw, MIN_TOKENS * 2, room)]
     return made
+
+
+def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: int) -> Probe:
+    """Return a probe of a document behind others.
+
+    Args:
+        name: of the probe.
+        before: token ids of the documents before it, in each row.
+        ids: its own.
+        room: most tokens of a contaminated row, within the positions that the model has learned.
+    """
+    document, at = {"input_ids": ids}, _at_both_ends(np.arange(len(ids)))
+    rows = [[*({"input_ids": x} for x in others), document] for others in before]
+    whole = [np.concatenate([*others, ids])[-room:] for others in before]
+    return Probe(
+        name,
+        document,
+        at,
+        [Row(row, sum(map(len, x)) + at) for row, x in zip(rows, before, strict=True)],
+        [Row([{"input_ids": x}], len(x) - len(ids) + at) for x in whole[: 1 + (name == SHORT)]],
+    )
+
+
+def _at_both_ends(positions: np.ndarray) -> np.ndarray:
+    return np.unique(np.concatenate([positions[:_POSITIONS], positions[-_POSITIONS:]]))
+
+
+def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Probe]:
+    """Return probes of documents that share a prefix, for rows that compute it once.
+
+        alone          [P · B]            without packing: the reference
+        shared         [P · B, P · C]     in one row, computed as P, B, C; also with another C
+        contaminated   [P · C · B]        as one document
+
+    Args:
+        model: reads the tokens.
+        documents: of the run; the longest is cut into a prefix and a branch.
+    """
+    draw = random_tokens(model, np.random.default_rng(0))
+    prefix, branch = draw(29), draw(17)
+    rows = [[draw(11), draw(5)], [draw(11), draw(5)], [draw(23)]]
+    made = [_sharing("short documents that share a prefix", prefix, branch, rows)]
+    longest = max((np.asarray(d, np.int64) for d in documents), key=len, default=np.zeros(0))
+    longest = longest[: longest_alone(model)]
+    half = len(longest) // 2
+    if half > 40:
+        rows = [[draw(half // 2)], [draw(half // 2)]]
+        name = f"documents that share {half:,} tokens"
+        made.append(_sharing(name, longest[:half], longest[half:], rows))
+    return made
+
+
+def _sharing(
+    name: str, prefix: np.ndarray, branch: np.ndarray, siblings: list[list[np.ndarray]]
+) -> Probe:
+    ids = np.concatenate([prefix, branch])
+    # Positions that predict the tokens of the branch behind its first. Windows that reach across
+    # the fork end soon behind it.
+    at = _at_both_ends(np.arange(len(prefix), len(ids) - 1))
+    document, packed, contaminated = {"input_ids": ids}, [], []
+    for branches in siblings:
+        others = [np.concatenate([prefix, other]) for other in branches]
+        places = build_prefix_tree([ids, *others]).targets[at + 1] - 1
+        packed.append(Row([document, *({"input_ids": x} for x in others)], places))
+        whole = np.concatenate([prefix, *branches, branch])
+        contaminated.append(Row([{"input_ids": whole}], at + len(whole) - len(ids)))
+    return Probe(name, document, at, packed, contaminated[:2])
 
 
 def longest_alone(model: Any) -> int:
@@ -118,7 +203,7 @@ def _alike(draw: Callable[[int], np.ndarray], length: int, room: int) -> list[Pr
     documents = [draw(max(2, length * percent // 100)) for percent in (100, 88, 84, 80)]
     filler = draw(length // 2)  # a padded forward has at most as many cells as the row has tokens
     return [
-        Probe(
+        _behind(
             f"of {len(document):,} tokens among similar ones",
             [[filler, *(other for other in documents if other is not document)]],
             document,

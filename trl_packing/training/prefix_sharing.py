@@ -21,8 +21,8 @@ from trl import SFTTrainer
 
 from trl_packing.attention.install import check_backward, take_prefix_keys
 from trl_packing.config import PackingOptions
+from trl_packing.isolation.check import check_prefixes
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
-from trl_packing.isolation.prefix_check import check_prefixes
 from trl_packing.models.state import find_randomness
 from trl_packing.training.collators import RunCollators
 

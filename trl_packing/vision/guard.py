@@ -8,7 +8,7 @@ A backend must pass both. If it fails with images, the next backend is tried, as
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
-from trl_packing.attention.install import install_attention
 from trl_packing.data.whole_images import images_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
@@ -78,27 +77,11 @@ class ImageGuard(IsolationGuard):
         calls: dict[str, Any],
     ) -> tuple[AttentionChoice, CheckResult]:
         """Return the first backend that is exact on text and on images."""
-        first: tuple[AttentionChoice, CheckResult] | None = None
-        reasons: list[str] = []
-        left = list(choices)
-        while left:
-            choice, result = super()._search(left, documents, precision, calls)
-            if not result or not self._with_images:
-                break
-            with_images = self._check_images(choice, calls)
-            if with_images:
-                if reasons:
-                    choice = replace(choice, reason="; ".join(reasons))
-                return choice, with_images
-            first = first or (choice, with_images)
-            reasons.append(f"{choice.backend} is not exact with images")
-            names = [known.backend for known in left]
+        if self._with_images:
             # Padded rows hold the tokens of a document in another order than its images.
-            left = [c for c in left[names.index(choice.backend) + 1 :] if c.backend not in PADDED]
-        if first is None:
-            return choice, result
-        install_attention(self.model, first[0])
-        return replace(first[0], reason="; ".join(reasons)), first[1]
+            choices = [c for c in choices if c.backend not in PADDED] or choices
+            calls = calls | {"further": partial(self._check_images, calls=calls)}
+        return super()._search(choices, documents, precision, calls)
 
     def _check_images(self, choice: AttentionChoice, calls: dict[str, Any]) -> CheckResult:
         wrapped = calls["wrapped"]

@@ -10,44 +10,27 @@ the tokens of one image than the model does (Gemma 3: both ways) differs from th
 and fails too.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trl_packing.isolation.check import IsolationReport, severity, verdict_of
-from trl_packing.isolation.locate import gradient_difference, masked_before
-from trl_packing.isolation.measure import (
-    Measurement,
-    collate_packed,
-    ordinary_batch,
-    outputs_alone,
-    outputs_in_row,
-    two_roundings,
-)
+from trl_packing.isolation.check import IsolationReport, check_probes
+from trl_packing.isolation.probes import Document, Probe, Row
 from trl_packing.models.introspection import unwrap_model
-from trl_packing.models.state import preserve_state
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.blank_images import parameters_of_images
-
-Document = Mapping[str, Any]  # `input_ids`, and `images` of each row of the user in it
 
 _MOST_POSITIONS = 64
 
 
-@torch.no_grad()
 def check_images(
     model: nn.Module,
     documents: Sequence[Document],
     *,
     collator: PackedCollator,
-    training: bool | None = None,
-    attention: str | None = None,
-    fused_head: bool = False,
-    gradients: bool = False,
+    **options: Any,
 ) -> IsolationReport:
     """Return whether documents with images affect each other on `model`.
 
@@ -56,90 +39,39 @@ def check_images(
         documents: with `input_ids` and decoded `images` (`batch.IMAGES`), of which some may have
             none; at least one.
         collator: makes the rows.
-        training: the mode to check, by default the model's.
-        attention: the name of the attention in the report.
-        fused_head: score rows through TRL's fused LM head.
-        gradients: also compare the gradients of the loss of each document, packed and alone: of the
-            tower with its projector, and of the text model, apart.
+        options: of `check_probes`. With `gradients`, those of the tower with its projector and
+            those of the text model are compared apart.
 
     Raises:
         Exception: any error that the model raises against a row with images.
     """
-    inner, difference = unwrap_model(model), None
-    pairs = list(zip([*documents[1:], documents[0]], documents, strict=True))
-    with preserve_state(model, training):
-        reports = [
-            verdict_of(
-                _measure(model, inner, before, document, fused_head, collator),
-                f"{_count(document)} image(s) after {_count(before)}",
-                inner,
-                attention,
-                model.training,
-            )
-            for before, document in pairs
-        ]
-        if gradients:
-            difference = max(_gradients_apart(model, inner, *pair, collator) for pair in pairs)
-    return replace(min(reports, key=severity), gradient_difference=difference)
-
-
-def _gradients_apart(
-    model: nn.Module, inner: Any, before: Document, document: Document, collate: PackedCollator
-) -> float:
-    """Return the largest relative difference of the gradients of `document`, packed and alone."""
-    alone = _ordinary(inner, np.asarray(document["input_ids"], np.int64), document, collate)
-    row = collate_packed(inner, collate, masked_before([before, document]))
-    return gradient_difference(model, inner, alone, row, parameters_of_images(inner))
-
-
-def _measure(
-    model: nn.Module,
-    inner: Any,
-    before: Document,
-    document: Document,
-    fused_head: bool,
-    collate: PackedCollator,
-) -> Measurement:
-    ids = np.asarray(document["input_ids"], np.int64)
-    size = len(ids)
-    at = np.arange(size - 1)[-_MOST_POSITIONS:]
-    others = [before, _with_other_images(before)]
-
-    def alone(rounded: bool) -> Tensor:
-        batch = _ordinary(inner, ids, document, collate)
-        targets = ids[at + 1] if fused_head else None
-        return outputs_alone(model, inner, batch, at - size, targets, rounded)
-
-    def packed(*row: Document) -> Tensor:
-        where = sum(len(d["input_ids"]) for d in row[: [*map(id, row)].index(id(document))])
-        return outputs_in_row(model, inner, row, where + at, fused_head, collate)
-
-    def contaminated(other: Document) -> Tensor:
-        one = {
-            "input_ids": np.concatenate([other["input_ids"], ids]),
-            "images": [*other["images"], *document["images"]],
-        }
-        where = len(other["input_ids"])
-        return outputs_in_row(model, inner, [one], where + at, fused_head, collate)
-
-    return Measurement(
-        alone=two_roundings(inner, alone),
-        packed=[
-            *(packed(other, document) for other in others),
-            packed(document, before),
-            packed(before, document, before),
-        ],
-        contaminated=[contaminated(other) for other in others],
+    pairs = zip([*documents[1:], documents[0]], documents, strict=True)
+    return check_probes(
+        model,
+        [_probe(*pair) for pair in pairs],
+        collator=collator,
+        apart=list(parameters_of_images(unwrap_model(model))),
+        **options,
     )
 
 
-def _ordinary(inner: Any, ids: np.ndarray, document: Document, collate: Any) -> dict[str, Any]:
-    """Return the batch of one document without packing: the model makes its positions itself."""
-    made = collate.images.tensors([document], [ids])
-    made.pop("position_ids", None)
-    return ordinary_batch(
-        inner, torch.from_numpy(ids)[None], attention_mask=torch.ones(1, len(ids)).long(), **made
-    )
+def _probe(before: Document, document: Document) -> Probe:
+    size, at = len(document["input_ids"]), np.arange(len(document["input_ids"]) - 1)
+    at, others = at[-_MOST_POSITIONS:], [before, _with_other_images(before)]
+    rows = [[others[0], document], [others[1], document]]
+    rows += [[document, before], [before, document, before]]
+
+    def place(row: list[Document]) -> Row:
+        first = [*map(id, row)].index(id(document))
+        return Row(row, sum(len(d["input_ids"]) for d in row[:first]) + at)
+
+    def one(other: Document) -> Row:
+        ids = np.concatenate([other["input_ids"], document["input_ids"]])
+        images = [*other["images"], *document["images"]]
+        return Row([{"input_ids": ids, "images": images}], len(ids) - size + at)
+
+    name = f"{_count(document)} image(s) after {_count(before)}"
+    return Probe(name, document, at, [place(row) for row in rows], [one(x) for x in others])
 
 
 def _with_other_images(document: Document) -> Document:

@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import (
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import take_prefix_keys
 from trl_packing.config import PackingOptions
+from trl_packing.isolation.check import check_prefixes
 from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, with_fallbacks
-from trl_packing.isolation.prefix_check import check_prefixes
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.command.settings import check_path_exists, config_of
