@@ -7,6 +7,9 @@
     labels      .   .  Because  .      .       .  Hm ?   ends untrained: nothing is appended
 
 White space after the stop token is skipped: ChatML ends "<|im_end|>\\n", and TRL trains both.
+
+They should begin with one BOS, too. Where a tokenizer adds one to a text that a chat template has
+rendered, there are two, which are counted; TRL trains them.
 """
 
 from collections.abc import Iterable
