@@ -12,13 +12,13 @@ from architectures.page import report
 from architectures.tiny_models import names, vision_names
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument("--output", metavar="FILE", help="Markdown file to write")
     parser.add_argument("--json", metavar="FILE", help="file of the verdicts to write")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     known = [*names(), *vision_names()]
     chosen = arguments.only or known
     if unknown := sorted(set(chosen) - set(known)):
