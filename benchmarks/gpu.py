@@ -125,8 +125,9 @@ class Row(NamedTuple):
         return cls(torch.from_numpy(ends).to(device), None, max(longest, *lengths))
 
     @classmethod
-    def of_branches(cls, prefix: int, branches: int, tokens: int, device: str) -> "Row":
-        """Return a prompt of `prefix` tokens with `branches` answers."""
+    def of_branches(cls, sizes: tuple[int, int, int], device: str) -> "Row":
+        """Return a row of one prompt; `sizes` are its tokens, its answers, and their tokens."""
+        prefix, branches, tokens = sizes
         start = np.arange(prefix)
         made = [
             {"input_ids": np.append(start, np.arange(tokens) + 10_000 * (b + 1))}
@@ -219,7 +220,7 @@ def kernels(machine: Machine) -> str:
         "documents": Row.of(lengths, machine.device),
         "a longer max_length": Row.of(lengths, machine.device, longest=4 * max(lengths)),
         "one token": Row.of([1], machine.device),
-        "prefixes": Row.of_branches(*machine.size((500, 7, 60), (20, 3, 5)), machine.device),
+        "prefixes": Row.of_branches(machine.size((500, 7, 60), (20, 3, 5)), machine.device),
     }
     sizes = machine.size([(8, 2, 64), (8, 2, 80), (8, 8, 128), (4, 1, 256)], [(4, 2, 8)])
     dtypes = machine.size([torch.bfloat16, torch.float16], [torch.float32])
@@ -268,7 +269,8 @@ def model_of(machine: Machine, name: str, **changes: Any) -> Any:
 
 def documents_of(machine: Machine, tokens: int) -> Dataset:
     """Return documents of 300 tokens on average (log-normal), `tokens` in all."""
-    rng, made = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    made: list[list[int]] = []
     while sum(map(len, made)) < tokens:
         length = int(
             np.clip(rng.lognormal(math.log(machine.size(220, 12)), 0.8), 4, machine.size(4096, 64))
@@ -333,7 +335,7 @@ def models(machine: Machine) -> str:
         lines.append(
             [
                 name,
-                trainer.attention.backend,
+                str(trainer.attention),
                 f"{seconds:.1f}",
                 f"{peak:.1f}",
                 f"{found - expected:+.1e}",
@@ -382,7 +384,7 @@ def counted_waits() -> Iterator[list[str]]:
     found += [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
 
 
-RUNS = {
+RUNS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "TRL, packed, flash-attn 2": (SFTTrainer, {}, "flash_attention_2"),
     "TRL, packed": (SFTTrainer, {}, "sdpa"),
     "TRL, padded, 8 documents": (
@@ -435,15 +437,15 @@ def steps(machine: Machine) -> str:
             len(waits),
         )
     ours, ours_loss, ours_waits = results["ours"]
-    for name, (_, loss, waits) in results.items():
+    for name, (_, loss, number) in results.items():
         # Weights are random and the learning rate is 0: runs differ by their documents alone.
         assert abs(loss - ours_loss) < 0.02 * ours_loss, f"{name}: loss {loss}, ours {ours_loss}"
-        assert name.startswith("ours") or ours_waits <= waits, (
-            f"{name} waits {waits} times, ours {ours_waits}"
+        assert name.startswith("ours") or ours_waits <= number, (
+            f"{name} waits {number} times, ours {ours_waits}"
         )
     lines = [
-        [name, f"{us:.1f}", f"{us / ours:.2f}×", str(waits)]
-        for name, (us, _, waits) in results.items()
+        [name, f"{us:.1f}", f"{us / ours:.2f}×", str(number)]
+        for name, (us, _, number) in results.items()
     ]
     return table(["run", "µs a token", "against ours", "waits, 10 steps"], lines)
 
@@ -520,7 +522,7 @@ def rows(machine: Machine) -> str:
 def prefixes(machine: Machine) -> str:
     """Measure one layer of a row whose branches see many keys, shared and apart."""
     prefix, branches, tokens = machine.size((2_048, 80, 180), (40, 4, 6))
-    shared = Row.of_branches(prefix, branches, tokens, machine.device)
+    shared = Row.of_branches((prefix, branches, tokens), machine.device)
     apart = Row.of([prefix + tokens] * machine.size(7, 4), machine.device)  # about as many tokens
     lines = []
     for name, row in (("shared", shared), ("apart", apart)):
@@ -537,6 +539,7 @@ def prefixes(machine: Machine) -> str:
                 f"{peak:.2f}",
             ]
         )
+    assert shared.keys is not None
     assert len(shared.keys.key_index) > shared.num_tokens, "no branch shares the prompt"
     return table(["row", "tokens", "keys", "ms of a layer", "peak GiB"], lines)
 
@@ -553,7 +556,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     machine = Machine.found(options.dry_run)
     warnings.filterwarnings("ignore")
-    text, failed = "# On a GPU\n\n", []
+    text = "# On a GPU\n\n"
+    failed: list[str] = []
     for name in options.parts:
         began = time.perf_counter()
         try:

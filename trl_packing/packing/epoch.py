@@ -127,9 +127,16 @@ def arranged_bins(
         return full, left
     documents = np.diff(bins.offsets)
     parts = [order[start:stop] for start, stop in pairwise(cuts)]
-    options = {"slots": slots, "bins_per_batch": bins_per_batch, "window": window, "rng": rng}
     orders = [
-        balanced_order(costs[p], tokens=bins.tokens[p], documents=documents[p], **options)
+        balanced_order(
+            costs[p],
+            tokens=bins.tokens[p],
+            documents=documents[p],
+            slots=slots,
+            bins_per_batch=bins_per_batch,
+            window=window,
+            rng=rng,
+        )
         for p in parts
     ]
     full = np.concatenate([part[order] for part, order in zip(parts, orders, strict=True)])
