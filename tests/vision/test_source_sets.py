@@ -151,7 +151,6 @@ def test_the_report_counts_images_as_often_as_they_are_drawn(model, processor, t
     assert report.images.tokens == 3 * once.tokens
     assert report.images.patches == 3 * once.patches
     assert report.images.share == pytest.approx(3 * once.tokens / report.tokens)
-    # The limit of a bin follows from the documents that are drawn.
     call = TrainerCall(model, trainer.args, given, processor)
     assert str(preview_epoch(PreviewedRun.from_call(call)).images) == str(report.images)
 
