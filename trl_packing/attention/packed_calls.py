@@ -107,6 +107,7 @@ def _settle(module: nn.Module | None, called: nn.Module) -> bool:
     return settle is not None and settle(module, called)
 
 
+@torch.compiler.disable  # called from frames that torch.compile leaves to Python
 def _check_covers_row(boundaries: Tensor, arguments: dict[str, Any]) -> None:
     """Raise ValueError unless `boundaries` end with the row: kernels compute no tokens behind them.
 
