@@ -101,13 +101,14 @@ def settle_first(model: nn.Module, settle: Callable[[nn.Module, nn.Module], bool
             _settles[module] = weakref.WeakMethod(settle)
 
 
+@torch.compiler.disable  # called from frames that torch.compile leaves to Python
 def _settle(module: nn.Module | None, called: nn.Module) -> bool:
     reference = None if module is None else _settles.get(module)
     settle = None if reference is None else reference()
     return settle is not None and settle(module, called)
 
 
-@torch.compiler.disable  # called from frames that torch.compile leaves to Python
+@torch.compiler.disable
 def _check_covers_row(boundaries: Tensor, arguments: dict[str, Any]) -> None:
     """Raise ValueError unless `boundaries` end with the row: kernels compute no tokens behind them.
 
