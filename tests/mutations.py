@@ -156,14 +156,21 @@ MUTATIONS = [
         "Resumption(record.epoch, record.steps)",
         "Resumption(record.epoch, record.steps + 1)",
     ),
-    ("resume", "training/resuming.py", "np.flatnonzero(~trained)", "np.flatnonzero(trained)"),
-    ("resume", "training/resuming.py", "            trained[before] = True\n", ""),
-    ("resume", "training/resuming.py", "return np.array_equal(found, trained)", "return True"),
-    ("resume", "training/resuming.py", "self._first_step -= self._resumed.steps", "pass"),
+    ("resume", "training/resuming.py", "self._first_step -= self._num_steps(skipped)", "pass"),
+    (
+        "resume",
+        "training/resuming.py",
+        "trained[self._sampler.places_in_first_steps(steps)] = True",
+        "trained[self._sampler.places_in_first_steps(steps + 1)] = True",
+    ),
     ("streams", "streaming/windows.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
-    ("streams", "streaming/reader.py", "if taken > skipped and", "if taken >= skipped and"),
-    ("streams", "streaming/reader.py", "next_window.num_batches_before = number", "pass"),
-    ("streams", "streaming/reader.py", "number % self.settings.num_ranks == self.rank", "True"),
+    ("streams", "streaming/reader.py", "if taken > skipped:", "if taken >= skipped:"),
+    (
+        "streams",
+        "streaming/reader.py",
+        "return number % self.num_ranks == self.rank",
+        "return True",
+    ),
 ]
 
 

@@ -313,6 +313,16 @@ def test_documents_per_step_counts_every_epoch_anew():
     assert all(len(order) == len(sampler) == 2 for order in orders)
 
 
+def test_rows_that_stay_as_they_are_come_in_another_order_every_epoch():
+    sampler = PackedBatchSampler([3] * 40, rows=True)
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders.append([row for batch in sampler for row in batch])
+    assert len(set(map(tuple, orders))) == 3
+    assert all(sorted(order) == [*range(40)] for order in orders)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     number=st.integers(6, 40),
