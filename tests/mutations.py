@@ -50,7 +50,7 @@ MUTATIONS = [
     ("masks", "documents/boundaries.py", "distance.abs() < window", "distance.abs() <= window"),
     ("masks", "documents/boundaries.py", "ids.unsqueeze(-1) ==", "ids.unsqueeze(-1) >="),
     ("masks", "attention/tiles.py", "visible = keys <= queries", "visible = keys <= queries + 1"),
-    ("masks", "attention/tiles.py", "q0 - options.window + 1)", "q0 - options.window)"),
+    ("masks", "attention/tiles.py", "q0 - options.window + 1)", "q0 - options.window + 2)"),
     ("masks", "attention/tiles.py", "keys > queries - opt", "keys >= queries - opt"),
     ("masks", "attention/tiles.py", "k1 + gap + options.window - 1)", "k1 + gap)"),
     ("masks", "attention/document_sdpa.py", "part.sum(1) if part.shape[1] > 1 else ", ""),
@@ -196,8 +196,8 @@ def fails(tree: Path, tests: list[str]) -> bool:
         codes = (int(pytest.main([*options, test])) for test in tests)
         os._exit(next(filter(None, codes), 0))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 1, 2), (tree / "output.txt").read_text()[-3000:]
-    return code > 0
+    assert code < 3, (tree / "output.txt").read_text()[-3000:]
+    return code != 0  # below 0: a crash
 
 
 def first_failure(tree: Path) -> str:
