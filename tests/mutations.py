@@ -76,7 +76,6 @@ MUTATIONS = [
         "len(documents[before]) else common - 1",
         "-1 else common",
     ),
-    ("boundaries", "packing/prefix_tree.py", "(depths > 0) & (depths < before)", "(depths > 0)"),
     ("boundaries", "packing/prefix_tree.py", "depths[inner] - 1) + 1", "depths[inner] - 1)"),
     (
         "boundaries",

@@ -50,7 +50,7 @@ SAME = {
     "LoRA and a trained head": {
         "lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     },
-    "a stream": {"stream": True, "max_steps": 4},
+    "a stream": {"stream": True, "max_steps": 4, "packing": False},
     "a model by its name": {"by_name": True},
 }
 ONLY_FSDP2 = {"a head sharded without its norm": {"head_apart": True}}

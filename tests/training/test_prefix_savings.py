@@ -264,9 +264,6 @@ def test_the_default_warns_of_nothing(tmp_path, monkeypatch, caplog):
     trainer.train()
     assert "does nothing" not in caplog.text
     assert line(trainer.packing_report).startswith("not shared: attention='model'")
-    shaped = trainer_for(tmp_path, data, prefix_sharing="bin", static_shapes=True)
-    shaped.train()
-    assert line(shaped.packing_report) == "not shared: static_shapes=True holds rows at one length"
     rng = np.random.default_rng(0)
     apart = [{"input_ids": rng.integers(6, 200, 30).tolist()} for _ in range(40)]
     trainer = trainer_for(tmp_path, Dataset.from_list(apart), prefix_sharing="bin")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from trl import SFTTrainer
 
@@ -73,11 +73,13 @@ class UserLoss:
             yield
             return
         self._watched_steps -= 1
-        hook = register_module_forward_hook(self._look, with_kwargs=True)
+        hook = torch_module.register_module_forward_hook(self._look, with_kwargs=True)
         try:
             yield
         finally:
             hook.remove()
+            # workaround: torch 2.13 leaves the id of a removed hook, and torch.compile warns of it
+            torch_module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
     def _look(self, module: nn.Module, args: Any, arguments: dict[str, Any], _output: Any) -> None:
         row = None if self._has_warned else current_row()

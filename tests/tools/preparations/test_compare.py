@@ -100,7 +100,7 @@ def test_the_documents_of_trl_are_those_of_its_trainer(tmp_path):
 
 def test_rows_that_trl_cannot_prepare_are_refused_with_its_reason():
     rows = Dataset.from_dict({"question": ["Why?"], "answer": ["So."]})
-    options = ["--prompt_template", "{question}", "--completion_column", "answer"]
+    options = ["--prompt_template", "{question}"]
     with pytest.raises(ValueError, match="TRL cannot prepare these rows: KeyError: 'text'"):
         compared(rows, options, options, by_trl=True)
 

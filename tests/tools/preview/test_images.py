@@ -47,7 +47,7 @@ def columns(document):
     [
         {},
         {"train_on": "assistant", "max_length": 64},
-        {"completion_only_loss": False, "overflow": "split", "max_length": 48},
+        {"completion_only_loss": False, "overflow": "split", "max_length": 60},
         {"overflow": "drop", "max_length": 60, "shuffle_dataset": True},
     ],
 )

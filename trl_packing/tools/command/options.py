@@ -149,7 +149,7 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{option} {path} does not exist (looked from {Path.cwd()})")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{option} {path} cannot be read: {error}") from error
     except ValueError as error:
