@@ -6,18 +6,18 @@
 
     accelerate launch recipes/streaming.py --config recipes/streaming.yaml
     torchrun --nproc_per_node 2 recipes/streaming.py --config recipes/streaming.yaml \\
-        --dataset_name folder_of_jsonl_files --dataloader_num_workers 2
+        --dataset_name folder_of_jsonl_files --dataloader_num_workers 1
 
 A stream has no length, so `--max_steps` sets the length of training. Documents are packed in
 windows of 256 bins, which are shuffled, differently in every epoch. Each file is a shard. If the
-number of shards allows it, each rank reads its own shards and divides them among its dataloader
-workers. An interrupted run continues at the same place (resuming.py). The section "Streams" of
-docs/data.md has the details.
+number of shards allows it, each rank reads its own shards, with at most one dataloader worker. An
+interrupted run continues at the same place (resuming.py). The section "Streams" of docs/data.md has
+the details.
 
 Expected output (SmolLM2-135M-Instruct, four files of 100 conversations, three steps of one bin of
 512 tokens, two minutes on a busy CPU core):
 
-    Shards in the stream: 4. Ranks: 1. Each rank reads its own shards, 2 at a time.
+    Shards in the stream: 4. Ranks: 1. Each rank reads its own shards.
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
     documents    a stream: counted as it is read

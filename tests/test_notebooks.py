@@ -202,8 +202,8 @@ def test_a_notebook_runs_top_to_bottom_offline(path, tmp_path):
         ],
     }
     assert [words for words in expected[path] if words not in printed] == []
-    stored = read(path)
-    assert counts(stored) == counts(notebook), "counts are the same on every machine"
+    if path != SWAP:  # its outputs are those of SmolLM2 and GSM8K
+        assert counts(read(path)) == counts(notebook), "counts are the same on every machine"
 
 
 def counts(notebook: NotebookNode) -> list[str]:
@@ -230,6 +230,6 @@ def test_model_and_data_can_be_named(tmp_path):
     printed = run(
         read(SWAP), tmp_path, TRL_PACKING_MODEL=model, TRL_PACKING_DATA=str(tmp_path / "rows.jsonl")
     )
-    assert f"model:  {model}" in printed
-    assert "documents    100 " in printed
-    assert "of 20" in printed
+    assert f"model:  {Path(model).name}" in printed
+    assert "80 rows to train on, 20 held out" in printed
+    assert "documents    80 " in printed

@@ -46,7 +46,12 @@ SAME_STEPS = {
         "workers": 1,
     },
     # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
-    "the end of a stream": {"lengths": [32, 32, 32], "stream": True, "max_steps": 4},
+    "the end of a stream": {
+        "lengths": [32, 32, 32],
+        "stream": True,
+        "max_steps": 4,
+        "packing": False,
+    },
     "a class that ignores loss kwargs": {
         "lengths": MANY,
         "ignores_loss_kwargs": True,

@@ -26,15 +26,16 @@ SAME_STEPS = {
     },
     "padding-free": {"packing": False, "batch_size": 4, **EVALUATED},
     "documents_per_step": {"batch_size": 2, "options": {"documents_per_step": 12}},
-    "a stream": {"stream": True, "batch_size": 2, "max_steps": 6},
+    # Packed, each rank fills bins from its own documents, so two ranks have other steps than one.
+    "a stream": {"stream": True, "batch_size": 6, "max_steps": 6, "packing": False},
     # One bin: rank 1 has no document, and no weights.
     "a rank with an empty micro-batch": {"lengths": [3, 5, 9], "prefixes": 1, "epochs": 3},
     # The only prefix is on one rank, so only its micro-batches have weights.
     "a rank without prefixes": {
-        "lengths": [40, 3, 5, 50],
+        "lengths": [4, 3, 5, 3, 4],
         "prefixes": 2,
         "packing": False,
-        "batch_size": 2,
+        "batch_size": 3,
         "options": {"train_sampling_strategy": "sequential"},
     },
     "FSDP2": {"engine": "fsdp2", "batch_size": 2, **EVALUATED},
