@@ -110,8 +110,10 @@ def test_a_hybrid_model_stays_packed_if_its_kernels_take_boundaries(
     assert "isolated" in str(trainer.packing_report), "checked on this model"
     if kernels == "with":
         assert all(call is not None for call in calls[-2:]), "the step's rows are packed"
-    reasons = {"without": "refused (ValueError: 'causal_conv1d_fn' can't", "leaking": "leaks by"}
-    assert reasons.get(kernels, "cpu, float32") in trainer.attention.reason.replace("`", "'")
+    # Without kernels, transformers 5.17 leaks where 5.23 raises.
+    reasons = {"without": "refused (ValueError: |leaks by", "leaking": "leaks by"}
+    reason = trainer.attention.reason
+    assert any(words in reason for words in reasons.get(kernels, "cpu, float32").split("|"))
     assert found_loss == pytest.approx(loss, rel=1e-4)
     for parameter, gradient in expected.items():
         bound = 1e-4 * (1 + gradient.abs().max().item())
