@@ -147,6 +147,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
         self._check(allow_idle_ranks)
         self._drawn: tuple[int, EpochPlan] | None = None
+        self._mixed: tuple[int, np.ndarray] | None = None
         self._bins: tuple[int, PackingPlan] | None = None
         self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
         if documents_per_step is None:
@@ -277,11 +278,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         running = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
         return np.diff(running[offsets])
 
-    def documents_at(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the documents at some places of this epoch; without a mixture, they are equal."""
-        places = np.asarray(places, np.int64)
-        return places if self.draw is None else self._documents(self.epoch)[places]
-
     def places_in_first_steps(self, number: int) -> np.ndarray:
         """Return the places of this epoch's first `number` optimizer steps, in any order."""
         return self.drawn().places_in_first_steps(number)
@@ -311,9 +307,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return values if self.draw is None else values[self._documents(self.epoch)]
 
     def _documents(self, epoch: int) -> np.ndarray:
-        """Return the document at each place of a mixture, ascending."""
+        """Return the document at each place of a mixture, ascending; kept for one epoch."""
         assert self.draw is not None
-        return self.draw.documents(epoch)
+        if self._mixed is None or self._mixed[0] != epoch:
+            self._mixed = epoch, self.draw.documents(epoch)
+        return self._mixed[1]
 
     # --- bins ---------------------------------------------------------------------------------
 
@@ -351,7 +349,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return pack_stages(self.stages, self._pack, seed)
         if self.draw is None:
             return self._pack(None, seed)
-        documents = self.draw.documents(epoch)
+        documents = self._documents(epoch)
         number = self.num_bins or 0  # while bins are counted, none is split
         return with_more_bins(self._pack(documents, seed), self.lengths[documents], number)
 
