@@ -18,13 +18,11 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 TABLE: dict[str, tuple[set[str], set[str]]] = {
     "versions": (set(), {"packaging"}),
     "documents": (set(), {"datasets", "numpy", "pyarrow", "torch"}),
-    "recognition": ({"documents"}, {"numpy", "torch"}),
-    "models": ({"recognition"}, {"numpy", "torch", "transformers"}),
-    "packing": ({"documents", "models"}, {"numpy", "pyarrow", "torch", "transformers"}),
+    "attention": ({"documents"}, {"numpy", "torch", "transformers"}),
+    "packing": ({"attention", "documents"}, {"numpy", "pyarrow", "torch", "transformers"}),
     "config": ({"documents", "packing"}, {"numpy", "transformers", "trl"}),
-    "attention": ({"documents", "models", "recognition"}, {"numpy", "torch", "transformers"}),
     "loss": (
-        {"documents", "models", "recognition"},
+        {"attention", "documents"},
         {"accelerate", "datasets", "numpy", "pyarrow", "torch", "trl"},
     ),
     "formatting": (
@@ -33,14 +31,14 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "pages": ({"formatting"}, {"numpy"}),
     "data": (
-        {"config", "documents", "formatting", "models", "packing"},
+        {"attention", "config", "documents", "formatting", "packing"},
         {"accelerate", "datasets", "numpy", "pyarrow", "torch", "trl"},
     ),
     "isolation": (
-        {"attention", "data", "documents", "loss", "models", "packing"},
+        {"attention", "data", "documents", "loss", "packing"},
         {"accelerate", "datasets", "numpy", "torch"},
     ),
-    "streaming": ({"data", "documents", "models", "packing"}, {"datasets", "numpy", "torch"}),
+    "streaming": ({"attention", "data", "documents", "packing"}, {"datasets", "numpy", "torch"}),
     "vision": (
         {
             "attention",
@@ -49,7 +47,6 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "documents",
             "formatting",
             "isolation",
-            "models",
             "packing",
         },
         {
@@ -73,10 +70,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "formatting",
             "isolation",
             "loss",
-            "models",
             "packing",
             "pages",
-            "recognition",
             "streaming",
             "versions",
         },
@@ -91,9 +86,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "formatting",
             "isolation",
             "loss",
-            "models",
             "packing",
-            "recognition",
             "versions",
         },
         {"datasets", "numpy", "torch", "transformers"},
@@ -105,9 +98,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "documents",
             "formatting",
             "loss",
-            "models",
             "packing",
-            "recognition",
             "training",
             "versions",
             "vision",

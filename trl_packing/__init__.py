@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trl_packing.attention.backends import resolve_attention
+    from trl_packing.attention.calls import other_rows
     from trl_packing.config import PackedSFTConfig
     from trl_packing.data.dataset import load_rows
     from trl_packing.data.prepared import load_prepared
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from trl_packing.plain_trainer.dataset import PackedDataset, RepackEveryEpoch
     from trl_packing.plain_trainer.enable import enable_packing
     from trl_packing.plain_trainer.supervised import make_supervised_dset
-    from trl_packing.recognition.current_row import other_rows
     from trl_packing.tools.preview.show import show_document
     from trl_packing.tools.preview.show_rows import show_rows
     from trl_packing.trainer import PackedSFTTrainer
@@ -60,7 +60,7 @@ _HOME = {
     "RepackEveryEpoch": "plain_trainer.dataset",
     "make_supervised_dset": "plain_trainer.supervised",
     "enable_packing": "plain_trainer.enable",
-    "other_rows": "recognition.current_row",
+    "other_rows": "attention.calls",
 }
 
 __all__ = [

@@ -36,22 +36,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.install import use_attention
-from trl_packing.config import PackingOptions
-from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
-from trl_packing.documents.labels import WEIGHT_COLUMNS
-from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.loss.step_loss import StepLoss, without_weights
-from trl_packing.models.neftune import announce_documents, scale_noise_by_document
-from trl_packing.models.sharding import (
-    check_deepspeed_can_train,
-    forget_evaluation_wrapper,
-    gather_full_state_dict,
-    keep_outputs_precise,
-)
-from trl_packing.packing.collator import PackedCollator
-from trl_packing.recognition.current_row import (
+from trl_packing.attention.calls import (
     AnnouncedBatches,
     AnnouncedLoader,
     replace_current_row,
@@ -59,6 +44,21 @@ from trl_packing.recognition.current_row import (
     set_current_row,
     use_current_row,
 )
+from trl_packing.attention.install import use_attention
+from trl_packing.attention.neftune import announce_documents, scale_noise_by_document
+from trl_packing.attention.sharding import (
+    check_deepspeed_can_train,
+    forget_evaluation_wrapper,
+    gather_full_state_dict,
+    keep_outputs_precise,
+)
+from trl_packing.config import PackingOptions
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
+from trl_packing.documents.labels import WEIGHT_COLUMNS
+from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.loss.step_loss import StepLoss, without_weights
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import (
     check_arguments,
     check_loss_options,

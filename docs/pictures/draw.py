@@ -249,8 +249,6 @@ def draw_tree() -> None:
 # Column of each folder; its row follows from the imports.
 COLUMNS = {
     "documents": 1,
-    "recognition": 1,
-    "models": 1,
     "attention": 0,
     "loss": 1,
     "packing": 2,

@@ -23,8 +23,8 @@ from architectures.tiny_tables import VARIANTS
 
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import PADDED, resolve_attention
-from trl_packing.models.flops import NotCountable, model_flops
-from trl_packing.models.introspection import (
+from trl_packing.attention.flops import NotCountable, model_flops
+from trl_packing.attention.model_facts import (
     layer_values,
     length_constants,
     rope_thresholds,

@@ -258,7 +258,7 @@ def _trainer(folder: str, first: Feature, second: Feature, **more: Any) -> Packe
 
 # --- several processes: tests that compare N ranks with one ---------------------------------------
 
-_RANKS, _ENGINES = "tests/training/test_distributed.py", "tests/models/test_sharding.py"
+_RANKS, _ENGINES = "tests/training/test_distributed.py", "tests/attention/test_sharding.py"
 _RESUMED = "tests/training/test_resume.py"
 
 # engine -> feature -> (file, a text in it: the name of a scenario or of a test)

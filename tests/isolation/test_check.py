@@ -44,9 +44,9 @@ from trl_packing.attention import document_sdpa
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import _attention_function
+from trl_packing.attention.model_facts import length_constants
 from trl_packing.isolation import probes as probes_module
 from trl_packing.isolation.check import check_fused_head
-from trl_packing.models.introspection import length_constants
 
 # --- models that keep documents apart ---------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """accelerate reads recipes/accelerate/*.yaml, and the recipe trains with them.
 
 fsdp2.yaml is not started here, because accelerate 1.15 silently turns it into DDP on a CPU.
-tests/models/test_sharding.py trains with FSDP2.
+tests/attention/test_sharding.py trains with FSDP2.
 """
 
 import importlib.util

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
-from trl_packing.models.flops import model_flops
+from trl_packing.attention.flops import model_flops
 from trl_packing.training import metrics as measured
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.progress_bar import ThroughputOnBar

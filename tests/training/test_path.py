@@ -11,7 +11,7 @@ from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.recognition.current_row import restore_current_row, set_current_row
+from trl_packing.attention.calls import restore_current_row, set_current_row
 from trl_packing.trainer import packed_runs_only
 
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trl_packing import PackedCollator
+from trl_packing.attention.flops import peak_flops
 from trl_packing.loss.sums import LossSums
-from trl_packing.models.device_peaks import peak_flops
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.progress_bar import in_short
 from trl_packing.training.throughput import (

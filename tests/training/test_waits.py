@@ -14,8 +14,8 @@ from peft import LoraConfig
 
 import trl_packing
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.loss.lm_head import use_native_head
-from trl_packing.models.introspection import unwrap_peft
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 STEPS = 2

@@ -30,7 +30,7 @@ from trl_packing.attention.implementation import (
     native_implementation,
 )
 from trl_packing.attention.interface import implementation_name
-from trl_packing.models.introspection import invokes_adapter, layer_values, text_config
+from trl_packing.attention.model_facts import invokes_adapter, layer_values, text_config
 
 __all__ = ["AttentionChoice", "resolve_attention"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trl_packing.models.introspection import text_config
+from trl_packing.attention.model_facts import text_config
 
 _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)
 

@@ -29,12 +29,12 @@ from trl_packing.attention.implementation import (
     set_implementation,
 )
 from trl_packing.attention.interface import mark_packed_calls
+from trl_packing.attention.model_facts import invokes_adapter, rope_thresholds, unwrap_peft
 from trl_packing.attention.packed_calls import (
     announce_boundaries,
     pass_packed_calls,
     unwrap_packed_calls,
 )
-from trl_packing.models.introspection import invokes_adapter, rope_thresholds, unwrap_peft
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:

@@ -15,16 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trl_packing.attention.calls import (
+    complete_arguments,
+    is_inner_call,
+    leave_inner_calls_alone,
+    unbind_forward,
+)
 from trl_packing.attention.flash_attn import gathers_prefix_keys
 from trl_packing.attention.implementation import (
     current_implementation,
     is_packed_implementation,
     set_implementation,
 )
+from trl_packing.attention.neftune import announce_documents
 from trl_packing.documents.host_row import BOUNDARIES, host_values
-from trl_packing.models.forward import unbind_forward
-from trl_packing.models.neftune import announce_documents
-from trl_packing.recognition.calls import complete_arguments, is_inner_call, leave_inner_calls_alone
 
 
 def wrap_packed_calls(
@@ -36,7 +40,7 @@ def wrap_packed_calls(
     """Run packed calls of `module` as ``run(forward, **kwargs)``, and other calls unchanged.
 
     A call on a packed row without boundaries is a packed call too, if the row is recognized
-    (`recognition/calls.py`). Positional arguments reach `run` by name.
+    (`calls.py`). Positional arguments reach `run` by name.
 
     Args:
         module: the module whose `forward` is replaced. An earlier `run` is replaced too;

@@ -22,7 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from trl_packing.attention.model_facts import requires
+from trl_packing.attention.neftune import announce_documents
 from trl_packing.attention.packed_calls import wrap_packed_calls
+from trl_packing.attention.sharding import all_reduce_max_if_sharded
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -31,9 +34,6 @@ from trl_packing.documents.host_row import (
     to_device,
 )
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.models.introspection import requires
-from trl_packing.models.neftune import announce_documents
-from trl_packing.models.sharding import all_reduce_max_if_sharded
 
 NAME = "padded"
 EQUAL_LENGTHS = "equal_lengths"  # the same without padding

@@ -18,10 +18,10 @@ import datasets
 import numpy as np
 from torch import nn
 
+from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS
-from trl_packing.models.introspection import text_config
 
 # Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}

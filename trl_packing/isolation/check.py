@@ -27,6 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trl_packing.attention.model_facts import unwrap_model
+from trl_packing.attention.sharding import all_reduce_max_if_sharded
+from trl_packing.attention.state import preserve_state
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.locate import first_leaking_layer, gradient_difference
 from trl_packing.isolation.measure import (
@@ -41,9 +44,6 @@ from trl_packing.isolation.measure import (
     two_roundings,
 )
 from trl_packing.isolation.probes import MIN_TOKENS, Probe, prefix_probes, probes, random_tokens
-from trl_packing.models.introspection import unwrap_model
-from trl_packing.models.sharding import all_reduce_max_if_sharded
-from trl_packing.models.state import preserve_state
 from trl_packing.packing.collator import PackedCollator
 
 LEAK_SHARE = 0.01

@@ -20,9 +20,9 @@ from torch import nn
 
 from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
 from trl_packing.attention.install import check_backward, install_attention
+from trl_packing.attention.sharding import all_reduce_max
 from trl_packing.isolation.check import IsolationReport, check_isolation, stage_from_error
 from trl_packing.isolation.measure import Stage
-from trl_packing.models.sharding import all_reduce_max
 
 logger = logging.getLogger(__name__)
 

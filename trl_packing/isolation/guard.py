@@ -21,6 +21,8 @@ from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
+from trl_packing.attention.model_facts import rope_thresholds, text_config, unwrap_peft
+from trl_packing.attention.sharding import all_reduce_max, announce_head
 from trl_packing.data.model_limits import limits_of
 from trl_packing.isolation.check import check_fused_head
 from trl_packing.isolation.evidence import Checked
@@ -34,8 +36,6 @@ from trl_packing.isolation.fallback import (
 from trl_packing.isolation.measure import Stage
 from trl_packing.isolation.sample import sample_documents
 from trl_packing.loss.lm_head import use_native_head
-from trl_packing.models.introspection import rope_thresholds, text_config, unwrap_peft
-from trl_packing.models.sharding import all_reduce_max, announce_head
 from trl_packing.packing.collator import PackedCollator
 
 

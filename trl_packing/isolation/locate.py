@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
+from trl_packing.attention.state import restore_state
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.measure import (
     NOISE_FACTOR,
@@ -19,7 +20,6 @@ from trl_packing.isolation.measure import (
 )
 from trl_packing.isolation.probes import Probe
 from trl_packing.loss.next_token import next_token_loss
-from trl_packing.models.state import restore_state
 from trl_packing.packing.collator import PackedCollator
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.install import use_native_attention
+from trl_packing.attention.model_facts import requires
+from trl_packing.attention.state import restore_state
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.isolation.probes import SHORT, Document, Probe, Row
 from trl_packing.loss.next_token import score_targets
-from trl_packing.models.introspection import requires
-from trl_packing.models.state import restore_state
 from trl_packing.packing.collator import PackedCollator
 
 NOISE_FACTOR = 4.0

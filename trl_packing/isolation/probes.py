@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from trl_packing.attention.implementation import native_implementation
-from trl_packing.data.model_limits import learned_positions
-from trl_packing.models.introspection import (
+from trl_packing.attention.model_facts import (
     layer_values,
     length_constants,
     rope_thresholds,
     text_config,
 )
+from trl_packing.data.model_limits import learned_positions
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
 SHORT = "short documents"

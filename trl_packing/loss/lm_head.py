@@ -22,14 +22,13 @@ from torch.distributed.tensor import DTensor
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
+from trl_packing.attention.calls import complete_arguments, unbind_forward
+from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
+from trl_packing.attention.sharding import unshard_head
 from trl_packing.documents.host_row import cached_values, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.chunked_log_probs import trained_log_probs
 from trl_packing.loss.next_token import score_targets
-from trl_packing.models.forward import unbind_forward
-from trl_packing.models.introspection import EXPERT_COUNTS, text_config
-from trl_packing.models.sharding import unshard_head
-from trl_packing.recognition.calls import complete_arguments
 
 
 def add_trained_positions_head(model: Any) -> None:

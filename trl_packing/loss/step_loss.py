@@ -20,6 +20,8 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import SFTTrainer
 
+from trl_packing.attention.neftune import announce_documents
+from trl_packing.attention.state import temporarily
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
@@ -40,8 +42,6 @@ from trl_packing.loss.weights import (
     sums_dtype,
     target_weights,
 )
-from trl_packing.models.neftune import announce_documents
-from trl_packing.models.state import temporarily
 
 logger = get_logger(__name__)
 

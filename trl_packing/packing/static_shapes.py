@@ -17,7 +17,7 @@ million of them in each layer, and nearly all would be idle.
 from dataclasses import dataclass
 from typing import Any
 
-from trl_packing.models.introspection import layer_values, rope_thresholds, text_config
+from trl_packing.attention.model_facts import layer_values, rope_thresholds, text_config
 
 _DOCUMENTS_MULTIPLE_OF = 8  # the number of documents in a row is rounded up to a multiple of it
 

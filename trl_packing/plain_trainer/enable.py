@@ -19,11 +19,11 @@ from torch import nn
 
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.attention.packed_calls import settle_first
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.isolation.sample import representative_documents
-from trl_packing.models.introspection import unwrap_peft
 from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models
 from trl_packing.plain_trainer.forward import (
     Packing,

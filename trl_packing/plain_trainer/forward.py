@@ -21,18 +21,16 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from trl_packing.attention.calls import complete_call, other_rows, unbind_forward
+from trl_packing.attention.model_facts import length_constants, unwrap_peft
+from trl_packing.attention.neftune import announce_documents, scale_noise_by_document
+from trl_packing.attention.sharding import is_sharded
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
-from trl_packing.models.forward import unbind_forward
-from trl_packing.models.introspection import length_constants, unwrap_peft
-from trl_packing.models.neftune import announce_documents, scale_noise_by_document
-from trl_packing.models.sharding import is_sharded
-from trl_packing.recognition.calls import complete_call
-from trl_packing.recognition.current_row import other_rows
 
 logger = logging.getLogger(__name__)
 

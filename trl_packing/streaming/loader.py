@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from trl_packing.attention.sharding import all_reduce_max, gather_objects
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
 from trl_packing.documents.labels import SOURCE, SOURCE_IDS
-from trl_packing.models.sharding import all_reduce_max, gather_objects
 from trl_packing.streaming.reader import PackedStream, Place, StreamSettings, num_shards
 
 _ENDED, _GOES_ON, _FAILED = 0, 1, 2

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from trl import SFTConfig
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_mixture_unit, check_options
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.overflow import Overflow
@@ -27,7 +28,6 @@ from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
 from trl_packing.loss.sources import Sources
 from trl_packing.loss.weights import check_weights_can_be_used
-from trl_packing.models.state import temporarily
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.curriculum import LENGTH, column_of
 from trl_packing.training.columns import columns_of, documents_of, has_weights

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from trl_packing.models.state import temporarily
+from trl_packing.attention.state import temporarily
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,7 @@ import sys
 import torch
 from trl import SFTTrainer
 
-from trl_packing.models.device_peaks import peak_flops
+from trl_packing.attention.flops import peak_flops
 
 
 def peak_flops_of(trainer: SFTTrainer) -> float | None:

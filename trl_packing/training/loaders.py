@@ -14,12 +14,12 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
+from trl_packing.attention.state import temporarily
 from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.documents.weight_columns import check_some_weight
 from trl_packing.loss.sources import Sources
-from trl_packing.models.state import temporarily
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.document_order import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler

@@ -17,9 +17,9 @@ from typing import Any
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from trl_packing.attention.flops import ModelFlops, NotCountable, model_flops
 from trl_packing.documents.host_row import HostRow, host_row
 from trl_packing.loss.sums import NUM_SUMS, LossSums, added, counts_for_nothing, write_means
-from trl_packing.models.flops import ModelFlops, NotCountable, model_flops
 from trl_packing.training.device_sums import DeviceSums
 from trl_packing.training.devices import peak_flops_of, peak_memory_bytes
 from trl_packing.training.source_metrics import SourceMeter

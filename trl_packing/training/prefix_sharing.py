@@ -20,10 +20,10 @@ from accelerate.logging import get_logger
 from trl import SFTTrainer
 
 from trl_packing.attention.install import check_backward, take_prefix_keys
+from trl_packing.attention.state import find_randomness
 from trl_packing.config import PackingOptions
 from trl_packing.isolation.check import check_prefixes
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
-from trl_packing.models.state import find_randomness
 from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)

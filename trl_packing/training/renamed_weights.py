@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from trl_packing.models.introspection import unwrap_model
+from trl_packing.attention.model_facts import unwrap_model
 
 
 def are_renamed(checkpoint: Path, model: Any) -> bool:

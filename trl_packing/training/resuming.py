@@ -23,8 +23,8 @@ import numpy as np
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from trl_packing.attention.state import temporarily
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.models.state import temporarily
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord

@@ -13,6 +13,7 @@ from datasets import IterableDataset
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
+from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions
 from trl_packing.data.checks import check_is_dataset
 from trl_packing.data.counts import PreparationCounts
@@ -21,7 +22,6 @@ from trl_packing.data.preparation import prepare
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.models.state import temporarily
 from trl_packing.training.arguments import (
     check_nothing_is_skipped,
     check_nothing_is_weighted,

@@ -15,12 +15,12 @@ from datasets import Dataset
 from torch import nn
 from trl import SFTTrainer
 
+from trl_packing.attention.calls import allows_other_rows
 from trl_packing.attention.implementation import restore_implementation
 from trl_packing.attention.install import install_attention, use_attention
 from trl_packing.attention.packed_calls import settle_first
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated, Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
-from trl_packing.recognition.current_row import allows_other_rows
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import documents_of
 from trl_packing.training.prefix_savings import prefix_savings

@@ -8,8 +8,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from trl import SFTTrainer
 
+from trl_packing.attention.model_facts import layer_values, text_config
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.models.introspection import layer_values, text_config
 from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler

@@ -27,7 +27,7 @@ class Counts:
         trained_tokens: targets of the loss.
         room: tokens that fit (bins × capacity); those that were computed, padding included, if
             nothing is packed into bins.
-        flops: operations that the rows need on this model (`models.flops`); 0 if unknown.
+        flops: operations that the rows need on this model (`attention.flops`); 0 if unknown.
         computed: tokens of the rows, padding included.
         shared: tokens that were not computed, because a document before in the row has them.
         images: of the documents.

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from trl import SFTTrainer
 
-from trl_packing.recognition.current_row import allows_other_rows, current_row
+from trl_packing.attention.calls import allows_other_rows, current_row
 
 logger = get_logger(__name__)
 

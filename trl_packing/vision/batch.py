@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, IMAGE_ROW, TOKEN_WEIGHTS
-from trl_packing.models.introspection import unwrap_peft
 from trl_packing.vision.blank_images import blank_document
 from trl_packing.vision.image_store import ImageError, ImageStore
 from trl_packing.vision.placeholders import feature_id, placeholder_token

@@ -15,9 +15,9 @@ import numpy as np
 from torch import nn
 from transformers import TrainerCallback
 
+from trl_packing.attention.model_facts import unwrap_peft
+from trl_packing.attention.sharding import all_reduce_max
 from trl_packing.documents.host_row import host_row
-from trl_packing.models.introspection import unwrap_peft
-from trl_packing.models.sharding import all_reduce_max
 from trl_packing.vision.placeholders import placeholder_token
 
 #: Heights and widths from which the image with the fewest tokens is chosen: some processors cut

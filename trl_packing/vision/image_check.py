@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from trl_packing.attention.model_facts import unwrap_model
 from trl_packing.isolation.check import IsolationReport, check_probes
 from trl_packing.isolation.probes import Document, Probe, Row
-from trl_packing.models.introspection import unwrap_model
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.blank_images import parameters_of_images
 

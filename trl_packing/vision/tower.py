@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.documents.host_row import BOUNDARIES
-from trl_packing.models.introspection import unwrap_peft
 
 _DROPPED = frozenset(BOUNDARIES) - {"position_ids"}  # a tower may have positions of its own
 

@@ -20,7 +20,7 @@ from helpers.distributed.train import end_rank, launch
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.models.state import temporarily
+from trl_packing.attention.state import temporarily
 from trl_packing.vision.batch import ImageBatches
 
 #: Weights would decay in the tower, too, where it gets gradients of zeros.

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
 
-from trl_packing.models.state import temporarily
+from trl_packing.attention.state import temporarily
 
 
 def announce_head(model: Any) -> None:

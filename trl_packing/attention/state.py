@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trl_packing.models.introspection import text_config, unwrap_model
-from trl_packing.recognition.current_row import other_rows
+from trl_packing.attention.calls import other_rows
+from trl_packing.attention.model_facts import text_config, unwrap_model
 
 # Fields of configs that only heads of classification read.
 _OF_OTHER_HEADS = ("classifier_", "cls_", "summary_", "score_")

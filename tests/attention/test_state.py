@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_packing.models.state import restore_state, temporarily
+from trl_packing.attention.state import restore_state, temporarily
 
 
 def test_attributes_have_their_old_values_after_the_block_also_when_it_raises():

@@ -74,7 +74,7 @@ def test_under_lora(call, tmp_path):
 
 
 def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.recognition.calls.complete_call", lambda model, call: call)
+    monkeypatch.setattr("trl_packing.attention.calls.complete_call", lambda model, call: call)
     expected = by_hand(tiny_model("llama"), DOCUMENTS)
     with pytest.raises(AssertionError):
         assert_same_step(trained(ids_only, tmp_path), expected)

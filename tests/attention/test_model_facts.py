@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_packing.attention.block_mask import packed_mask
-from trl_packing.models.introspection import (
+from trl_packing.attention.model_facts import (
     layer_config,
     layer_configs,
     layer_values,

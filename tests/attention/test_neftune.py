@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedDataset, PackedSFTConfig, PackedSFTTrainer, enable_packing
-from trl_packing.models import neftune
+from trl_packing.attention import neftune
 
 FIRST, WIDTH, ALPHA = 10, 32, 5.0
 LENGTHS = [4, 60, 9, 30, 7, 21, 13, 5]

@@ -14,7 +14,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_packing.models.flops import NotCountable, model_flops
+from trl_packing.attention.flops import NotCountable, model_flops
 from trl_packing.packing.tree_row import share_prefixes
 
 T = 24
