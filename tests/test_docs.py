@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 import draw
 import draw_data
 import hero
-import pictures
 import public_names
 import settings_table
 
@@ -174,10 +173,6 @@ def test_the_check_sees_a_message_that_nothing_says(tmp_path):
     assert not_said(quoted(page), texts) == ["is worse"]
 
 
-def test_every_row_of_the_troubleshooting_page_says_something():
-    assert re.findall(r"^\| .* \| *\|$", troubleshooting(), re.M) == []
-
-
 def test_the_table_of_settings_is_that_of_the_config():
     from trl import SFTConfig
 
@@ -232,17 +227,6 @@ def test_settings_that_a_page_recommends_exist(path):
 def test_the_check_sees_a_setting_that_does_not_exist():
     page = "| theirs | here |\n| --- | --- |\n| `no_name` | `max_length`, `max_lenght: 5` |\n"
     assert settings_named(page) - known_settings() == {"max_lenght"}
-
-
-def test_what_is_compared_with_trl_are_its_settings():
-    from trl import SFTConfig
-
-    page = (DOCS / "migrating" / "trl.md").read_text()
-    flags = page.partition("## Flag by flag")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.+?) \|", flags, re.M)
-    named = {n for row in rows for n in re.findall(r"`([a-z_]+)", row)}
-    assert len(named) > 20
-    assert named <= {f.name for f in dataclasses.fields(SFTConfig)}
 
 
 # --- commands and code ----------------------------------------------------------------------------
@@ -361,45 +345,6 @@ def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
     assert checked == f"checked      {Checked('isolated', '', measured)}"
 
 
-@pytest.mark.parametrize("name", ["axolotl", "llama-factory"])
-def test_the_recipe_takes_the_file_that_a_page_migrates_to(tmp_path, name):
-    from trl_packing.recipes import sft_packed
-
-    theirs, ours = blocks(DOCS / "migrating" / f"{name}.md", "yaml")
-    file = tmp_path / "packed.yaml"
-    file.write_text(ours)
-    _, args, model = sft_packed.parse(["--config", str(file)])
-    assert (args.max_length, args.packing, args.per_device_train_batch_size) == (4096, True, 2)
-    assert args.learning_rate == float(yaml.safe_load(theirs)["learning_rate"])
-    assert model.use_peft
-    file.write_text(f"{ours}sequence_len: 4096\n")  # a flag of theirs
-    with pytest.raises(ValueError, match="sequence_len"):
-        sft_packed.parse(["--config", str(file)])
-
-
-# --- contributing ---------------------------------------------------------------------------------
-
-
-def test_lint_is_pinned_alike_before_a_commit_and_in_make():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    pins = {pin for hook in hooks for pin in hook.get("additional_dependencies", ())}
-    assert pins == {
-        line for line in (ROOT / "constraints.txt").read_text().split() if "ruff" in line
-    }
-    makefile = (ROOT / "Makefile").read_text()
-    for hook in hooks[:2]:
-        assert f"$(BIN)/{hook['entry'].removesuffix(' --force-exclude')}" in makefile
-
-
-def test_a_bug_report_asks_for_what_the_check_says():
-    folder = ROOT / ".github/ISSUE_TEMPLATE"
-    forms = {p.stem: yaml.safe_load(p.read_text()) for p in folder.glob("*.yml")}
-    assert set(forms) == {"bug", "feature", "config"}
-    verify = next(field for field in forms["bug"]["body"] if field.get("id") == "verify")
-    assert "trl-packing verify" in verify["attributes"]["label"]
-    assert verify["validations"]["required"]
-
-
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -435,12 +380,6 @@ def test_numbers_of_the_readme_are_those_of_the_files_that_are_named():
     assert set(measured) - set(re.findall(r"[\d.]+", held)) == set()
 
 
-def test_results_name_no_folder_of_one_machine():
-    for path in (ROOT / "benchmarks" / "results").glob("*.md"):
-        commands = re.findall(r"`(python [^`]+)`", path.read_text())
-        assert [c for c in commands if re.search(r"(?:^|[ =])[/~]", c)] == [], path.name
-
-
 def test_the_check_sees_a_number_that_was_not_measured(tmp_path):
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results" / "a.md").write_text("| 1,234 | 5.6× |\n")
@@ -470,56 +409,15 @@ def test_the_readme_counts_architectures_as_the_matrix_does():
 # --- the API --------------------------------------------------------------------------------------
 
 
-def sections(docstring: str) -> dict[str, set[str]]:
-    """Return the sections of a Google-style docstring: heading -> the names that it explains."""
-    heading = r"^(Args|Attributes|Raises|Returns|Yields):\n((?:(?:    .*)?\n)+)"
-    found = re.findall(heading, f"{docstring}\n", re.M)
-    return {name: set(re.findall(r"^    (\w+):", body, re.M)) for name, body in found}
-
-
-def parameters(thing: object) -> set[str]:
-    """Return the parameters of a public function or class, except settings, which have a help."""
-    if thing is trl_packing.PackedSFTConfig:
-        return set()
-    explained = inspect.signature(thing).parameters.values()  # type: ignore[arg-type]
-    return {p.name for p in explained if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-
-
-def undocumented(thing: object) -> list[str]:
-    """Return the parts that the docstring of a public function or class lacks."""
-    text = inspect.getdoc(thing) or ""
-    found = sections(text)
-    missing = [] if len(text.split()) > 8 else ["a docstring"]
-    named = found.get("Args", set()) | found.get("Attributes", set())
-    missing += sorted(n for n in parameters(thing) - named if f"`{n}`" not in text)
-    call = inspect.getdoc(thing.__call__) if inspect.isclass(thing) else ""
-    if not (found.get("Raises") or sections(call or "").get("Raises")):
-        missing.append("its errors")
-    if re.search(r"^Example:$", text, re.M):
-        missing.append("Examples:")  # mkdocstrings shows Example: as a box of quotations
-    return missing
-
-
 @pytest.mark.parametrize("name", trl_packing.__all__)
-def test_public_docstrings_name_parameters_and_errors(name):
-    # `pack` raises for a plan, and `PackedDataset` for its callback.
-    raises_nothing = name in ("PackingPlan", "RepackEveryEpoch", "other_rows")
-    missing = ["its errors"] if raises_nothing else []
-    assert undocumented(getattr(trl_packing, name)) == missing
-
-
-def test_the_check_sees_a_thin_docstring():
-    def thin(length: int, capacity: int) -> None:
-        """Return whether a document of this length still fits into a bin.
-
-        Args:
-            length: tokens.
-
-        Example:
-            >>> thin(1, 2)
-        """
-
-    assert undocumented(thin) == ["capacity", "its errors", "Examples:"]
+def test_public_docstrings_explain_every_parameter(name):
+    thing = getattr(trl_packing, name)
+    explained = inspect.signature(thing).parameters.values()
+    settings = thing is trl_packing.PackedSFTConfig  # each field has its help
+    named = {p.name for p in explained if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    text = inspect.getdoc(thing) or ""
+    missing = {n for n in named if not re.search(rf"^    {n}:|`{n}`", text, re.M)}
+    assert settings or missing == set()
 
 
 def test_every_public_name_is_on_the_api_page():
@@ -541,19 +439,6 @@ def test_pictures_of_rows_are_what_their_script_draws():
     assert len(drawn) == len(examples) > 12
 
 
-def test_a_picture_of_a_row_shows_its_trained_tokens():
-    page = (
-        '```json\n{"prompt": "a", "completion": " b"}\n```\n\n![Trained tokens](x.svg)\n\n'
-        "![Trained tokens, with --completion_only_loss false --append_eos](y.svg)\n"
-    )
-    completion, everything = draw_data.examples(page)
-    assert draw_data.tokens(completion) == [("a", 0), (" b", 1), ("</s>", 1)]
-    assert everything.options == ["--completion_only_loss", "false", "--append_eos"]
-    longer = everything._replace(row={"prompt": "a c", "completion": " b"})
-    assert draw_data.tokens(longer)[:2] == [("a", 0), (" c", 1)]
-    assert draw_data.draw(longer) != draw_data.draw(everything)
-
-
 def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):
     table = draw.import_table()
     monkeypatch.setattr(draw, "HERE", tmp_path)
@@ -568,15 +453,6 @@ def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):
     stored = {p.name: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
     assert drawn == stored, "run python docs/pictures/draw.py"
     assert len(drawn) == 7
-
-
-def test_a_picture_with_a_dark_version_becomes_two_images_of_the_site():
-    page = (DOCS / "index.md").read_text()
-    shown = pictures.on_page_markdown(page, None, None, None)
-    sources = re.findall(r'<img src="([^"#]+)#only-(light|dark)" width="836" alt="32', shown)
-    assert sources == [(f"pictures/hero_{theme}.svg", theme) for theme in ("light", "dark")]
-    assert all((DOCS / name).exists() for name, _ in sources)
-    assert "<picture>" not in shown
 
 
 def test_the_architecture_page_names_modules_that_exist_and_every_folder():

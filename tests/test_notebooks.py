@@ -3,12 +3,10 @@
 After working on one: python notebooks/execute.py notebooks/NAME.ipynb
 """
 
-import ast
 import importlib
 import importlib.util
 import json
 import re
-import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,27 +84,6 @@ def test_stored_outputs_are_small_and_name_no_folder_of_a_machine(path):
     assert path.read_text() == nbformat.writes(notebook) + "\n"
 
 
-@every_notebook
-def test_a_notebook_has_a_title_one_question_and_checks_its_claims(path):
-    cells = read(path).cells
-    title, question, *_ = cells[0].source.split("\n\n")
-    assert title.startswith("# ")
-    assert re.fullmatch(r"\*\*Question: [^?]*\?\*\*", question)
-    assert sum("**Question" in cell.source for cell in cells) == 1
-    assert sum("\nassert " in cell.source for cell in cells) >= 2
-
-
-@every_notebook
-def test_every_import_from_the_package_is_there(path):
-    source = TransformerManager().transform_cell(all_code(path))
-    imports = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)]
-    ours = [n for n in imports if str(n.module).split(".")[0] == "trl_packing"]
-    assert ours
-    for node in ours:
-        module = importlib.import_module(str(node.module))
-        assert [name.name for name in node.names if not hasattr(module, name.name)] == []
-
-
 # --- the first cell ---------------------------------------------------------------------------
 
 
@@ -132,19 +109,6 @@ def test_the_first_cell_installs_only_where_nothing_is_installed(path, monkeypat
     assert installs(path, monkeypatch, found=True) == []
     assert installs(path, monkeypatch, found=False) == ['pip install "..[peft]"'], "this checkout"
     assert "Installing ..[peft]" in capsys.readouterr().out
-
-
-@every_notebook
-def test_the_first_cell_installs_from_github_before_a_release(path, monkeypatch, tmp_path):
-    (tmp_path / "notebooks").mkdir()
-    monkeypatch.chdir(tmp_path / "notebooks")
-    (line,) = installs(path, monkeypatch, found=False)
-    name, extra = re.fullmatch(
-        r'pip install "([\w-]+)\[(\w+)\] @ git\+https://github\.com/\S+"', line
-    ).groups()
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert name == project["name"]
-    assert extra in project["optional-dependencies"]
 
 
 # --- on a T4 ------------------------------------------------------------------------------------

@@ -81,9 +81,3 @@ def test_a_prompt_template_takes_columns_and_no_attributes():
     for attack in ("{query.__class__}", "{query.__class__.__mro__}", "{query[0]}"):
         with pytest.raises(ValueError, match="column"):
             PromptTemplate.from_setting(attack, "query").prompt(row)
-
-
-def test_nothing_trusts_remote_code_by_default():
-    from trl_packing import PackedSFTConfig
-
-    assert PackedSFTConfig(output_dir="unused", use_cpu=True).trust_remote_code is False

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -89,16 +88,6 @@ def test_a_version_outside_of_the_tested_ones_is_named_once(said, name, number):
     (message,) = said(**{name: number})
     assert f"{name} {number} (tested: " in message
     assert len(message.splitlines()) == 1
-
-
-def test_a_library_without_metadata_is_passed_over(monkeypatch):
-    def nothing(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(versions, "version", nothing)
-    forget_versions()
-    versions.warn_of_untested_versions()
-    forget_versions()
 
 
 @pytest.mark.slow

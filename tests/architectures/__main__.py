@@ -4,11 +4,10 @@ Exit status 1 if a difference is silent.
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from architectures.compatibility import judge_all, summary
-from architectures.page import report
+from architectures.compatibility import judge_all
+from architectures.page import report, summary_table
 from architectures.tiny_models import names, vision_names
 
 
@@ -17,7 +16,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument("--output", metavar="FILE", help="Markdown file to write")
-    parser.add_argument("--json", metavar="FILE", help="file of the verdicts to write")
     arguments = parser.parse_args(words)
     known = [*names(), *vision_names()]
     chosen = arguments.only or known
@@ -30,11 +28,9 @@ def main(words: list[str] | None = None) -> int:
         images = verdict.images.outcome.replace("trl", "TRL's path")
         reason = f"with images: {images}; {verdict.reason}" if images else verdict.reason
         print(f"{words} {reason[:90]}", flush=True)
-    print(f"\n{summary(verdicts)}")
+    print(f"\n{summary_table(verdicts)}")
     if arguments.output:
         Path(arguments.output).write_text(report(verdicts))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([v.to_dict() for v in verdicts], indent=2))
     # The negative control: packed by TRL, leaking models must be reported as different.
     blind = arguments.only is None and not any(v.by_trl.startswith("differs") for v in verdicts)
     return 1 if blind or any(v.is_silent_difference for v in verdicts) else 0

@@ -16,7 +16,8 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,17 +75,6 @@ class Verdict:
         others = (self.sharing.outcome, self.images.outcome)
         return self.outcome in ("differs", "error") or "differs" in others
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result for JSON; numbers that were not measured are None."""
-        return _without_nan(asdict(self))
-
-
-def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_nan(value) if isinstance(value, dict) else None if value != value else value
-        for name, value in values.items()
-    }
-
 
 def judge_architecture(
     name: str, *, shares: bool = True, images: bool = True, **options: Any
@@ -101,7 +91,7 @@ def judge_architecture(
     began = time.perf_counter()
     verdict = _judge_text(name, shares, options)
     found = judge_images(name, **options) if images else WithImages()
-    return replace(verdict, images=found, seconds=_since(began))
+    return replace(verdict, images=found, seconds=time.perf_counter() - began)
 
 
 def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
@@ -143,27 +133,22 @@ def judge_all(
     """Yield the verdict on each architecture, in order, from `processes` worker processes."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_quiet_worker) as pool:
-        yield from pool.map(_JudgeInTime(seconds_each), names)
+        yield from pool.map(partial(_judge_in_time, seconds_each), names)
 
 
-class _JudgeInTime:
+def _judge_in_time(seconds: int, name: str) -> Verdict:
     """Judge an architecture, or report that it took too long."""
-
-    def __init__(self, seconds: int):
-        self.seconds = seconds
-
-    def __call__(self, name: str) -> Verdict:
-        signal.signal(signal.SIGALRM, _raise_timeout)
-        signal.alarm(self.seconds)
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                return judge_architecture(name)
-        except TimeoutError:
-            return Verdict(name, "not built", reason=f"took longer than {self.seconds} s")
-        except Exception as error:
-            return Verdict(name, "error", reason=f"{type(error).__name__}: {error}"[:300])
-        finally:
-            signal.alarm(0)
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.alarm(seconds)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return judge_architecture(name)
+    except TimeoutError:
+        return Verdict(name, "not built", reason=f"took longer than {seconds} s")
+    except Exception as error:
+        return Verdict(name, "error", reason=f"{type(error).__name__}: {error}"[:300])
+    finally:
+        signal.alarm(0)
 
 
 def _raise_timeout(*_: Any) -> None:
@@ -178,42 +163,3 @@ def _quiet_worker() -> None:
     warnings.filterwarnings("ignore")
     logging.set_verbosity(logging.CRITICAL)
     disable_progress_bars()
-
-
-def _since(began: float) -> float:
-    return time.perf_counter() - began
-
-
-def summary(verdicts: Sequence[Verdict]) -> str:
-    """Return the counts that matter, in a few lines."""
-    exact = [v for v in verdicts if v.outcome == "exact"]
-    packed = [v for v in exact if v.backend in ONE_ROW_BACKENDS]
-    lost = [v.name for v in exact if v.by_trl == "exact" and v.backend not in ONE_ROW_BACKENDS]
-    lines = [
-        f"{len(verdicts)} architectures: {len(packed)} packed-exact, "
-        f"{len(exact) - len(packed)} exact by padded rows, "
-        f"{_count(verdicts, 'refused')} refused, {_count(verdicts, 'not built')} not built",
-        f"shared prefixes: {_sharing(verdicts, 'exact')} exact, "
-        f"{_sharing(verdicts, 'apart')} train the documents apart",
-        f"with images: {_images(verdicts, 'exact')} packed-exact, "
-        f"{_images(verdicts, 'trl')} on TRL's path, {_images(verdicts, 'refused')} refused",
-        f"silent differences: {sum(v.is_silent_difference for v in verdicts)}",
-        f"packed by TRL: {sum(v.by_trl == 'exact' for v in verdicts)} exact, "
-        f"{sum(v.by_trl.startswith('differs') for v in verdicts)} silent differences, "
-        f"{sum(v.by_trl.startswith('refuses') for v in verdicts)} refused",
-    ]
-    if lost:
-        lines.append(f"packed-exact in TRL, padded here: {', '.join(lost)}")
-    return "\n".join(lines)
-
-
-def _sharing(verdicts: Sequence[Verdict], outcome: str) -> int:
-    return sum(v.sharing.outcome == outcome for v in verdicts)
-
-
-def _images(verdicts: Sequence[Verdict], outcome: str) -> int:
-    return sum(v.images.outcome == outcome for v in verdicts)
-
-
-def _count(verdicts: Sequence[Verdict], outcome: str) -> int:
-    return sum(v.outcome == outcome for v in verdicts)
