@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.weight_columns import check_token_weights
+from trl_packing.documents.weights import check_token_weights
 from trl_packing.packing.collator import PackedCollator
 
 ROWS = [

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from trl_packing.documents.arrow import list_column, token_lists
 from trl_packing.documents.labels import token_columns
-from trl_packing.documents.list_columns import list_column, token_lists
 
 IDS = [[5, 6], [], [7, 8, 9]]
 KINDS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())]

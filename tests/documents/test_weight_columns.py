@@ -6,7 +6,7 @@ from datasets import Dataset, concatenate_datasets
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import document_columns
-from trl_packing.documents.weight_columns import document_weights_from_rows
+from trl_packing.documents.weights import document_weights_from_rows
 
 
 def dataset_of(*weights):

@@ -24,7 +24,7 @@ from trl_packing.documents.labels import (
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
 )
-from trl_packing.documents.weight_columns import document_weights_from_rows
+from trl_packing.documents.weights import document_weights_from_rows
 from trl_packing.formatting.messages import has_flags
 from trl_packing.formatting.row_format import form_of, name_of_messages
 

@@ -21,9 +21,8 @@ import pyarrow as pa
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, FlatLists, list_column, token_lists
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
-from trl_packing.documents.list_columns import FlatLists, list_column, token_lists
 from trl_packing.formatting.printable import quote
 
 # A text that no chat template contains.

@@ -24,14 +24,14 @@ from trl_packing.data.overflow import (
     too_long_error,
 )
 from trl_packing.data.whole_images import keep_images_whole
-from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS
-from trl_packing.documents.list_columns import (
+from trl_packing.documents.arrow import (
+    ArrowDocuments,
     FlatLists,
     count_after_first,
     list_column,
     token_lists,
 )
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS
 
 
 def fit_documents(

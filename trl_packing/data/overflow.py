@@ -21,8 +21,8 @@ import numpy as np
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
+from trl_packing.documents.arrow import FlatLists
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.documents.list_columns import FlatLists
 from trl_packing.packing.bins import find_strategy
 
 

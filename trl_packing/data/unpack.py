@@ -14,8 +14,8 @@ import pyarrow as pa
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.overflow import Pieces, gather
+from trl_packing.documents.arrow import list_column, lists_of, token_lists
 from trl_packing.documents.labels import SEQ_LENGTHS
-from trl_packing.documents.list_columns import integer_lists, list_column, token_lists
 
 AnyDataset = TypeVar("AnyDataset", datasets.Dataset, datasets.IterableDataset)
 
@@ -38,7 +38,7 @@ def _unpack_batch(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 def unpack_table(table: pa.Table) -> pa.Table:
     """Return a row for every document of the rows of `table`, without `seq_lengths`."""
     packed = table.column(SEQ_LENGTHS).combine_chunks()
-    lengths, offsets = integer_lists(SEQ_LENGTHS, packed)
+    lengths, offsets = lists_of(SEQ_LENGTHS, packed)
     lengths, rows = lengths[offsets[0] : offsets[-1]], table.drop_columns(SEQ_LENGTHS)
     if "labels" not in rows.column_names:  # every token is trained
         rows = rows.append_column("labels", rows.column("input_ids"))

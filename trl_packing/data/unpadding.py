@@ -18,10 +18,9 @@ from accelerate.logging import get_logger
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.overflow import Pieces, gather
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
 from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import MASK_COLUMNS, SEQ_LENGTHS, TOKEN_COLUMNS, TOKEN_WEIGHTS
-from trl_packing.documents.list_columns import flat_lists, list_column
 
 logger = get_logger(__name__)
 

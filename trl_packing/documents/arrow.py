@@ -1,11 +1,19 @@
-"""Documents read out of an Arrow data set as NumPy views, without a Python list per token.
+"""Arrow columns of a data set as NumPy arrays, without a Python object per token.
 
     Arrow column      chunk 0: values ........., offsets 0 3 8      chunk 1: ...
     document i        values[offsets[i] : offsets[i + 1]]           a view of the memory-mapped file
 
+    table             input_ids [5 6] [7]     labels [-100 6] [7]     other columns
+        │  token_lists
+        ▼
+    flat              input_ids 5 6 7         labels -100 6 7         offsets 0 2 3
+        │  cut, extend: one NumPy call for a whole batch
+        ▼
+    list_column       the column again, in its former type
+
 `datasets` turns every token of every row into a Python object before a collator sees it, which
 limits a training dataloader to about 2M tokens/s. Only lengths are held in memory: 16 bytes per
-document.
+document. Shape letters: N documents, T tokens of all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,10 +21,13 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 
-from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS
-from trl_packing.documents.list_columns import ListColumn
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS, token_columns
+
+# Values ``(T,)`` and offsets ``(N + 1,)``: list i is ``values[offsets[i] : offsets[i + 1]]``.
+FlatLists = tuple[np.ndarray, np.ndarray]
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
@@ -70,7 +81,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return self.__dict__ | {"_readers": None, "_mapping": None}
 
     @property
-    def readers(self) -> dict[str, ListColumn]:
+    def readers(self) -> "dict[str, ListColumn]":
         """The columns as NumPy views, by name; their rows are in the order of the Arrow table."""
         if self._readers is None:
             table = self.dataset.data
@@ -116,11 +127,13 @@ class ArrowDocuments(torch.utils.data.Dataset):
             return np.maximum(self.lengths() - 1, 0)
         if is_packed(self):
             return np.array([_num_trained_in_row(row) for row in self], dtype=np.int64)
-        return self.in_order([self.readers["labels"].count_after_first(IGNORE_INDEX)])
+        chunks = self.readers["labels"].chunks
+        return self.in_order([count_after_first(*chunk, IGNORE_INDEX) for chunk in chunks])
 
     def sums(self, column: str) -> np.ndarray:
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
-        return self.in_order([self.readers[column].sums()])
+        chunks = self.readers[column].chunks
+        return self.in_order([_sums(v, offsets[:-1], offsets[1:]) for v, offsets in chunks])
 
     def rows_where(self, column: str, condition: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return the rows that have a value of `column` which meets `condition`, ascending.
@@ -129,10 +142,8 @@ class ArrowDocuments(torch.utils.data.Dataset):
             column: one of `columns`.
             condition: function from values ``(T,)`` to booleans ``(T,)``.
         """
-        found = []
-        for values, offsets in self.readers[column].chunks:
-            at = np.flatnonzero(condition(values))
-            found.append(np.searchsorted(at, offsets[1:]) > np.searchsorted(at, offsets[:-1]))
+        chunks = self.readers[column].chunks
+        found = [_sums(condition(v), offsets[:-1], offsets[1:]) for v, offsets in chunks]
         return np.flatnonzero(self.in_order(found))
 
 
@@ -162,3 +173,119 @@ def num_documents_by_row(dataset: datasets.Dataset) -> np.ndarray:
     if not is_packed(dataset):
         return np.ones(len(dataset), dtype=np.int64)
     return ArrowDocuments(dataset, [SEQ_LENGTHS]).lengths(SEQ_LENGTHS)
+
+
+# --- one column -----------------------------------------------------------------------------------
+
+
+class ListColumn:
+    """One Arrow column of lists; ``column[row]`` is a view of its values.
+
+    Attributes:
+        chunks: values and offsets of each chunk of the table that has rows.
+        first_row: the first stored row of each chunk, and the number of rows at the end.
+        lengths: entries of each stored row, ``(rows,)`` int64.
+    """
+
+    def __init__(self, name: str, column: pa.ChunkedArray):
+        self.name = name
+        self.chunks = [lists_of(name, chunk) for chunk in column.chunks if len(chunk)]
+        lengths = [np.diff(offsets) for _, offsets in self.chunks]
+        self.first_row = np.cumsum([0, *map(len, lengths)])
+        self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        chunk = 0
+        if len(self.chunks) > 1:
+            chunk = int(np.searchsorted(self.first_row, row, side="right")) - 1
+            row -= int(self.first_row[chunk])
+        values, offsets = self.chunks[chunk]
+        found = values[offsets[row] : offsets[row + 1]]
+        if self.name != TOKEN_WEIGHTS:
+            return found
+        # Cast by document: the whole column cast would be a copy of it in memory.
+        # A weight beyond float32 becomes inf, which `check_token_weights` refuses.
+        with np.errstate(over="ignore"):
+            return found.astype(np.float32, copy=False)
+
+
+def count_after_first(values: np.ndarray, offsets: np.ndarray, ignored: int) -> np.ndarray:
+    """Return how many values of each list, except its first, differ from `ignored`."""
+    starts, ends = offsets[:-1], offsets[1:]
+    return _sums(values != ignored, np.minimum(starts + 1, ends), ends)
+
+
+def _sums(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the sum of ``values[start:end]`` for every list, int64."""
+    running = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=running[1:])
+    return running[ends] - running[starts]
+
+
+def lists_of(name: str, chunk: pa.Array) -> FlatLists:
+    """Return values and offsets of a column of integers or booleans; of weights, any numbers.
+
+    Raises:
+        ValueError: naming the column, for values of other types and for missing entries.
+    """
+    if chunk.null_count:
+        raise ValueError(f"column {name!r} has a missing (null) row; remove such rows")
+    if pa.types.is_fixed_size_list(chunk.type):
+        chunk = chunk.cast(pa.large_list(chunk.type.value_type))
+    is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
+    if is_list and pa.types.is_null(chunk.type.value_type) and not len(chunk.values):
+        chunk = chunk.cast(pa.list_(pa.int64()))  # every row is empty
+    is_other = pa.types.is_floating if name == TOKEN_WEIGHTS else pa.types.is_boolean
+    kind = chunk.type.value_type if is_list else None
+    if kind is None or not (pa.types.is_integer(kind) or is_other(kind)):
+        raise ValueError(
+            f"column {name!r} holds {chunk.type}, but {_EXPECTED[name == TOKEN_WEIGHTS]}"
+        )
+    if chunk.values.null_count:
+        raise ValueError(f"column {name!r} has a missing (null) token; remove such rows")
+    return chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
+
+
+_EXPECTED = (
+    "tokens are lists of integers; convert it, or pass text and let the trainer tokenize it",
+    "weights are lists of numbers, one per token; convert it",
+)
+
+
+# --- a table, and back ----------------------------------------------------------------------------
+
+
+def token_lists(table: pa.Table) -> dict[str, FlatLists]:
+    """Return values ``(T,)`` and offsets ``(N + 1,)`` int64, the first 0, of every token column.
+
+    Raises:
+        ValueError: for anything but lists of numbers, and for unequal numbers of entries.
+    """
+    names = token_columns(table.column_names)
+    lists = {name: flat_lists(name, table.column(name)) for name in names}
+    lengths = np.diff(lists["input_ids"][1])
+    for name, (_, offsets) in lists.items():
+        wrong = np.flatnonzero(np.diff(offsets) != lengths)
+        if len(wrong):
+            raise ValueError(
+                f"a document has {lengths[wrong[0]]} input_ids but {np.diff(offsets)[wrong[0]]} "
+                f"{name}; give one label, mask entry or weight per token"
+            )
+    return lists
+
+
+def flat_lists(name: str, column: pa.ChunkedArray) -> FlatLists:
+    """Return values ``(T,)`` and offsets ``(N + 1,)`` int64, the first 0, of one column."""
+    # combine_chunks always copies, so that the offsets of a slice start at 0
+    values, offsets = lists_of(name, column.combine_chunks())
+    return values, offsets.astype(np.int64)
+
+
+def list_column(values: np.ndarray, offsets: np.ndarray, field: pa.Field) -> pa.Array:
+    """Return the list array of `values` in the type of `field`, without its fixed list length."""
+    kind = field.type
+    if pa.types.is_null(kind.value_type):  # a batch of empty documents of a stream
+        kind = pa.list_(pa.int64())
+    elif pa.types.is_fixed_size_list(kind):
+        kind = pa.list_(kind.value_type)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)).cast(kind)

@@ -22,9 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.arrow import ArrowDocuments, FlatLists, ListColumn, is_packed
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, document_labels
-from trl_packing.documents.list_columns import FlatLists, ListColumn
 from trl_packing.packing.tree_row import MIN_SHARED
 
 _AT_ONCE = 65_536  # documents whose labels are compared at once

@@ -18,7 +18,7 @@ from trl_packing.attention.state import temporarily
 from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
-from trl_packing.documents.weight_columns import check_some_weight
+from trl_packing.documents.weights import check_some_weight
 from trl_packing.loss.sources import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.document_order import packing_seed
