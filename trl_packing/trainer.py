@@ -82,12 +82,11 @@ from trl_packing.training.progress_bar import ThroughputOnBar
 from trl_packing.training.renamed_weights import load_renamed
 from trl_packing.training.report_callback import ReportCallback
 from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.run_data import RunData
+from trl_packing.training.run_data import RunData, source_sets
 from trl_packing.training.run_isolation import RunIsolation, make_model_ready
 from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
-from trl_packing.training.source_sets import source_sets
 from trl_packing.training.user_loss import UserLoss
 from trl_packing.versions import warn_of_untested_versions
 from trl_packing.vision.choice import has_images
@@ -192,7 +191,7 @@ class PackedSFTTrainer(SFTTrainer):
             "formatting_func": formatting_func,
         }
         sets, rows = source_sets(train_dataset, args, data_collator), train_dataset
-        train_dataset = sets.first if sets else rows  # `_run_data` prepares all
+        train_dataset = next(iter(sets.values())) if sets else rows  # `_run_data` prepares all
         reason = reason_for_trl_path(train_dataset, data_collator, packs_images=True)
         self._images = RunImages()
         if reason is None and has_images(rows):
@@ -202,8 +201,7 @@ class PackedSFTTrainer(SFTTrainer):
         check_loss_options(options, compute_loss_func, reason)
         self._step_loss, self._user_loss = StepLoss(self), UserLoss(self, PackedSFTTrainer)
         self._meter = ThroughputMeter(self, self._step_loss.trained)
-        self._sampling = Sampling(self)
-        self._sampling.image_loads = self._images.loads
+        self._sampling = Sampling(args, image_loads=self._images.loads)
         self._epochs = ResumedEpochs(self, self._sampling)
         self._run_data = RunData(self, options, self._sampling, sets, self._images.tokenize)
         self._recorder = RunRecorder(
@@ -222,7 +220,9 @@ class PackedSFTTrainer(SFTTrainer):
             self._run_data.completion_only, data_collator = data_collator, None
             processing_class = processing_class or self._run_data.completion_only.tokenizer
         rows, eval_dataset = self._images.take_all(rows, eval_dataset)
-        train_dataset = sets.replace(rows) if sets else rows
+        if sets:
+            self._run_data.sets = rows
+        train_dataset = next(iter(rows.values())) if sets else rows
         # Data sets are prepared before `self.model` is set.
         self._run_data.generation_config = generation_config_of(model, args)
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
@@ -251,6 +251,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _build_packed_run(self, collator: Any) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         options, data, epochs, meter = self._options, self._run_data, self._epochs, self._meter
+        self._sampling.follow(self)
         self._guard = guard = self._images.guard(
             self.model,
             attention=options.attention,
@@ -311,6 +312,7 @@ class PackedSFTTrainer(SFTTrainer):
         collators, dataset = self._collators, self.train_dataset
         if self._run_path.reason or collators is None:
             return
+        self._sampling.follow(self)
         ours, packs_images = collators.packed, collators.packed.images is not None
         check_set_afterwards(self.data_collator, ours, dataset, packs_images=packs_images)
         if dataset is not self._planned and dataset is not None:
@@ -398,7 +400,7 @@ class PackedSFTTrainer(SFTTrainer):
         if self._run_path.reason is None:
             check_some_weights(self._run_data.all(), self.compute_loss_func)
         forget_evaluation_wrapper(self)
-        self._sampling.agree_on_seed()
+        self._sampling.agree_on_seed(self)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
         with (
             self._attention_in_use(),

@@ -145,9 +145,17 @@ def test_weights_of_sources_may_be_whole_in_one_and_parts_in_another(tmp_path):
         trainer_of(tmp_path, wrong)
     streams = {name: rows.to_iterable_dataset() for name, rows in sets.items()}
     mixture = {name: {"weight": 1} for name in streams}
-    sentence = r"'loss_weight' holds int64 in train_dataset\['a'\] and float64 in train_dataset"
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=r"'loss_weight'.*int64.*\['a'\].*float64.*\['b'\]"):
         trainer_of(tmp_path, streams, mixture=mixture, max_steps=1)
+
+
+def test_a_column_that_the_user_names_has_one_type(tmp_path):
+    sets = tokenized({"a": 4}, hardness=1) | tokenized({"b": 4}, hardness=0.5)
+    with pytest.raises(ValueError, match=r"'hardness'.*int64.*\['a'\].*float64.*cast_column"):
+        trainer_of(tmp_path, sets, curriculum="hardness")
+    # Tokens are widened: one source may be rows of text, and another be tokenized already.
+    sets = tokenized({"a": 4}) | {"b": tiny_dataset("language_modeling", 6)}
+    assert len(trainer_of(tmp_path, sets).train_dataset) == 10
 
 
 def test_a_message_quotes_the_name_of_a_source(tmp_path):
@@ -184,7 +192,7 @@ def test_epochs_and_weights_draw_what_they_say(tmp_path):
     mixture = {"a": {"weight": 1}, "b": {"weight": 3}, "c": {"epochs": 0.5}}
     trainer = trainer_of(tmp_path, sets, mixture=mixture)
     for epoch in range(3):
-        trainer._sampling.trainer.args.num_train_epochs = 3
+        trainer.args.num_train_epochs = 3
         assert drawn(trainer, epoch) == {"a": 12, "b": 38, "c": 5}
 
 

@@ -15,9 +15,8 @@ from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.plan.variants import PlannedEpoch
-from trl_packing.training import prefix_savings as savings
 from trl_packing.training import prefix_sharing
-from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
+from trl_packing.training.prefix_sharing import PrefixSavings, prefix_savings
 from trl_packing.training.run_report import plan_report
 
 
@@ -127,7 +126,7 @@ def test_a_large_data_set_is_estimated_from_a_part(monkeypatch):
     documents = ArrowDocuments(Dataset.from_list(rows_with_prompts(600)), ["input_ids"])
     sampler = PackedBatchSampler(documents.lengths(), 512)
     whole = prefix_savings(documents, sampler, "bin")
-    monkeypatch.setattr(savings, "_MOST_TOKENS", whole.tokens // 3)
+    monkeypatch.setattr(prefix_sharing, "_MOST_TOKENS", whole.tokens // 3)
     part = prefix_savings(documents, sampler, "bin")
     assert not part.is_whole
     assert 0.2 < part.tokens / whole.tokens < 0.5

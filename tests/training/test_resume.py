@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.training import sampling
 from trl_packing.training.epoch_record import FILE
-from trl_packing.training.sampling import Sampling
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3
@@ -210,7 +210,7 @@ def epoch_of_rank(trainers, layout: Layout, rank: int, epoch: int, behind: int =
     trainer.args.gradient_accumulation_steps = layout.accumulation
     trainer._train_batch_size = layout.batch_size
     trainer.args.seed = layout.seed
-    with mock.patch.object(Sampling, "ranks", (layout.ranks, rank)):
+    with mock.patch.object(sampling, "ranks_of", return_value=(layout.ranks, rank)):
         dataloader = trainer.get_train_dataloader()
     dataloader = skip_first_batches(dataloader, behind) if behind else dataloader
     dataloader.set_epoch(epoch)

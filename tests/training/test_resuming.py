@@ -11,8 +11,8 @@ from helpers.combinations import fast
 from helpers.tiny import SPECIAL_TOKENS, documents_of_lengths, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.training import sampling
 from trl_packing.training.epoch_record import FILE
-from trl_packing.training.sampling import Sampling
 
 NUMBER = 60
 LENGTHS = [3 + (i * 7) % 29 for i in range(NUMBER)]
@@ -31,7 +31,7 @@ class Recorder(PackedSFTTrainer):
     """Notes the documents and the step of every micro-batch that one of several ranks trains."""
 
     def train(self, *args, **kwargs):
-        with mock.patch.object(Sampling, "ranks", self.ranks):
+        with mock.patch.object(sampling, "ranks_of", return_value=self.ranks):
             return super().train(*args, **kwargs)
 
     def training_step(self, model, inputs, *args, **kwargs):

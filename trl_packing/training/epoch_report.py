@@ -13,7 +13,7 @@ from typing import Any
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.isolation.evidence import Checked
 from trl_packing.training.image_counts import ImageCounts
-from trl_packing.training.prefix_savings import PrefixSavings
+from trl_packing.training.prefix_sharing import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text
 from trl_packing.training.source_shares import SourceShare, source_lines
 

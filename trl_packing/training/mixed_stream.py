@@ -16,7 +16,6 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.labels import SOURCE
 from trl_packing.training.columns import training_columns
-from trl_packing.training.common_types import in_words
 from trl_packing.training.mixture import is_mixed
 
 
@@ -132,8 +131,8 @@ def _other_types(streams: Mapping[str, IterableDataset], columns: list[str]) -> 
             found, expected = each[column], features[first][column]
             if found != expected:
                 return (
-                    f"the column {column!r} holds {in_words(expected)} in train_dataset[{first!r}] "
-                    f"and {in_words(found)} in train_dataset[{name!r}]; give it one type in all "
+                    f"the column {column!r} holds {expected} in train_dataset[{first!r}] "
+                    f"and {found} in train_dataset[{name!r}]; give it one type in all "
                     "streams"
                 )
     raise AssertionError("all columns of the streams have the same types")

@@ -1,6 +1,6 @@
 """The mixture of a run: the documents that an epoch draws of each source.
 
-train_dataset={"math": …, "chat": …}   the sources are its names               (source_sets.py)
+train_dataset={"math": …, "chat": …}   the sources are its names               (run_data.py)
 source_column="source"                 the sources are the values of a column
     │  mixture, mixture_unit, mixture_temperature
     ▼
@@ -8,7 +8,6 @@ documents an epoch of each source  →  places of an epoch                      
 """
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,20 +52,15 @@ class Mixture:
             lengths: tokens of every document, or packed row, ``(documents,)``.
             trained: trained tokens of each.
         """
-        ids, number = self.sources.ids, len(self.sources.names)
-        drawn = np.arange(len(ids)) if self.draw is None else self.draw.documents(0)
-        held = self.sources.num_documents
-        of_drawn = ids[drawn]
-        counts = held if self.draw is None else self.draw.counts
-        tokens = np.bincount(of_drawn, lengths[drawn], minlength=number)
-        targets = np.bincount(of_drawn, trained[drawn], minlength=number)
-        columns = (held, counts, tokens.astype(np.int64), targets.astype(np.int64))
-        return tuple(
-            SourceShare(name, *numbers)
-            for name, *numbers in zip(
-                self.sources.names, *(column.tolist() for column in columns), strict=True
-            )
+        names, held, ids = self.sources.names, self.sources.num_documents, self.sources.ids
+        drawn, counts = np.arange(len(ids)), held
+        if self.draw is not None:
+            drawn, counts = self.draw.documents(0), self.draw.counts
+        tokens, targets = (
+            np.bincount(ids[drawn], values[drawn], len(names)) for values in (lengths, trained)
         )
+        numbers = np.stack([held, counts, tokens, targets]).astype(np.int64).T.tolist()
+        return tuple(SourceShare(name, *row) for name, row in zip(names, numbers, strict=True))
 
 
 def is_mixed(options: PackingOptions) -> bool:
@@ -89,113 +83,72 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
     if not is_mixed(options):
         found = training_sources(dataset, options.source_column)
         return None if found is None else Mixture(found, None)
+    setting = "mixture" if options.mixture is not None else "mixture_temperature"
     column = SOURCE if SOURCE in columns else options.source_column
     if column is None or column not in columns:
-        raise ValueError(_no_sources(options, columns))
+        has = (
+            "no column of sources" if column is None else f"no column {column!r} (it has {columns})"
+        )
+        raise ValueError(
+            f"{setting} draws sources, but the training set has {has}; pass train_dataset as a "
+            "dictionary of data sets, or name the column with source_column"
+        )
     if is_packed(documents):
         raise ValueError(
-            f"{_setting(options)} cannot draw documents of rows that were packed before (they have "
+            f"{setting} cannot draw documents of rows that were packed before (they have "
             "seq_lengths); leave it out, or pass the documents"
         )
     sources = Sources.of(dataset, column, "the training set")
-    counts = documents_an_epoch(sources, documents, options)
+    counts = _documents_an_epoch(sources, documents, options)
     return Mixture(sources, MixtureDraw(sources.ids, counts, packing_seed(args)))
 
 
-def documents_an_epoch(
+def _documents_an_epoch(
     sources: Sources, documents: ArrowDocuments, options: PackingOptions
 ) -> np.ndarray:
-    """Return the documents that an epoch draws of each source, ``(sources,)`` int64.
-
-    Args:
-        sources: of the documents.
-        documents: the training set.
-        options: with a mixture, or its temperature.
-
-    Raises:
-        ValueError: the mixture names other sources, or draws nothing.
-    """
-    sizes = np.bincount(sources.ids, minlength=len(sources.names))
-    shares = _shares(options, sources.names)
-    epochs = np.array([shares.get(name, {}).get("epochs", 1.0) for name in sources.names])
-    counts = drawn_by_epochs(epochs, sizes)
-    weighted = [i for i, name in enumerate(sources.names) if "weight" in shares.get(name, {})]
-    temperature = 1.0
-    if options.mixture_temperature is not None:
-        weighted = [i for i, name in enumerate(sources.names) if name not in shares]
-        temperature = options.mixture_temperature
-        if not weighted:
-            raise ValueError(
-                f"mixture_temperature={temperature} has no effect, because mixture has epochs for "
-                "every source; leave one of them out"
-            )
-    if weighted:
-        units = _units(sources, documents, options.mixture_unit)[weighted]
-        given: list[float] = units.tolist()
-        if options.mixture_temperature is None:
-            given = [shares[sources.names[i]]["weight"] for i in weighted]
-        _check_units(sources.names, weighted, units, options.mixture_unit)
-        if any(given):
-            counts[weighted] = drawn_by_weight(given, sizes[weighted], units, temperature)
-        else:
-            counts[weighted] = 0
-    if not counts.sum():
-        raise ValueError("mixture draws no document: every source has a weight or epochs of 0")
-    _check_number(counts, sources.names)
-    return counts
-
-
-def _check_number(counts: np.ndarray, names: tuple[str, ...]) -> None:
-    if (counts > _MOST_DRAWN).any():
-        most = int(np.argmax(counts))
-        raise ValueError(
-            f"an epoch of the mixture draws {counts[most]:,} documents of {names[most]!r}, and "
-            f"{_MOST_DRAWN:,} are the most; lower its epochs, or raise num_train_epochs instead"
-        )
-
-
-def _check_units(names: tuple[str, ...], weighted: list[int], units: np.ndarray, unit: str) -> None:
-    empty = [names[i] for i, number in zip(weighted, units, strict=True) if not number]
-    if empty:
-        raise ValueError(
-            f"mixture_unit={unit!r}, but the source {empty[0]!r} has no {unit.replace('_', ' ')}; "
-            "leave the source out, or count in documents"
-        )
-
-
-def _units(sources: Sources, documents: ArrowDocuments, unit: str) -> np.ndarray:
-    """Return the documents or tokens of each source, ``(sources,)``."""
-    if unit == "documents":
-        return np.bincount(sources.ids, minlength=len(sources.names))
-    values = documents.lengths() if unit == "tokens" else documents.num_trained()
-    return np.bincount(sources.ids, values, minlength=len(sources.names))
-
-
-def _shares(options: PackingOptions, names: tuple[str, ...]) -> Mapping[str, Mapping[str, float]]:
-    """Return the shares that the user has named. Raise ValueError for one of another source."""
-    given = options.mixture or {}
-    assert isinstance(given, dict)
-    shares = {str(name): share for name, share in given.items()}
-    unknown = [name for name in shares if name not in names]
-    if unknown:
+    """Return the documents that an epoch draws of each source, ``(sources,)`` int64."""
+    names, unit, temperature = sources.names, options.mixture_unit, options.mixture_temperature
+    given: Any = options.mixture or {}
+    shares: dict[str, Any] = {str(name): share for name, share in given.items()}
+    if unknown := [name for name in shares if name not in names]:
         raise ValueError(
             f"mixture names {unknown[0]!r}, but the sources are {', '.join(names)} (those with a "
             "document to train); name one of them"
         )
-    return shares
-
-
-def _setting(options: PackingOptions) -> str:
-    return "mixture" if options.mixture is not None else "mixture_temperature"
-
-
-def _no_sources(options: PackingOptions, columns: list[str]) -> str:
-    named = (
-        "the training set has no column of sources"
-        if options.source_column is None
-        else f"the training set has no column {options.source_column!r} (it has {columns})"
-    )
-    return (
-        f"{_setting(options)} draws sources, but {named}; pass train_dataset as a dictionary of "
-        "data sets, or name the column with source_column"
-    )
+    epochs = np.array([shares.get(name, {}).get("epochs", 1.0) for name in names])
+    counts = drawn_by_epochs(epochs, sources.num_documents)
+    by_size = temperature is not None  # the sources without epochs are drawn by their sizes
+    weighted = [
+        at
+        for at, name in enumerate(names)
+        if (name not in shares if by_size else "weight" in shares.get(name, {}))
+    ]
+    if by_size and not weighted:
+        raise ValueError(
+            f"mixture_temperature={temperature} has no effect, because mixture has epochs for "
+            "every source; leave one of them out"
+        )
+    units = sources.num_documents
+    if unit != "documents":
+        values = documents.lengths() if unit == "tokens" else documents.num_trained()
+        units = np.bincount(sources.ids, values, minlength=len(names))
+    for at in weighted:
+        if not units[at]:
+            raise ValueError(
+                f"mixture_unit={unit!r}, but the source {names[at]!r} has no "
+                f"{unit.replace('_', ' ')}; leave the source out, or count in documents"
+            )
+    weights = [shares[names[i]]["weight"] for i in weighted] if not by_size else units[weighted]
+    counts[weighted] = 0
+    if np.any(weights):
+        sizes = sources.num_documents[weighted]
+        counts[weighted] = drawn_by_weight([*weights], sizes, units[weighted], temperature or 1.0)
+    if not counts.sum():
+        raise ValueError("mixture draws no document: every source has a weight or epochs of 0")
+    if counts.max() > _MOST_DRAWN:
+        raise ValueError(
+            f"an epoch of the mixture draws {counts.max():,} documents of "
+            f"{names[counts.argmax()]!r}, and {_MOST_DRAWN:,} are the most; lower its epochs, or "
+            "raise num_train_epochs instead"
+        )
+    return counts

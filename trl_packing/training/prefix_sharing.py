@@ -1,4 +1,4 @@
-"""Decides whether the rows of a run compute shared prefixes once.
+"""Shared prefixes of a run: the tokens that they save, known before it starts, and where they may.
 
 prefix_sharing="off"      no
 prefix_sharing="bin"      documents share within a bin, if
@@ -6,12 +6,21 @@ prefix_sharing="bin"      documents share within a bin, if
                             loss or collator, NEFTune, dropout, virtual tokens)
                             the attention in use takes keys of their own
                             the check of this model shows that siblings stay apart
-                            documents of a row begin alike (prefix_savings.py)
+                            documents of a row begin alike
 prefix_sharing="group"    the same; then bins and steps hold groups of documents that begin alike
 Otherwise the run trains as with "off", and a line of the report says why.
+
+    micro-batches of an epoch    some of them, evenly spread      4 million tokens at most
+        │  their documents       in sorted order                  packing/prefix_index.py
+    tokens of documents          8,000,000
+    tokens computed              3,333,333                        2.4× fewer
+
+The look takes about a tenth of a second on any data set. A run whose documents share nothing then
+neither checks its model nor looks for prefixes in its rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +31,24 @@ from trl import SFTTrainer
 from trl_packing.attention.install import check_backward, take_prefix_keys
 from trl_packing.attention.state import find_randomness
 from trl_packing.config import PackingOptions
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.isolation.check import check_prefixes
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
+from trl_packing.packing.prefix_groups import PrefixGroups
+from trl_packing.packing.prefix_index import PrefixIndex
+from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)
+
+# Tokens and documents that are looked at.
+_MOST_TOKENS, _MOST_DOCUMENTS, _FEWEST_BATCHES = 4_000_000, 50_000, 8
+
+# A share of the tokens below which rows are not worth a check of the model.
+_WORTH_SHARING = 0.005
+# The report names another setting if that saves a larger share.
+_WORTH_A_LINE = 0.05
 
 
 class PrefixSharing:
@@ -144,3 +166,122 @@ class PrefixSharing:
             result = Refusal.from_error(error)
         result = worst_of_ranks(result)
         return None if result else str(result)
+
+
+# --- savings --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrefixSavings:
+    """Tokens of micro-batches: those of their documents, and those computed where these share.
+
+    Attributes:
+        sharing: `prefix_sharing` of the run: "off", "bin", ...
+        tokens: of the documents looked at; 0 if none were.
+        computed: tokens of their rows with shared prefixes, without padding.
+        is_whole: whether all micro-batches of the epoch were looked at.
+        reason: why the run does not share; None if it does, or if it was not asked to.
+        per_step: mean number of different prefixes in an optimizer step, if they were grouped.
+        saved_by_groups: share of the tokens that "group" would save at least, if that is clearly
+            more than this run does; only `trl-packing plan` looks for it.
+    """
+
+    sharing: str
+    tokens: int = 0
+    computed: int = 0
+    is_whole: bool = False
+    reason: str | None = None
+    per_step: float | None = None
+    saved_by_groups: float | None = None
+
+    @property
+    def saved(self) -> float:
+        """Return the share of the documents' tokens that is not computed."""
+        return 1 - self.computed / self.tokens if self.tokens else 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Return whether sharing is worth its check; unknown savings may be."""
+        return not self.tokens or self.saved >= _WORTH_SHARING
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether the run shares prefixes, of which something is known."""
+        return self.sharing != "off" and self.tokens > 0 and self.pays and not self.reason
+
+    def __str__(self) -> str:
+        """Return the line of the report; "" where there is nothing to say."""
+        if self.reason and (not self.tokens or (self.pays and self.sharing != "off")):
+            return f"not shared: {self.reason}"
+        if not self.tokens:
+            return ""
+        fewer = "" if self.is_whole else "about "
+        fewer += f"{times_fewer(self.tokens, self.computed)} tokens"
+        said = []
+        if self.is_shared:
+            prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
+            said.append(f"{fewer} computed{prefixes}")
+        if self.saved_by_groups is not None:
+            by_groups = times_fewer(self.tokens, round(self.tokens * (1 - self.saved_by_groups)))
+            said.append(f"prefix_sharing='group' would compute {by_groups} tokens")
+        elif self.sharing == "off" and self.saved >= _WORTH_A_LINE:
+            said.append(f"prefix_sharing='bin' would compute {fewer}")
+        if said or self.sharing in ("off", PackingOptions.prefix_sharing):
+            return " · ".join(said)
+        return "nothing to share: documents of a row begin differently"
+
+    def beside_groups(self, groups: PrefixGroups) -> "PrefixSavings":
+        """Return the same with what groups of the documents would save, if it is clearly more."""
+        saved = 1 - float(groups.tokens.sum() / groups.lengths.sum())
+        return replace(self, saved_by_groups=saved) if saved > self.saved + _WORTH_A_LINE else self
+
+
+def times_fewer(tokens: int, computed: int) -> str:
+    """Return by how much `computed` tokens are fewer.
+
+    Examples:
+        >>> times_fewer(1130, 1000), times_fewer(2400, 1000)
+        ('1.13× fewer', '2.4× fewer')
+    """
+    ratio = tokens / max(computed, 1)
+    return f"{ratio:.{2 if ratio < 2 else 1}f}× fewer"
+
+
+def prefix_savings(
+    documents: ArrowDocuments, sampler: PackedBatchSampler, sharing: str
+) -> PrefixSavings:
+    """Return what sharing saves in the sampler's epoch.
+
+    Args:
+        documents: that the sampler draws.
+        sampler: of any rank.
+        sharing: `prefix_sharing` of the run.
+    """
+    total = max(len(sampler) * sampler.num_ranks, 1)  # micro-batches
+    tokens, number = max(int(sampler.lengths.sum()), 1), max(documents.num_documents, 1)
+    most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // number)
+    batches = sampler.some_micro_batches(max(most, _FEWEST_BATCHES))
+    of_batches = [[*_documents_of(documents.__getitems__(batch))] for batch in batches]
+    looked_at = [document for batch in of_batches for document in batch]
+    lengths = np.array([len(document["input_ids"]) for document in looked_at])
+    offsets = np.cumsum([0, *map(len, of_batches)])
+    index = PrefixIndex.of_loaded(looked_at)
+    return PrefixSavings(
+        sharing,
+        int(lengths.sum()),
+        int(index.computed_tokens(lengths, np.arange(len(lengths)), offsets).sum()),
+        is_whole=len(batches) == total,
+        per_step=sampler.groups_per_step(),
+    )
+
+
+def _documents_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the tokens and labels of each document, of several in a packed row."""
+    for row in rows:
+        columns = {name: row[name] for name in ("input_ids", "labels") if name in row}
+        if SEQ_LENGTHS not in row:
+            yield columns
+            continue
+        ends = np.cumsum(row[SEQ_LENGTHS])[:-1]
+        parts = [np.split(column, ends) for column in columns.values()]
+        yield from (dict(zip(columns, part, strict=True)) for part in zip(*parts, strict=True))

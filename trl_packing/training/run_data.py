@@ -2,35 +2,80 @@
 
 TRL's constructor     trainer._prepare_dataset    prepare          rows → documents, counts
 a data set set later  train, predict              prepare_later    the same
+
+A training set may be a dictionary of several, each a source that is prepared by its own form:
+
+    {"math": rows with prompt, completion          →  documents  ┐
+     "chat": rows with messages}                   →  documents  ┴→  one data set, column SOURCE
+
+Rows of different forms have no common columns, but their documents have. A documents' table is not
+copied: `datasets` joins the files.
 """
 
 import copy
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from datasets import IterableDataset
+import numpy as np
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    IterableDatasetDict,
+    List,
+    Value,
+    concatenate_datasets,
+)
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions
-from trl_packing.data.checks import check_is_dataset
+from trl_packing.data.checks import check_is_dataset, check_is_one_set
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.model_limits import ModelLimits
 from trl_packing.data.preparation import prepare
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    IMAGE_IDS,
+    IMAGE_ROW,
+    SEQ_LENGTHS,
+    SOURCE,
+    TOKEN_COLUMNS,
+    TOKEN_WEIGHTS,
+)
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.packing.document_order import packing_seed
 from trl_packing.training.arguments import (
     check_nothing_is_skipped,
     check_nothing_is_weighted,
     check_parallelism,
     check_weights_and_sources,
+    reason_for_trl_path,
 )
 from trl_packing.training.columns import columns_of
+from trl_packing.training.mixed_stream import (
+    check_stream_is_not_mixed,
+    join_streams,
+    stream_shares,
+)
 from trl_packing.training.sampling import Sampling
-from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
+
+# Columns of the documents of all sources, and the types in which no value of them changes.
+_TYPES = {
+    **dict.fromkeys(TOKEN_COLUMNS, List(Value("int64"))),
+    TOKEN_WEIGHTS: List(Value("float64")),
+    DOCUMENT_WEIGHT: Value("float64"),
+    IMAGE_IDS: List(Value("int32")),
+    IMAGE_ROW: Value("int64"),
+    SEQ_LENGTHS: List(Value("int64")),
+}
+_NO_ROW = -1  # of the images of documents that have none
 
 
 class RunData:
@@ -55,7 +100,7 @@ class RunData:
         trainer: SFTTrainer,
         options: PackingOptions,
         sampling: Sampling,
-        sets: SourceSets | None,
+        sets: dict[str, Any] | None,
         tokenize_images: Callable[[Any, Preparation, str | None, str], Any],
     ):
         self.trainer = trainer
@@ -143,11 +188,31 @@ class RunData:
             formatting_func: the user's function from a row to its text.
             name: of the data set.
         """
-        name = self._name_of_set(name)
+        if name == "train" and self._has_training_set:
+            name = "evaluated train"  # an evaluation set that a user has called "train"
+        self._has_training_set = True
         check_is_dataset(dataset, name)
-        prepare_rows = partial(self._prepare_rows, by_trl, processing_class, args, formatting_func)
-        sets = self.sets if name == "train" and not self._is_later else None
-        documents, counts = prepare_sources(sets, prepare_rows, args, dataset, name)
+        # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
+        unlimited = copy.copy(args)
+        unlimited.max_length = None
+
+        def rows_by_trl(dataset: Any, formatting_func: Any, name: str) -> Any:
+            return by_trl(dataset, processing_class, unlimited, False, formatting_func, name)
+
+        def prepare_rows(dataset: Any, name: str) -> tuple[Any, PreparationCounts | None]:
+            rules = self._rules(dataset, name, processing_class, args, rows_by_trl)
+            trainer, only = self.trainer, rules.row_format.completion_only
+            with (
+                global_then_local_main_first(),  # one rank writes the cache, the others read it
+                temporarily(trainer, completion_only_loss=only),  # TRL's code reads it
+            ):
+                rows = self.tokenize_images(dataset, rules, trainer.chat_template, name)
+                return prepare(rows, rules, formatting_func=formatting_func, name=name)
+
+        if self.sets is None or self._is_later or name != "train":
+            documents, counts = prepare_rows(dataset, name)
+        else:
+            documents, counts = prepare_sources(self.sets, prepare_rows, args)
         if counts is not None:
             self.counts[name] = counts
         return documents
@@ -170,57 +235,185 @@ class RunData:
             return dataset
         return self.prepare_later(dataset)
 
-    def _name_of_set(self, name: str) -> str:
-        """Return another name for an evaluation set that a user has called "train"."""
-        if name == "train" and self._has_training_set:
-            return "evaluated train"
-        self._has_training_set = True
-        return name
-
-    def _prepare_rows(
-        self,
-        by_trl: Callable[..., Any],
-        processing_class: Any,
-        args: SFTConfig,
-        formatting_func: Any,
-        dataset: Any,
-        name: str,
-    ) -> tuple[Any, PreparationCounts | None]:
-        """Return the documents of a data set, and counts of what was kept and lost."""
+    def _rules(
+        self, dataset: Any, name: str, processing_class: Any, args: Any, by_trl: Callable[..., Any]
+    ) -> Preparation:
         trainer = self.trainer
         if name == "train" and records_of(dataset):  # TRL does not see the rows, which decide it
             trainer.completion_only_loss = trains_completions(dataset, args.completion_only_loss)
-        completion_only = trainer.completion_only_loss
+        only = trainer.completion_only_loss
         if self.sets is not None:  # TRL decides once, by the first row of the first of them
-            completion_only = trains_completions(dataset, args.completion_only_loss)
-        rules = Preparation.of_run(
+            only = trains_completions(dataset, args.completion_only_loss)
+        return Preparation.of_run(
             args,
             processing_class,
             trainer._tokenizer,
             packing=self.sampling.packing,
             chat_template=trainer.chat_template,
-            completion_only=completion_only,
+            completion_only=only,
             generation_config=self.generation_config,
-            by_trl=partial(_tokenized_by_trl, by_trl, processing_class, args),
+            by_trl=by_trl,
             labeler=self.completion_only and self.completion_only.labeler,
         )
-        with (
-            global_then_local_main_first(),  # one rank writes the cache, the others read it
-            temporarily(trainer, completion_only_loss=completion_only),  # TRL's code reads it
-        ):
-            rows = self.tokenize_images(dataset, rules, trainer.chat_template, name)
-            return prepare(rows, rules, formatting_func=formatting_func, name=name)
 
 
-def _tokenized_by_trl(
-    by_trl: Callable[..., Any],
-    processing_class: Any,
-    args: SFTConfig,
-    dataset: Any,
-    formatting_func: Any,
-    name: str,
-) -> Any:
-    # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
-    unlimited = copy.copy(args)
-    unlimited.max_length = None
-    return by_trl(dataset, processing_class, unlimited, False, formatting_func, name)
+# --- several data sets ----------------------------------------------------------------------------
+
+
+def source_sets(
+    train_dataset: Any, args: Any = None, collator: Any = None
+) -> dict[str, Any] | None:
+    """Return the data sets of a training set that is a dictionary; None for one data set.
+
+    Args:
+        train_dataset: the user's.
+        args: the settings of the run, which may be None.
+        collator: the user's, which may be None.
+
+    Raises:
+        TypeError: it holds something else than data sets, or splits.
+        ValueError: they cannot be trained together, or sources of one stream are to be mixed.
+    """
+    if not isinstance(train_dataset, dict):
+        check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
+        return None
+    _check_sets(train_dataset, collator)
+    if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        raise ValueError(
+            "skip_prepare_dataset=True takes one data set as it is, and train_dataset is a "
+            "dictionary; leave it out (a tokenized data set is not tokenized again)"
+        )
+    return dict(train_dataset)
+
+
+def _check_sets(datasets: Mapping[Any, Any], collator: Any) -> None:
+    if isinstance(datasets, (DatasetDict, IterableDatasetDict)):
+        raise TypeError(
+            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them to "
+            f"train as sources; got a {type(datasets).__name__} of the splits "
+            f"{', '.join(datasets)}, so pass one of them"
+        )
+    if not datasets:
+        raise ValueError("train_dataset is an empty dictionary; it needs a data set")
+    for name, dataset in datasets.items():
+        if not isinstance(name, str):
+            raise ValueError(f"train_dataset has the key {name!r}; name each source by a text")
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            raise TypeError(
+                f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
+                "IterableDataset"
+            )
+        if reason := reason_for_trl_path(dataset, collator, packs_images=True):
+            check_is_one_set(datasets, reason)
+    if len({isinstance(dataset, IterableDataset) for dataset in datasets.values()}) > 1:
+        raise ValueError(
+            "train_dataset has streams beside data sets with a length; make all of them streams "
+            "(dataset.to_iterable_dataset()), or load all of them"
+        )
+
+
+def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
+    """Return whether only completions of `dataset` are trained, as TRL decides for it alone.
+
+    Args:
+        dataset: the user's rows, or documents that were prepared from them.
+        completion_only: `completion_only_loss` of the settings.
+    """
+    if completion_only is not None:
+        return completion_only
+    if records := records_of(dataset):
+        return any(record.rules.settings["completion_only_loss"] for record in records)
+    return {"prompt", "completion"} <= set(dataset.column_names or next(iter(dataset), {}))
+
+
+def prepare_sources(
+    sets: Mapping[str, Any],
+    prepare_rows: Callable[[Any, str], tuple[Any, PreparationCounts | None]],
+    args: Any,
+) -> tuple[Any, PreparationCounts | None]:
+    """Return the documents of all sources, and counts of what was kept and lost.
+
+    Args:
+        sets: the user's.
+        prepare_rows: does the same for a data set and its name.
+        args: the settings of the run.
+    """
+    # Messages write "the 'web' dataset": the name of a source may be any word.
+    prepared = {name: prepare_rows(dataset, repr(name)) for name, dataset in sets.items()}
+    documents = {name: found for name, (found, _) in prepared.items()}
+    options = PackingOptions.of(args)
+    if any(isinstance(dataset, IterableDataset) for dataset in sets.values()):
+        shares = stream_shares([*documents], options)
+        return join_streams(documents, shares, packing_seed(args)), None
+    joined = join_documents(documents, options.named_columns())
+    known = {name: counts for name, (_, counts) in prepared.items() if counts is not None}
+    if not known:
+        return joined, None
+    notes = tuple(f"{name}: {note}" for name, found in known.items() for note in found.notes)
+    total = sum((replace(found, notes=()) for found in known.values()), PreparationCounts())
+    return joined, replace(total, notes=notes)
+
+
+def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) -> Dataset:
+    """Return the documents of all sources, with the column SOURCE.
+
+    Args:
+        documents: prepared, by the names of their sources.
+        named: columns that are kept if all of them have them.
+
+    Raises:
+        ValueError: some rows were packed before, and others were not; or a column that the user
+            named has another type in another source.
+    """
+    columns = [name for name in _TYPES if any(name in d.column_names for d in documents.values())]
+    columns += [
+        name for name in named if all(name in each.column_names for each in documents.values())
+    ]
+    packed = [name for name, d in documents.items() if SEQ_LENGTHS in d.column_names]
+    if packed and len(packed) < len(documents):
+        raise ValueError(
+            f"rows of train_dataset[{packed[0]!r}] were packed before (they have seq_lengths), and "
+            "others were not; pass documents everywhere"
+        )
+    parts = {name: _with_columns(dataset, columns) for name, dataset in documents.items()}
+    common = Features({column: _common_type(column, parts) for column in columns})
+    joined = concatenate_datasets(
+        [part if part.features == common else part.cast(common) for part in parts.values()]
+    )
+    ids = np.repeat(np.arange(len(parts)), [*map(len, parts.values())])
+    return joined.add_column(SOURCE, ids, feature=ClassLabel(names=[*documents]))
+
+
+def _common_type(column: str, parts: Mapping[str, Dataset]) -> Any:
+    """Return the type of a column in all data sets; nulls fit into any."""
+    null = Value("null")
+    known = {n: part.features[column] for n, part in parts.items()}
+    known = {name: kind for name, kind in known.items() if kind != null}
+    first, kind = next(iter(known.items()), ("", null))
+    for name, other in known.items():
+        if other != kind and column in _TYPES:
+            return _TYPES[column]
+        if other != kind:
+            raise ValueError(
+                f"the column {column!r} is {kind} in train_dataset[{first!r}] and {other} in "
+                f"train_dataset[{name!r}]; give it one type: .cast_column({column!r}, {kind})"
+            )
+    return kind
+
+
+def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
+    """Return `dataset` with these columns alone; missing weights are 1, missing images none."""
+    if DOCUMENT_WEIGHT in columns and DOCUMENT_WEIGHT not in dataset.column_names:
+        ones: Any = np.ones(len(dataset))
+        dataset = dataset.add_column(DOCUMENT_WEIGHT, ones)
+    if TOKEN_WEIGHTS in columns and TOKEN_WEIGHTS not in dataset.column_names:
+        dataset = dataset.map(_with_unit_weights, batched=True, desc="Adding weights")
+    if IMAGE_IDS in columns and IMAGE_IDS not in dataset.column_names:
+        number = len(dataset)
+        dataset = dataset.add_column(IMAGE_IDS, [()] * number, feature=_TYPES[IMAGE_IDS])
+        dataset = dataset.add_column(IMAGE_ROW, np.full(number, _NO_ROW))
+    return dataset.select_columns(columns).with_format(None)
+
+
+def _with_unit_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {TOKEN_WEIGHTS: [[1.0] * len(ids) for ids in batch["input_ids"]]}

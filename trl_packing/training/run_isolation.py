@@ -23,8 +23,7 @@ from trl_packing.isolation.guard import IsolationGuard, NotIsolated, Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import documents_of
-from trl_packing.training.prefix_savings import prefix_savings
-from trl_packing.training.prefix_sharing import PrefixSharing
+from trl_packing.training.prefix_sharing import PrefixSharing, prefix_savings
 from trl_packing.training.run_report import RunReport
 
 

@@ -25,8 +25,7 @@ from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.mixture import Mixture
-from trl_packing.training.prefix_savings import PrefixSavings, prefix_savings
-from trl_packing.training.prefix_sharing import PrefixSharing
+from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
 from trl_packing.training.throughput import Counts
 from trl_packing.training.unplanned_report import (
     micro_batch_of_stream,

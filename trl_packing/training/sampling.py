@@ -1,153 +1,286 @@
-"""The samplers of one run, made from its trainer: the documents of each micro-batch."""
+"""The documents of each micro-batch of a run, planned from its settings and lengths alone.
 
-from collections.abc import Callable, Hashable
-from functools import partial
-from typing import Any, TypeVar
+    training      a plan for every epoch: bins, or documents grouped by cost
+    evaluation    the same in the order of the data set; a rank may have no document left
 
+With prefix_sharing="group", both draw groups of documents with a common prefix (prefix_groups.py).
+No model is needed, so `trl-packing plan` draws the micro-batches of a run that has not started: its
+`Sampling` has the settings of a command line. That of a trainer follows the trainer's.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
+from datasets import Dataset
 from trl import SFTTrainer
 
 from trl_packing.attention.model_facts import layer_values, text_config
+from trl_packing.config import PackingOptions
+from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.packing.curriculum import numbers_of, stages_of
+from trl_packing.packing.document_order import order_seed, packing_seed
+from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
-from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.training.mixture import Mixture, mixture_of
-from trl_packing.training.sampler_settings import SamplerSettings, prefix_index
-
-_MOST_KEPT = 8  # data sets whose index, or whose loads of images, are kept
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
 
 
+@dataclass(eq=False)
 class Sampling:
     """Makes the samplers of one run.
 
-    Args:
-        trainer: its model, arguments and ranks are read.
-
     Attributes:
+        args: the settings of the run.
         packing: pack training documents into bins.
         eval_packing: the same for evaluation.
-        torch_seed: seed of torch's global generator when training starts.
-        mixture: of the training set that was sampled last; None if its sources are not known.
+        batch_size: bins or documents of a training micro-batch, as `auto_find_batch_size` left it.
+        ranks: number of data-parallel ranks, and this rank.
+        hidden_size: the model's, for the cost of attention; None leaves that cost out.
+        torch_seed: seed of torch's global generator when training starts; None for `args.seed`.
         draws_groups: returns whether groups of documents with common prefixes are drawn, in
             training or evaluation.
         image_loads: returns the loads of the images of documents; None without images.
+        mixture: of the training set that was sampled last; None if its sources are not known.
     """
 
-    def __init__(self, trainer: SFTTrainer):
-        self.trainer = trainer
-        self.packing = False
-        self.eval_packing = False
-        self.torch_seed: int | None = None
-        self.mixture: Mixture | None = None
-        self.draws_groups: Callable[[bool], bool] = lambda training: False
-        self.image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
-        self._indexes: dict[int, tuple[ArrowDocuments, PrefixIndex]] = {}
-        self._loads: dict[tuple[int, bool], tuple[ArrowDocuments, ImageLoads | None]] = {}
+    args: Any
+    packing: bool = False
+    eval_packing: bool = False
+    batch_size: int = 1
+    ranks: tuple[int, int] = (1, 0)
+    hidden_size: int | None = None
+    torch_seed: int | None = None
+    draws_groups: Callable[[bool], bool] = lambda training: False
+    image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
+    mixture: Mixture | None = None
+
+    def __post_init__(self) -> None:
+        self._index = lru_cache(maxsize=8)(_prefix_index)
+
+    def follow(self, trainer: SFTTrainer) -> None:
+        """Take the settings, ranks and sizes that `trainer` has now."""
+        self.args, self.ranks = trainer.args, ranks_of(trainer)
+        self.batch_size = trainer._train_batch_size
+        if trainer.model is not None:
+            sizes = layer_values(text_config(trainer.model), "hidden_size")
+            self.hidden_size = max(sizes, default=None)
+
+    def agree_on_seed(self, trainer: SFTTrainer) -> None:
+        """Take rank 0's seed for the order of documents, which accelerate draws from torch's."""
+        seed = trainer.args.seed if trainer.model_init is not None else torch.initial_seed()
+        self.torch_seed = broadcast_object_list([seed])[0]
+
+    def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
+        """Return the sampling of the same run with other ranks or settings."""
+        other = copy.copy(self)
+        other.args = copy.copy(self.args)
+        for name, value in settings.items():
+            setattr(other.args, name, value)
+        other.packing = settings.get("packing", self.packing)
+        other.batch_size = settings.get("per_device_train_batch_size", self.batch_size)
+        other.ranks = self.ranks if ranks is None else (ranks, 0)
+        return other
 
     @property
-    def ranks(self) -> tuple[int, int]:
-        """Number of data-parallel ranks, and this rank."""
-        # Tensor-parallel ranks must see the same batch.
-        trainer = self.trainer
-        shared = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-        return trainer.args.world_size // shared, trainer.args.process_index // shared
-
-    @property
-    def batch_size(self) -> int:
-        """Bins or documents of a training micro-batch, as `auto_find_batch_size` has left it."""
-        return self.trainer._train_batch_size
+    def options(self) -> PackingOptions:
+        """The settings of this package."""
+        return PackingOptions.of(self.args)
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of an optimizer step of one rank."""
-        return self.trainer.args.gradient_accumulation_steps
+        return self.args.gradient_accumulation_steps
 
-    @property
-    def hidden_size(self) -> int | None:
-        """The largest hidden size of the model's layers; None if it names none."""
-        sizes = layer_values(text_config(self.trainer.model), "hidden_size")
-        return max(sizes, default=None)
-
-    def agree_on_seed(self) -> None:
-        """Take rank 0's seed for the order of documents, which accelerate draws from torch's."""
-        args = self.trainer.args
-        seed = args.seed if self.trainer.model_init is not None else torch.initial_seed()
-        self.torch_seed = broadcast_object_list([seed])[0]
+    # --- samplers -----------------------------------------------------------------------------
 
     def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
-        """Return the sampler of `documents`."""
-        settings = self._of_training()
-        self.mixture = mixture = mixture_of(documents, self.trainer.args)
-        return settings.training_sampler(
-            documents,
-            index=self._index(documents) if self.draws_groups(True) else None,
-            mixture=mixture,
-            loads=self._limited_loads(settings, documents),
+        """Return the sampler of a training set.
+
+        Raises:
+            ValueError: documents_per_step or groups are set for rows that were packed before.
+        """
+        self.mixture, curriculum = mixture_of(documents, self.args), self.options.curriculum
+        return self.sampler(
+            documents.lengths(),
+            rows=is_packed(documents),
+            groups=self.groups(documents) if self.draws_groups(True) else None,
+            draw=None if self.mixture is None else self.mixture.draw,
+            numbers=None if curriculum is None else numbers_of(documents, curriculum),
+            loads=self._limited_loads(documents),
         )
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""
-        settings = self._settings(self.eval_packing, self.trainer.args.eval_batch_size)
-        has_groups = self.draws_groups(False) and not is_packed(documents)
-        return settings.evaluation_sampler(
-            documents,
-            index=self._index(documents) if has_groups else None,
-            loads=self._limited_loads(settings, documents),
+        rows, size = is_packed(documents), self.args.eval_batch_size
+        return PackedBatchSampler(
+            documents.lengths(),
+            bins_per_batch=size,
+            documents_per_step=None if self.eval_packing or rows else size * self.ranks[0],
+            divide_by_cost=False,
+            shuffle=False,
+            allow_idle_ranks=True,
+            groups=self.groups(documents) if self.draws_groups(False) and not rows else None,
+            loads=self._limited_loads(documents),
+            rows=rows,
+            **self._of_any_set(),
         )
+
+    def sampler(
+        self,
+        lengths: np.ndarray,
+        *,
+        rows: bool = False,
+        groups: PrefixGroups | None = None,
+        draw: MixtureDraw | None = None,
+        numbers: np.ndarray | None = None,
+        loads: ImageLoads | None = None,
+    ) -> PackedBatchSampler:
+        """Return the sampler of a training set of which these numbers are known.
+
+        Args:
+            lengths: tokens of every document, or of every row, ``(documents,)``.
+            rows: the rows were packed before.
+            groups: of documents with common prefixes; None draws single documents.
+            draw: the documents that each epoch of a mixture draws; None draws every document once.
+            numbers: those of a curriculum; None draws from all documents at any time.
+            loads: of the images of the documents; None without images.
+        """
+        args, per_step = self.args, self._documents_per_step(rows)
+        strategy = args.train_sampling_strategy
+        torch_seed = args.seed if self.torch_seed is None else self.torch_seed
+        stages, seed = None, packing_seed(args)
+        if numbers is not None:
+            stages = stages_of(
+                numbers,
+                lengths,
+                capacity=args.max_length if per_step is None else None,
+                descending=str(self.options.curriculum).startswith("-"),
+                seed=seed,
+            )
+        if per_step is not None:  # the order of a padded run
+            seed = order_seed(strategy, data_seed=args.data_seed, torch_seed=torch_seed)
+        sampler = partial(
+            PackedBatchSampler,
+            lengths,
+            bins_per_batch=self.batch_size,
+            documents_per_step=per_step,
+            # transformers divides by cost itself where it rebalances batches.
+            divide_by_cost=bool(self.options.documents_per_step) or strategy == "batch_rebalance",
+            accumulation=self.accumulation,
+            seed=seed,
+            shuffle=strategy != "sequential",
+            sampling=strategy,
+            drop_last=args.dataloader_drop_last,
+            rows=rows,
+            groups=groups,
+            draw=draw,
+            stages=stages,
+            loads=loads,
+            **self._of_any_set(),
+        )
+        if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
+            return sampler(epochs=math.ceil(args.num_train_epochs))
+        # Steps of the first epoch; the others have no fewer.
+        steps = -(-len(sampler()) // self.accumulation)
+        return sampler(epochs=-(-args.max_steps // steps))
+
+    def _of_any_set(self) -> dict[str, Any]:
+        """Return arguments of samplers that training and evaluation share."""
+        return {
+            "capacity": self.args.max_length,
+            "num_ranks": self.ranks[0],
+            "rank": self.ranks[1],
+            "strategy": self.args.packing_strategy,
+            "attention_cost": attention_cost(self.hidden_size),
+        }
+
+    def _documents_per_step(self, rows: bool) -> int | None:
+        """Return the documents of an optimizer step; None if micro-batches are bins or rows."""
+        per_step = self.options.documents_per_step
+        if rows and per_step is not None:
+            raise ValueError(
+                f"documents_per_step={per_step} cannot regroup rows that were packed before (they "
+                "have seq_lengths); leave it out, or pass the documents"
+            )
+        if per_step is None and not self.packing and not rows:
+            return self.batch_size * self.accumulation * self.ranks[0]
+        return per_step
+
+    def groups(self, documents: ArrowDocuments) -> PrefixGroups:
+        """Return the groups of documents with common prefixes.
+
+        Raises:
+            ValueError: the rows were packed before.
+        """
+        index, size = self.prefix_index(documents), self.options.prefix_group_size
+        return group_documents(index, documents.lengths(), self.args.max_length, size)
+
+    def prefix_index(self, documents: ArrowDocuments) -> PrefixIndex:
+        """Return the common prefixes of a data set, found once; errors as `groups`."""
+        return self._index(documents.dataset)
+
+    def _limited_loads(self, documents: ArrowDocuments) -> ImageLoads | None:
+        """Return the loads of the images of a data set, with the limit of bins."""
+        loads, most = self.image_loads(documents), self.options.max_patches
+        if loads is None:
+            return None
+        if most is not None and loads.patches.max(initial=0) > most:
+            at = int(np.argmax(loads.patches > most))
+            raise ValueError(
+                f"the images of document {at} have {loads.patches[at]} patches, but "
+                f"max_patches={most}; raise max_patches, or let the processor make images smaller"
+            )
+        return loads.limited(most)
+
+    # --- resuming -----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings on which the micro-batches of an epoch depend."""
-        groups = self.draws_groups(True)
-        return self._of_training().of_plan(groups=groups, mixture=self.mixture)
+        """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
+        args, options = self.args, self.options
+        overflow = Overflow.from_args(args, self.packing)
+        return {
+            "ranks": self.ranks[0],
+            "per_device_train_batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "max_length": args.max_length,
+            "overflow": overflow.policy,
+            "packing": self.packing,
+            "packing_strategy": args.packing_strategy,
+            "documents_per_step": options.documents_per_step,
+            "prefix_group_size": options.prefix_group_size if self.draws_groups(True) else None,
+            "mixture": None if self.mixture is None else self.mixture.settings(),
+            "overlap_tokens": overflow.overlap,
+            "curriculum": options.curriculum,
+            "max_patches": options.max_patches,
+            "train_sampling_strategy": str(args.train_sampling_strategy),
+            "dataloader_drop_last": args.dataloader_drop_last,
+            "seed": packing_seed(args),
+        }
 
-    def _of_training(self) -> SamplerSettings:
-        return self._settings(self.packing, self.batch_size)
 
-    def _settings(self, packing: bool, batch_size: int) -> SamplerSettings:
-        return SamplerSettings(
-            self.trainer.args,
-            packing,
-            batch_size,
-            *self.ranks,
-            hidden_size=self.hidden_size,
-            torch_seed=self.torch_seed,
+def ranks_of(trainer: SFTTrainer) -> tuple[int, int]:
+    """Return the number of data-parallel ranks, and this rank."""
+    # Tensor-parallel ranks must see the same batch.
+    shared = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    return trainer.args.world_size // shared, trainer.args.process_index // shared
+
+
+def _prefix_index(dataset: Dataset) -> PrefixIndex:
+    if SEQ_LENGTHS in dataset.column_names:
+        raise ValueError(
+            "prefix_sharing='group' cannot regroup rows that were packed before (they have "
+            f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
         )
-
-    def _limited_loads(
-        self, settings: SamplerSettings, documents: ArrowDocuments
-    ) -> ImageLoads | None:
-        """Return the loads of the images of a data set, made once."""
-
-        def make() -> ImageLoads | None:
-            loads = self.image_loads(documents)
-            return loads and settings.limited_loads(loads)
-
-        key = id(documents.dataset), settings.packing
-        return _made_once(self._loads, key, documents, make)
-
-    def _index(self, documents: ArrowDocuments) -> PrefixIndex:
-        """Return the index of a data set, made once."""
-        make = partial(prefix_index, documents)
-        return _made_once(self._indexes, id(documents.dataset), documents, make)
-
-
-def _made_once(
-    made: dict[Key, tuple[ArrowDocuments, Value]],
-    key: Key,
-    documents: ArrowDocuments,
-    make: Callable[[], Value],
-) -> Value:
-    """Return what `make` returns, from `made` if it is there, which holds a few data sets.
-
-    The documents are held beside it, because the key has their `id`.
-    """
-    if key not in made:
-        if len(made) == _MOST_KEPT:
-            del made[next(iter(made))]
-        made[key] = documents, make()
-    return made[key][1]
+    columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
+    return PrefixIndex.of(ArrowDocuments(dataset, columns))

@@ -26,7 +26,7 @@ from trl_packing.pages.page import (
 from trl_packing.tools.plan.documents import example_documents, strips
 from trl_packing.tools.plan.run_plan import RunPlan
 from trl_packing.tools.plan.variants import Variant
-from trl_packing.training.prefix_savings import times_fewer
+from trl_packing.training.prefix_sharing import times_fewer
 from trl_packing.training.run_settings import all_settings, installed_versions
 from trl_packing.training.source_shares import times
 

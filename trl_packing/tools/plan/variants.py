@@ -36,7 +36,7 @@ from trl_packing.packing.image_loads import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.training.sampler_settings import SamplerSettings
+from trl_packing.training.sampling import Sampling
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
 RANKS = (1, 2, 4, 8, 16, 64)
@@ -154,14 +154,14 @@ class Setup:
     def sampler(self, lengths: np.ndarray, *, rows: bool = False) -> PackedBatchSampler:
         """Return the sampler of rank 0 for documents, or packed rows, of these lengths."""
         args, loads = self.args, self.loads
-        settings = SamplerSettings(
+        settings = Sampling(
             args,
             args.packing,
-            args.per_device_train_batch_size,
-            self.ranks,
+            batch_size=args.per_device_train_batch_size,
+            ranks=(self.ranks, 0),
             hidden_size=self.hidden_size,
         )
-        return settings.sampler_of_lengths(
+        return settings.sampler(
             lengths,
             rows=rows,
             groups=self.groups,

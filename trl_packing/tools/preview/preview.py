@@ -24,9 +24,8 @@ from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
 from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.mixture import mixture_of
-from trl_packing.training.prefix_savings import with_groups
 from trl_packing.training.run_report import order_in_words, plan_report, settings_in_steps
-from trl_packing.training.sampler_settings import SamplerSettings, prefix_index
+from trl_packing.training.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -136,22 +135,22 @@ def sampler_of(
     run: PreviewedRun, documents: ArrowDocuments, *, ranks: int = 1
 ) -> PackedBatchSampler:
     """Return the sampler of rank 0 that trains the prepared `documents` of `run`."""
-    args, mixture = run.args, mixture_of(documents, run.args)
-    settings = SamplerSettings(
-        args, args.packing, args.per_device_train_batch_size, ranks, hidden_size=run.hidden_size
-    )
-    loads = run.images.loads(documents)
-    return settings.training_sampler(
-        documents,
-        index=prefix_index(documents) if _groups(run) else None,
-        mixture=mixture,
-        loads=loads and settings.limited_loads(loads),
-    )
+    return sampling_of(run, ranks=ranks).for_training(documents)
 
 
-def _groups(run: PreviewedRun) -> bool:
+def sampling_of(run: PreviewedRun, *, ranks: int = 1) -> Sampling:
+    """Return what draws the micro-batches of `run`."""
     # An image belongs to one document.
-    return PackingOptions.of(run.args).prefix_sharing == "group" and not run.images.packs
+    groups = PackingOptions.of(run.args).prefix_sharing == "group" and not run.images.packs
+    return Sampling(
+        run.args,
+        run.args.packing,
+        batch_size=run.args.per_device_train_batch_size,
+        ranks=(ranks, 0),
+        hidden_size=run.hidden_size,
+        draws_groups=lambda training: groups,
+        image_loads=run.images.loads,
+    )
 
 
 def report_on(
@@ -179,9 +178,8 @@ def report_on(
     may_group &= sampler.draw is None
     if report.prefixes is None or sampler.rows or not may_group:
         return report
-    index, lengths = prefix_index(documents), documents.lengths()
-    found = (report.prefixes, index, lengths, run.args.max_length, options.prefix_group_size)
-    return replace(report, prefixes=with_groups(*found))
+    groups = sampling_of(run).groups(documents)
+    return replace(report, prefixes=report.prefixes.beside_groups(groups))
 
 
 def _static_tokens(args: Any) -> int | None:

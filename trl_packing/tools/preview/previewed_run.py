@@ -41,8 +41,7 @@ from trl_packing.training.arguments import (
     generation_config_of,
     reason_for_trl_path,
 )
-from trl_packing.training.mixed_stream import check_stream_is_not_mixed
-from trl_packing.training.source_sets import SourceSets, prepare_sources, trains_completions
+from trl_packing.training.run_data import prepare_sources, source_sets, trains_completions
 from trl_packing.vision.choice import has_images
 from trl_packing.vision.run_images import RunImages
 
@@ -118,26 +117,22 @@ class PreviewedRun:
             ValueError: the arguments cannot be used, or TRL's code would prepare the data.
         """
         args, dataset, collator = call.args, call.train_dataset, call.data_collator
-        given = dataset
         if not isinstance(args, SFTConfig):
             raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
-        if isinstance(dataset, dict):
-            dataset = SourceSets(dataset, args, collator)
-            first, is_stream = dataset.first, dataset.are_streams
-        elif isinstance(dataset, (Dataset, IterableDataset)):
-            check_stream_is_not_mixed(dataset, PackingOptions.of(args))
-            first, is_stream = dataset, isinstance(dataset, IterableDataset)
-        else:
+        if not isinstance(dataset, (dict, Dataset, IterableDataset)):
             raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
+        sets = source_sets(dataset, args, collator)
+        first = next(iter(sets.values())) if sets else dataset
+        is_stream = isinstance(first, IterableDataset)
         check_arguments(args, first)
         check_is_backend(PackingOptions.of(args).attention)
         check_loss_options(PackingOptions.of(args), call.compute_loss_func, None)
         images = RunImages()
         trl_path = reason_for_trl_path(first, collator, packs_images=True)
-        if not trl_path and has_images(given):
+        if not trl_path and has_images(dataset):
             if call.model is None:
                 raise ValueError("the data set has images, which some models pack; name the model")
-            trl_path = images.why_not_packed(call.model, given, None, args, call.processing_class)
+            trl_path = images.why_not_packed(call.model, dataset, None, args, call.processing_class)
         if trl_path:
             raise ValueError(f"{trl_path}: {_BY_TRL}")
         images.check_options(PackingOptions.of(args))
@@ -147,8 +142,8 @@ class PreviewedRun:
         if processing_class is None:
             processing_class = processing_class_of(call.model, args)
         generation_config = None if call.model is None else generation_config_of(call.model, args)
-        if isinstance(dataset, SourceSets):
-            sets = {name: _loaded(rows, stream_rows) for name, rows in dataset.datasets.items()}
+        if sets:
+            sets = {name: _loaded(rows, stream_rows) for name, rows in sets.items()}
             rows: Any = SourceRows(sets)
             first = next(iter(sets.values()))
         else:
@@ -295,7 +290,7 @@ class PreviewedRun:
     ) -> tuple[Dataset, PreparationCounts | None]:
         if isinstance(dataset, SourceRows):
             return prepare_sources(
-                SourceSets(dataset.datasets, self.args),
+                dataset.datasets,
                 lambda rows, name: self._prepare(rows, self._rules(rows, preparation), name),
                 self.args,
             )
