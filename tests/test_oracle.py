@@ -13,7 +13,7 @@ from helpers.shared_prefixes import forked_documents
 from helpers.tiny import tiny_model
 from peft import LoraConfig, get_peft_model
 
-from trl_packing import PackedCollator
+from trl_packing import DataCollatorWithFlattening, PackedCollator
 from trl_packing.documents.boundaries import boundaries_of_row
 
 #: What makes a model of its kind hard: windows, caps, sinks, experts, learned positions, states.
@@ -208,6 +208,13 @@ def test_a_row_that_says_it_is_one_document_fails_it(name, tmp_path):
     assert abs(found.losses[0] - expected[0]) > 20 * expected.bound_of_loss()
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_exact((expected[0], found.gradients), expected)
+
+
+def test_flattening_by_its_other_name_takes_settings_that_replace_its_fields(tmp_path):
+    collator = DataCollatorWithFlattening()
+    found, documents = train("llama", "static shapes", "plain", tmp_path, collator=collator)
+    assert len({batch["input_ids"].shape for batch in found.batches[0]}) == 1
+    assert_exact(found, expected_of("llama", "plain", documents))
 
 
 class MasksEverySecondTarget(PackedCollator):
