@@ -23,7 +23,7 @@ import numpy as np
 from machine import provenance, publish, table
 
 from trl_packing.packing.bins import PackingPlan, pack
-from trl_packing.packing.epoch import arranged_bins, costs_of_bins
+from trl_packing.packing.epoch import arranged_bins
 from trl_packing.packing.sampler import PackedBatchSampler
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
@@ -74,10 +74,9 @@ class Bins:
 
     def steps(self, ranks: int, window: int, *, accumulation: int = 1, seed: int = 0) -> np.ndarray:
         """Return the bins of all full steps, (steps, ranks × accumulation)."""
-        squares = self.lengths.astype(np.int64) ** 2
         bins, _ = arranged_bins(
             self.plan,
-            costs_of_bins(self.plan, squares, ATTENTION_COST),
+            self.costs.astype(np.int64),
             slots=ranks * accumulation,
             bins_per_batch=1,
             window=window,

@@ -25,7 +25,7 @@ from machine import provenance, publish, table
 
 from trl_packing.packing.bins import PackingPlan, pack
 from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import arranged_bins, costs_of_bins
+from trl_packing.packing.epoch import arranged_bins
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
 DOCUMENTS = 1_000_000
@@ -94,9 +94,12 @@ class Documents:
 
     def steps(self, plan: PackingPlan, size: int, *, fair: bool) -> np.ndarray:
         """Return the bins of all full steps, (steps, size)."""
+        squares = np.add.reduceat(
+            self.lengths.astype(np.int64)[plan.indices] ** 2, plan.offsets[:-1]
+        )
         bins, _ = arranged_bins(
             plan,
-            costs_of_bins(plan, self.lengths.astype(np.int64) ** 2, ATTENTION_COST),
+            plan.tokens + (ATTENTION_COST * squares).astype(np.int64),
             slots=size,
             bins_per_batch=1,
             window=64,

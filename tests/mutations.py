@@ -145,10 +145,15 @@ MUTATIONS = [
     ("epoch", "packing/sampler.py", "range(self.rank, len(drawn),", "range(0, len(drawn),"),
     ("epoch", "packing/sampler.py", "is_new = self.shuffle and", "is_new = False and"),
     ("epoch", "packing/sampler.py", "order = order[: self.num_used]", "order = order[:]"),
-    ("epoch", "packing/epoch.py", "*bins[e - n : e]]", "*bins[e - n : e - 1]]"),
+    (
+        "epoch",
+        "packing/epoch.py",
+        "bins.indices[chosen], *last]",
+        "bins.indices[chosen], *last[1:]]",
+    ),
     ("epoch", "packing/epoch.py", "bins[at] = bins[at][:half]", "bins[at] = bins[at][:]"),
     ("epoch", "packing/bins.py", "bisect_left(spaces, length)", "bisect_left(spaces, length - 1)"),
-    ("epoch", "packing/document_order.py", "manual_seed(seed + epoch)", "manual_seed(seed)"),
+    ("epoch", "packing/draw.py", "manual_seed(seed + epoch)", "manual_seed(seed)"),
     (
         "resume",
         "training/resuming.py",

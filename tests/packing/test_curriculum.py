@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from trl_packing import PackedBatchSampler, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.packing.curriculum import numbers_of, stages_of
+from trl_packing.packing.draw import numbers_of, stages_of
 
 CAPACITY = 64
 RNG = np.random.default_rng(0)

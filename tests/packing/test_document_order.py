@@ -20,8 +20,9 @@ from helpers.distributed.same_steps import (
 from helpers.tiny import documents_of_lengths
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
+from tests.helpers.steps import steps_in
 from trl_packing import PackedBatchSampler
-from trl_packing.packing.document_order import document_order
+from trl_packing.packing.draw import document_order
 
 LENGTHS = [3 + (i * 7) % 27 for i in range(41)]
 ROWS = documents_of_lengths(LENGTHS)
@@ -180,7 +181,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(ranks, accumulation):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         order = order_of("random", epoch)
-        for number, groups in enumerate(samplers[0].steps()):
+        for number, groups in enumerate(steps_in(samplers[0])):
             step = sorted(document for group in groups for document in group)
             assert step == sorted(order[12 * number : 12 * number + 12])
         seen = [document for s in samplers for group in s for document in group]

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.steps import steps_in
 from trl_packing import PackedBatchSampler
 from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight
 
@@ -232,7 +233,7 @@ def test_a_step_of_documents_holds_each_source_in_proportion():
     sampler = PackedBatchSampler(lengths, documents_per_step=64, accumulation=4, draw=draw)
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        for step in list(sampler.steps())[:-1]:
+        for step in list(steps_in(sampler))[:-1]:
             documents = np.concatenate(step)
             assert abs((draw.source_ids[documents] == 0).sum() - 64 * 0.6) <= 2
             assert len(np.unique(documents)) == 64

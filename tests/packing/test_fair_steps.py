@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing import PackedBatchSampler
-from trl_packing.packing import fair_steps
-from trl_packing.packing.balance import COSTLY_FROM
-from trl_packing.packing.bins import pack
-from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import arranged_bins, costs_of_bins
-from trl_packing.packing.fair_steps import (
+from trl_packing.packing import balance as fair_steps
+from trl_packing.packing.balance import (
+    COSTLY_FROM,
     excess_of_bins,
     excess_of_documents,
     exchange_between_steps,
 )
+from trl_packing.packing.bins import pack
+from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.epoch import arranged_bins
 
 CAPACITY = 2048
 
@@ -43,9 +43,11 @@ def shares_of_steps(steps, lengths, sources) -> np.ndarray:
 def packed(lengths, sources, *, fair: bool, ranks=2, accumulation=4, attention_cost=1e-4):
     """Return the micro-batches of an epoch of bins, (micro-batches), without the last step."""
     plan = pack(lengths, CAPACITY, seed=(0, 0))
+    squares = np.add.reduceat(lengths.astype(np.int64)[plan.indices] ** 2, plan.offsets[:-1])
+    costs = plan.tokens + attention_cost * squares
     full, _ = arranged_bins(
         plan,
-        costs_of_bins(plan, lengths.astype(np.int64) ** 2, attention_cost),
+        costs.astype(np.int64),
         slots=ranks * accumulation,
         bins_per_batch=1,
         window=64,

@@ -7,8 +7,7 @@ import pytest
 
 from trl_packing.packing import patch_bins
 from trl_packing.packing.bins import pack
-from trl_packing.packing.image_loads import ImageLoads
-from trl_packing.packing.patch_bins import PatchBins
+from trl_packing.packing.patch_bins import ImageLoads, PatchBins
 from trl_packing.packing.sampler import PackedBatchSampler
 
 CAPACITY = 2048

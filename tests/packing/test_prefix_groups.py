@@ -6,6 +6,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.steps import steps_in
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_groups import group_documents
@@ -210,13 +211,13 @@ def test_steps_hold_their_number_of_documents_and_whole_groups(per_step):
     sampler = PackedBatchSampler(
         groups.lengths, documents_per_step=per_step, accumulation=2, groups=groups
     )
-    steps = [[i for batch in step for i in batch] for step in sampler.steps()]
+    steps = [[i for batch in step for i in batch] for step in steps_in(sampler)]
     assert [len(step) for step in steps[:-1]] == [per_step] * (len(steps) - 1)
     assert sorted(i for step in steps for i in step) == list(range(160))
     steps_of = [len({i for i, s in enumerate(steps) if g & set(s)}) for g in sets_of(groups)]
     assert np.mean(np.array(steps_of) > 1) < (0.2 if per_step == 7 else 0.05)
-    assert all(batch for step in sampler.steps() for batch in step)
-    assert len(sampler) == sum(len(step) for step in sampler.steps())
+    assert all(batch for step in steps_in(sampler) for batch in step)
+    assert len(sampler) == sum(len(step) for step in steps_in(sampler))
 
 
 def test_micro_batches_of_a_step_cost_about_the_same():
@@ -226,7 +227,7 @@ def test_micro_batches_of_a_step_cost_about_the_same():
     sampler = PackedBatchSampler(
         groups.lengths, documents_per_step=32, num_ranks=4, accumulation=2, groups=groups
     )
-    for step in sampler.steps():
+    for step in steps_in(sampler):
         tokens = [computed(documents, batch) for batch in step]
         assert max(tokens) < 1.4 * np.mean(tokens)
 
@@ -244,12 +245,12 @@ def test_documents_that_are_dropped_leave_full_steps():
     groups = grouped(lists)
     options = {"documents_per_step": 16, "accumulation": 2, "drop_last": True}
     sampler = PackedBatchSampler(groups.lengths, groups=groups, **options)
-    steps = [[i for batch in step for i in batch] for step in sampler.steps()]
+    steps = [[i for batch in step for i in batch] for step in steps_in(sampler)]
     assert [*map(len, steps)] == [16] * 6 + [8]
     assert len({i for step in steps for i in step}) == 104
 
 
 def test_rows_that_were_packed_before_have_no_groups():
     groups = grouped([[7] * 30] * 3)
-    with pytest.raises(ValueError, match="packed before stay as they are"):
+    with pytest.raises(ValueError, match="rows and groups exclude each other"):
         PackedBatchSampler(groups.lengths, rows=True, groups=groups)

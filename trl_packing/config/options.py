@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
-from trl_packing.packing.curriculum import LENGTH, column_of
+from trl_packing.packing.draw import LENGTH, column_of
 
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "overlap", "error")
 PREFIX_SHARING = ("off", "bin", "group")

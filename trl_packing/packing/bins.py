@@ -141,28 +141,29 @@ def pack(
         [[0], [1], [2, 3]]
     """
     chosen = find_strategy(strategy)
-    capacity = _checked_capacity(capacity)
-    sizes = checked_lengths(lengths, capacity)
+    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
+        raise ValueError(
+            f"capacity must be a positive integer, got {capacity!r}; "
+            "set max_length to the tokens that a row may hold"
+        )
+    sizes = checked_lengths(lengths, int(capacity))
     rng = None if seed is None or not chosen.shuffles else np.random.default_rng(seed)
-
-    order = _fill_order(sizes, capacity, rng, descending=not chosen.order_dependent)
-    sizes = sizes[order]
-    if chosen.packs_as == "bfd":
-        bin_of = _best_fit_decreasing(sizes, capacity)
+    order = np.arange(len(sizes), dtype=_smallest_integer(len(sizes)))
+    if chosen.order_dependent:
         if rng is not None:
-            remix(sizes, bin_of, capacity, rng)
+            rng.shuffle(order)
+    elif rng is None:
+        order = order[stable_argsort(capacity - sizes, capacity)]
+    else:  # equal lengths in random order
+        order = random_order_within(capacity - sizes, capacity, rng).astype(order.dtype)
+    in_order = sizes[order]
+    if chosen.packs_as == "bfd":
+        bin_of = _best_fit_decreasing(in_order, capacity)
+        if rng is not None:
+            remix([(in_order, capacity)], bin_of, rng)
     else:
-        bin_of = next_fit([(sizes, capacity)])
-    return plan_of_bins(order, sizes, bin_of, capacity, rng)
-
-
-def _checked_capacity(capacity: Any) -> int:
-    if isinstance(capacity, (int, np.integer)) and not isinstance(capacity, bool) and capacity > 0:
-        return int(capacity)
-    raise ValueError(
-        f"capacity must be a positive integer, got {capacity!r}; "
-        "set max_length to the tokens that a row may hold"
-    )
+        bin_of = next_fit([(in_order, capacity)])
+    return plan_of_bins(order, bin_of, sizes, int(capacity), rng)
 
 
 def checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
@@ -187,21 +188,6 @@ def checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
             "raise max_length or set overflow='truncate' or 'drop'"
         )
     return sizes.astype(_smallest_integer(capacity), copy=False)
-
-
-def _fill_order(
-    sizes: np.ndarray, capacity: int, rng: np.random.Generator | None, *, descending: bool
-) -> np.ndarray:
-    """Return document indices in the order of filling, equal lengths in random order."""
-    dtype = _smallest_integer(len(sizes))
-    if descending and rng is not None:
-        return random_order_within(capacity - sizes, capacity, rng).astype(dtype)
-    order = np.arange(len(sizes), dtype=dtype)
-    if descending:
-        return order[stable_argsort(capacity - sizes, capacity)]
-    if rng is not None:
-        rng.shuffle(order)
-    return order
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
@@ -249,15 +235,8 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
                 reopen(first + full, 1, space - partial * length)
             used = full + (partial > 0)
             reopen(first + used, number - used, space)
-    return _expand(np.array(filled, dtype=_smallest_integer(len(sizes))))
-
-
-def _expand(filled: np.ndarray) -> np.ndarray:
-    """Return the bin of each document from rows (first bin, number of bins, documents for each)."""
-    first, number, each = filled.T
-    skipped = np.cumsum(number, dtype=first.dtype) - number
-    bins = np.arange(number.sum(), dtype=first.dtype) + np.repeat(first - skipped, number)
-    return np.repeat(bins, np.repeat(each, number))
+    first, number, each = np.array(filled, dtype=_smallest_integer(len(sizes))).T
+    return np.repeat(ranges(first, number).astype(first.dtype), np.repeat(each, number))
 
 
 def next_fit(limits: Sequence[Limit]) -> np.ndarray:
@@ -271,20 +250,24 @@ def next_fit(limits: Sequence[Limit]) -> np.ndarray:
     for amounts, most in limits:
         ends = np.concatenate([[0], np.cumsum(amounts, dtype=np.int64)])
         next_starts.append(np.searchsorted(ends, ends[:-1] + most, side="right") - 1)
-    jump = np.minimum.reduce(next_starts).data
-    start, starts, number = 0, [], len(next_starts[0])
-    while start < number:
+    return numbered_by_jumps(np.minimum.reduce(next_starts))
+
+
+def numbered_by_jumps(next_starts: np.ndarray) -> np.ndarray:
+    """Return the part of each element, ``(N,)``, where a part that starts at i ends before [i]."""
+    jump, start, starts = next_starts.data, 0, []
+    while start < len(jump):
         starts.append(start)
         start = jump[start]
-    opens = np.zeros(number, dtype=_smallest_integer(number))
+    opens = np.zeros(len(jump), dtype=_smallest_integer(len(jump)))
     opens[starts[1:]] = 1
     return np.cumsum(opens, dtype=opens.dtype)
 
 
 def plan_of_bins(
     order: np.ndarray,
-    sizes: np.ndarray,
     bin_of: np.ndarray,
+    lengths: np.ndarray,
     capacity: int,
     rng: np.random.Generator | None,
 ) -> PackingPlan:
@@ -292,8 +275,8 @@ def plan_of_bins(
 
     Args:
         order: numbers of the documents, ``(documents,)``.
-        sizes: their tokens, in that order.
         bin_of: their bins, in that order.
+        lengths: tokens of each document, by its number.
         capacity: tokens that a bin may hold.
         rng: shuffles the bins; None keeps their order.
     """
@@ -301,13 +284,24 @@ def plan_of_bins(
     if rng is not None:  # a step takes neighboring bins, which must be a fair sample
         bin_of = rng.permutation(num_bins).astype(bin_of.dtype)[bin_of]
     counts = np.bincount(bin_of, minlength=num_bins)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    by_bin = stable_argsort(bin_of, num_bins)
-    tokens = np.add.reduceat(sizes[by_bin], offsets[:-1], dtype=np.int64)
-    indices = order[by_bin]
+    return plan_of(order[stable_argsort(bin_of, num_bins)], counts, lengths, capacity)
+
+
+def plan_of(
+    indices: np.ndarray, sizes: np.ndarray, lengths: np.ndarray, capacity: int
+) -> PackingPlan:
+    """Return the plan of bins that hold `sizes` documents each, the next ones of `indices`."""
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    tokens = np.add.reduceat(lengths[indices], offsets[:-1], dtype=np.int64)
     for array in (indices, offsets, tokens):
         array.setflags(write=False)
     return PackingPlan(indices, offsets, tokens, capacity)
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return ``start, start + 1, ...``, `lengths` numbers for each of `starts`."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _smallest_integer(largest: int) -> type[np.signedinteger]:

@@ -1,25 +1,117 @@
-"""The documents of each epoch of a mixture: some sources more than once, others in part.
+"""The documents of each epoch, and their order before they are packed.
 
-    source   documents   share of an epoch      epoch 0          epoch 1          epoch 2
-    math     a b         2 times each           a b a b          a b a b          a b a b
-    chat     c d e f g   2 of 5                 e c              g d              f e
+    all of them      in a random order, or as a padded run of transformers draws them (below)
+    a mixture        some sources more than once, others in part
+    a curriculum     in stages by a number of each document, such as its length
 
-An epoch draws whole copies of a source, and a remainder that goes on where that of the epoch before
-stopped. So no document is drawn twice before all others of its source are drawn once. A draw holds
-numbers of documents; no token is copied. It depends on (seed, epoch) alone.
+source   documents   share of an epoch      epoch 0          epoch 1          epoch 2
+math     a b         2 times each           a b a b          a b a b          a b a b
+chat     c d e f g   2 of 5                 e c              g d              f e
+
+An epoch of a mixture draws whole copies of a source, and a remainder that goes on where that of the
+epoch before stopped. So no document is drawn twice before all others of its source are drawn once.
+A draw holds numbers of documents; no token is copied. It depends on (seed, epoch) alone.
+
+    train_sampling_strategy    drawn by                                    seed of an epoch
+    random                     accelerate's SeedableRandomSampler          seed + epoch
+    batch_rebalance            transformers' BatchRebalanceSampler         42 + epoch
+    group_by_length            LengthGroupedSampler, in mega-batches       torch's generator
+    sequential                 not drawn: the order of the data set
+
+A padded run takes this order in slices, one slice per optimizer step. A padding-free run with the
+same order therefore trains on the same documents at every step (transformers 5.23, accelerate
+1.15).
+
+    numbers          3  9  4  1  8  5       length, difficulty, ...
+    stages           0  2  1  0  2  1       of about equally many tokens
+    an epoch         3 1 | 4 5 | 9 8        stage after stage, each in a random order
+
+Within a stage of a curriculum, documents are drawn, packed and balanced as in an epoch without
+stages. A document is in the same stage in every epoch; which of several documents with equal
+numbers come first is drawn once, from the seed. So all epochs have equally many bins.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from trl_packing.packing.fair_steps import excess_of_documents, exchange_between_steps
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.packing.balance import excess_of_documents, exchange_between_steps
 
-_SEED = 0x6D6978  # keeps the order of remainders apart from other uses of the seed
+#: The seed that transformers gives `BatchRebalanceSampler`, whatever the seed of the run.
+REBALANCE_SEED = 42
 
+#: The value of the setting `curriculum` that orders by tokens.
+LENGTH = "length"
+
+# More stages are closer to a sorted epoch. Fewer have fuller bins: one of a stage may stay half
+# empty.
+_MOST_STAGES, _BINS_OF_A_STAGE = 64, 64
+
+_MIX_SEED = 0x6D6978  # keeps the order of remainders apart from other uses of the seed
 _MOST_COUNTED = 2.0**60  # larger shares would not fit into 64 bits
+
+
+# --- the order of a padded run ----------------------------------------------------------------
+
+
+def document_order(
+    strategy: str, lengths: np.ndarray, *, seed: int, epoch: int, documents_per_rank: int
+) -> np.ndarray:
+    """Return all documents in the order of training in `epoch`, ``(documents,)`` int64.
+
+    `LengthGroupedSampler` draws from torch's global generator, so its epochs follow from the seed
+    only if nothing else draws from that generator. This order assumes so: every dataloader draws a
+    seed for its workers first, then the sampler draws a permutation.
+
+    Args:
+        strategy: a `train_sampling_strategy` of transformers.
+        lengths: tokens of every document, ``(documents,)``.
+        seed: the seed that `order_seed` returns.
+        epoch: number of the epoch, from 0.
+        documents_per_rank: documents of a rank in an optimizer step; `group_by_length` sorts in
+            multiples of it.
+    """
+    number = len(lengths)
+    if strategy == "sequential":
+        return np.arange(number)
+    if strategy != "group_by_length":
+        generator = torch.Generator().manual_seed(seed + epoch)
+        return torch.randperm(number, generator=generator).numpy()
+    generator = torch.Generator().manual_seed(seed)
+    for before in range(epoch + 1):
+        torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of workers
+        if before < epoch:
+            torch.randperm(number, generator=generator)
+    order = get_length_grouped_indices(lengths.tolist(), documents_per_rank, generator=generator)
+    return np.asarray(order)
+
+
+def packing_seed(args: TrainingArguments) -> int:
+    """Return the seed of bins and windows: `data_seed`, or `seed` if there is none."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def order_seed(strategy: str, *, data_seed: int | None, torch_seed: int) -> int:
+    """Return the seed from which transformers draws the order of documents.
+
+    Args:
+        strategy: a `train_sampling_strategy` of transformers.
+        data_seed: `args.data_seed`.
+        torch_seed: seed of torch's global generator when training starts, usually `args.seed`.
+    """
+    if strategy == "batch_rebalance":
+        return REBALANCE_SEED
+    return torch_seed if strategy == "group_by_length" or data_seed is None else data_seed
+
+
+# --- mixtures ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +172,7 @@ class MixtureDraw:
             epoch: its number.
             documents_per_step: documents in a step.
         """
-        rng = np.random.default_rng((_SEED, self.seed, epoch))
+        rng = np.random.default_rng((_MIX_SEED, self.seed, epoch))
         sources = self.source_ids[documents]
         copies = np.arange(len(documents)) - np.searchsorted(documents, documents)
         by_source = np.lexsort((rng.random(len(documents)), copies, sources))
@@ -100,7 +192,7 @@ class MixtureDraw:
     def _orders(self) -> list[np.ndarray]:
         """Documents of each source in the order of drawing, which the remainders go round."""
         return [
-            np.random.default_rng((_SEED, self.seed, source)).permutation(
+            np.random.default_rng((_MIX_SEED, self.seed, source)).permutation(
                 np.flatnonzero(self.source_ids == source)
             )
             for source in range(len(self.counts))
@@ -143,3 +235,81 @@ def drawn_by_epochs(epochs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """
     counts = np.rint(np.minimum(epochs * sizes, _MOST_COUNTED)).astype(np.int64)
     return np.maximum(counts, (np.asarray(epochs) > 0) & (sizes > 0))
+
+
+# --- curricula --------------------------------------------------------------------------------
+
+
+def column_of(curriculum: str) -> str:
+    """Return the column, or "length", that a curriculum names; a minus before it may turn it."""
+    return curriculum.removeprefix("-")
+
+
+def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
+    """Return the number of each document, ``(documents,)``.
+
+    Args:
+        documents: the training set.
+        curriculum: "length", or a column of `documents.dataset` with a number for each; a minus
+            before it says that the largest come first.
+
+    Raises:
+        ValueError: there is no such column, or it does not hold numbers.
+    """
+    name = column_of(curriculum)
+    if name == LENGTH:
+        return documents.lengths()
+    dataset = documents.dataset
+    if name not in dataset.column_names:
+        raise ValueError(
+            f"curriculum={curriculum!r}, but the training set has no such column: it has "
+            f"{dataset.column_names}; name one of them, or set curriculum='length'"
+        )
+    column: Any = dataset.data.column(name)
+    stored = column.to_numpy()
+    if stored.dtype.kind not in "iufb":
+        raise ValueError(
+            f"curriculum={curriculum!r} holds {column.type}, but documents are ordered by numbers; "
+            "name another column, or set curriculum='length'"
+        )
+    numbers = stored[documents.stored_rows(np.arange(len(documents)))]
+    if np.isnan(numbers).any():
+        row = int(np.argmax(np.isnan(numbers)))
+        raise ValueError(
+            f"document {row} of the training set has no {name!r} (it is null or NaN), which "
+            "curriculum names; fill it in, or drop the row"
+        )
+    return numbers
+
+
+def stages_of(
+    numbers: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    capacity: int | None,
+    descending: bool = False,
+    seed: int = 0,
+) -> np.ndarray:
+    """Return the stage of each document, ``(documents,)`` int64 from 0.
+
+    Args:
+        numbers: by which documents are ordered, ``(documents,)``.
+        lengths: tokens of each, ``(documents,)`` integers.
+        capacity: tokens that a bin may hold; None where nothing is packed into bins.
+        descending: the largest number comes first.
+        seed: draws the order of documents with equal numbers.
+
+    Examples:
+        >>> stages_of(np.array([3, 9, 4, 1]), np.array([5, 5, 5, 5]), capacity=None).tolist()
+        [16, 48, 32, 0]
+    """
+    tokens, most = int(lengths.sum()), _MOST_STAGES
+    if capacity is not None:
+        most = min(most, max(tokens // (capacity * _BINS_OF_A_STAGE), 2))
+    drawn = np.random.default_rng(seed).permutation(len(numbers))
+    ranked = np.unique(numbers, return_inverse=True)[1].ravel()  # also of infinite numbers
+    order = drawn[np.argsort((-ranked if descending else ranked)[drawn], kind="stable")]
+    before = np.cumsum(lengths[order], dtype=np.int64) - lengths[order]
+    stages = np.empty(len(numbers), np.int64)
+    stages[order] = before * most // max(tokens, 1)
+    return stages

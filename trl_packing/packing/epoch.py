@@ -5,22 +5,27 @@
     epoch     7 5 2 | 0 3 | 6 1 | 4       places in the order of training
     ends          3     5     7   8       of micro-batches; `slots` of them make an optimizer step
 
-`arranged_bins` makes steps of equally many bins, balanced (balance.py), and those of a mixture fair
-(fair_steps.py). `epoch_of_documents` makes steps of equally many documents, balanced too, and
+`epoch_of_bins` makes steps of equally many bins, balanced, and those of a mixture fair
+(balance.py). `epoch_of_documents` makes steps of equally many documents, balanced too, and
 `padded_batches` the micro-batches of a padded run. Steps depend on ranks × accumulation alone. The
 last one has as few micro-batches as hold what is left, equally many on every rank.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
 
-from trl_packing.packing.balance import COSTLY_FROM, arranged, balanced_order
-from trl_packing.packing.bins import PackingPlan
-from trl_packing.packing.fair_steps import excess_of_bins, exchange_between_steps
+from trl_packing.packing.balance import (
+    COSTLY_FROM,
+    arranged,
+    balanced_order,
+    excess_of_bins,
+    exchange_between_steps,
+)
+from trl_packing.packing.bins import PackingPlan, plan_of, ranges
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 # Documents of a padded batch with which a run is compared, unless its settings give another number.
@@ -49,25 +54,18 @@ class EpochPlan:
     def __getitem__(self, index: int) -> np.ndarray:
         return self.documents[self.ends[index - 1] if index else 0 : self.ends[index]]
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return iter(np.split(self.documents, self.ends[:-1]))
-
-    @property
-    def num_steps(self) -> int:
-        return -(-len(self) // self.slots)
-
     @property
     def step_ends(self) -> np.ndarray:
         """Where each optimizer step ends, ``(steps,)``."""
-        return self.ends[np.minimum(np.arange(1, self.num_steps + 1) * self.slots, len(self)) - 1]
-
-    def places_in_first_steps(self, number: int) -> np.ndarray:
-        """Return the places of the first `number` optimizer steps."""
-        return self.places[: self.ends[min(number * self.slots, len(self)) - 1] if number else 0]
+        number = -(-len(self) // self.slots)
+        return self.ends[np.minimum(np.arange(1, number + 1) * self.slots, len(self)) - 1]
 
 
-def packed_epoch(
-    bins: PackingPlan, full: np.ndarray, left: np.ndarray, num_ranks: int
+def epoch_of_bins(
+    bins: PackingPlan,
+    full: np.ndarray,
+    left: np.ndarray,
+    num_ranks: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the places of an epoch in the order of training, and the ends of its micro-batches.
 
@@ -79,10 +77,16 @@ def packed_epoch(
         num_ranks: data-parallel ranks.
     """
     number = -(-len(left) // (full.shape[-1] * num_ranks)) * num_ranks
-    last = _dealt_evenly([bins[i] for i in left], number)
-    sizes = np.diff(bins.offsets)[full].sum(-1).ravel()
-    places = np.concatenate([_places_of(bins, full.ravel()), *last])
-    return places, np.cumsum([*sizes.tolist(), *map(len, last)], dtype=np.int64)
+    last = split_bins((bins[i] for i in left), number)
+    held = np.array([*map(len, last)], np.int64)
+    # Micro-batches of the last step have about equally many bins.
+    of_last = np.array([(len(last) + i) // number for i in reversed(range(number))], np.int64)
+    sizes = np.diff(bins.offsets)
+    chosen = ranges(bins.offsets[full.ravel()], sizes[full.ravel()])
+    places = np.concatenate([bins.indices[chosen], *last]).astype(np.int64)
+    ends = np.cumsum(np.concatenate([sizes[full].sum(-1).ravel(), held]))
+    before = full.shape[0] * full.shape[1]
+    return places, np.concatenate([ends[:before], np.append(0, ends)[before + np.cumsum(of_last)]])
 
 
 def arranged_bins(
@@ -111,7 +115,7 @@ def arranged_bins(
         sources: of each place of a mixture, which has `lengths` and is shuffled.
         lengths: tokens of each place of a mixture.
     """
-    size = slots * bins_per_batch
+    size, documents = slots * bins_per_batch, np.diff(bins.offsets)
     order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
     num_full = len(order) - len(order) % size
     cuts = [0, len(order)]
@@ -125,71 +129,27 @@ def arranged_bins(
     full, left = order[:num_full].reshape(-1, slots, bins_per_batch), order[num_full:]
     if rng is None or not len(full):
         return full, left
-    documents = np.diff(bins.offsets)
-    parts = [order[start:stop] for start, stop in pairwise(cuts)]
-    orders = [
-        balanced_order(
-            costs[p],
-            tokens=bins.tokens[p],
-            documents=documents[p],
-            slots=slots,
-            bins_per_batch=bins_per_batch,
-            window=window,
-            rng=rng,
-        )
-        for p in parts
-    ]
-    full = np.concatenate([part[order] for part, order in zip(parts, orders, strict=True)])
-    if sources is None:
+    parts = []
+    for start, stop in pairwise(cuts):
+        part = order[start:stop]
+        numbers = costs[part], bins.tokens[part], documents[part]
+        parts.append(part[balanced_order(*numbers, slots, bins_per_batch, window, rng)])
+    full = np.concatenate(parts)
+    if sources is None or lengths is None:
         return full, left
-    assert lengths is not None
-    order = np.concatenate([full.ravel(), left])
-    order = _fair(order, size, bins, lengths, sources, costs, rng)
-    return arranged(order[:num_full].reshape(-1, size), costs, slots), order[num_full:]
-
-
-def _places_of(bins: PackingPlan, chosen: np.ndarray) -> np.ndarray:
-    """Return the places of some bins, bin after bin, int64."""
-    sizes = np.diff(bins.offsets)[chosen]
-    shift = bins.offsets[chosen] - (np.cumsum(sizes) - sizes)
-    return bins.indices[np.repeat(shift, sizes) + np.arange(sizes.sum())].astype(np.int64)
-
-
-def costs_of_bins(bins: PackingPlan, squares: np.ndarray, attention_cost: float) -> np.ndarray:
-    """Return tokens + c · Σ len² of each bin, in whole tokens.
-
-    Args:
-        bins: of the places of an epoch.
-        squares: len² of each place, (places,) integers; less where it shares a prefix.
-        attention_cost: c.
-    """
-    sums = np.add.reduceat(squares[bins.indices], bins.offsets[:-1])
-    costs: np.ndarray = bins.tokens + (attention_cost * sums).astype(np.int64)
-    return costs
-
-
-def _fair(
-    order: np.ndarray,
-    size: int,
-    bins: PackingPlan,
-    lengths: np.ndarray,
-    sources: np.ndarray,
-    costs: np.ndarray,
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Return bins in steps of `size` that hold about equal shares of each source."""
-    bin_of = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
     # Bins of ordinary cost change places whatever they cost, as in balance.py; costly bins if their
     # costs differ by less than 1 % of the median.
     median = int(np.median(costs))
     ordinary = int(COSTLY_FROM * median)
-    return exchange_between_steps(
-        order,
+    bin_of = np.repeat(np.arange(len(bins)), documents)
+    order = exchange_between_steps(
+        np.concatenate([full.ravel(), left]),
         size,
         excess=excess_of_bins(sources[bins.indices], lengths[bins.indices], bin_of, len(bins)),
         keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
         rng=rng,
     )
+    return arranged(order[:num_full].reshape(-1, size), costs, slots), order[num_full:]
 
 
 def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:
@@ -252,17 +212,17 @@ def epoch_of_documents(
         if not len(places):
             continue
         steps = places.reshape(-1, per_step or len(places))
-        number = num_ranks * micro_batches_per_rank(
-            steps.shape[1], documents_per_step, accumulation
-        )
-        if groups is None:
-            dealt = [_equal_cost(costs[steps], number)]
-        else:
-            assert saved is not None
-            dealt = [_groups_of_equal_cost(step, costs, saved, groups, number) for step in steps]
-        at = np.concatenate([chosen for chosen, _ in dealt])
-        parts.append(np.take_along_axis(steps, at, 1).ravel())
-        sizes.extend(found.ravel() for _, found in dealt)
+        per_rank = micro_batches_per_rank(steps.shape[1], documents_per_step, accumulation)
+        if groups is None or saved is None:
+            at, found = _equal_cost(costs[steps], num_ranks * per_rank)
+            parts.append(np.take_along_axis(steps, at, 1).ravel())
+            sizes.append(found.ravel())
+            continue
+        for step in steps:
+            behind = np.where(np.diff(groups.numbers[step], prepend=-1) == 0, saved[step], 0)
+            at, found = _groups_of_equal_cost(costs[step], behind, num_ranks * per_rank)
+            parts.append(step[at])
+            sizes.append(found)
     return np.concatenate(parts), np.cumsum(np.concatenate(sizes))
 
 
@@ -311,44 +271,25 @@ def _equal_cost(costs: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _groups_of_equal_cost(
-    step: np.ndarray, costs: np.ndarray, saved: np.ndarray, groups: PrefixGroups, number: int
+    costs: np.ndarray, saved: np.ndarray, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Do the same with one step of groups, which are cut where one costs more than the mean."""
-    cuts = np.flatnonzero(np.diff(groups.numbers[step])) + 1
-    parts, of_parts = _parts(costs[step], saved[step], cuts, number)
-    dealt, sizes = _equal_cost(of_parts[None], number)
-    ordered = [parts[i] for i in dealt[0]]
-    ends = np.cumsum(sizes[0])
-    lengths = np.concatenate([[0], np.cumsum([*map(len, ordered)])])
-    return np.concatenate(ordered)[None], np.diff(lengths[np.concatenate([[0], ends])])[None]
-
-
-def _parts(
-    costs: np.ndarray, saved: np.ndarray, cuts: np.ndarray, number: int
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return groups of a step, cut where one costs more than a mean micro-batch, and their costs.
+    """Do the same with a step of groups, each cut where it costs more than the mean micro-batch.
 
     Args:
         costs: of each document alone, ``(documents,)``.
-        saved: what it costs less behind the one before it in its group.
-        cuts: where groups begin, but the first.
+        saved: what it costs less behind the one before it; 0 for the first one of a group.
         number: micro-batches of the step.
     """
-    costs_before = np.concatenate([[0], np.cumsum(costs - saved)]).tolist()
-
-    def cost(part: np.ndarray) -> float:
-        return costs_before[part[-1] + 1] - costs_before[part[0]] + saved[part[0]]
-
-    todo = np.split(np.arange(len(costs)), cuts)[::-1]
-    limit, parts = sum(map(cost, todo)) / number, []
-    while todo:
-        part = todo.pop()
-        if len(part) > 1 and cost(part) > limit:
-            todo += [part[len(part) // 2 :], part[: len(part) // 2]]
-        else:
-            parts.append(part)
-    parts = split_bins(parts, number)
-    return parts, np.array([cost(part) for part in parts])
+    own = costs - saved
+    firsts, before = np.flatnonzero(saved == 0), np.cumsum(own) - own
+    within = before - np.repeat(before[firsts], np.diff(firsts, append=len(own)))
+    piece = (within // (own.sum() / number)).astype(np.int64)
+    is_first = (saved == 0) | (np.diff(piece, prepend=0) != 0)
+    parts = split_bins(np.split(np.arange(len(own)), np.flatnonzero(is_first)[1:]), number)
+    of_parts = np.array([own[part].sum() + saved[part[0]] for part in parts])
+    dealt, sizes = _equal_cost(of_parts[None], number)
+    held = np.cumsum([0, *(len(parts[i]) for i in dealt[0])])
+    return np.concatenate([parts[i] for i in dealt[0]]), np.diff(held[np.append(0, sizes.cumsum())])
 
 
 # --- more bins --------------------------------------------------------------------------------
@@ -365,10 +306,7 @@ def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> Packi
     if len(plan) >= number:
         return plan
     bins = split_bins(plan, number)
-    indices, sizes = np.concatenate(bins), np.array([*map(len, bins)], np.int64)
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    tokens = np.add.reduceat(lengths[indices], offsets[:-1], dtype=np.int64)
-    return PackingPlan(indices, offsets, tokens, plan.capacity)
+    return plan_of(np.concatenate(bins), np.array([*map(len, bins)]), lengths, plan.capacity)
 
 
 def split_bins(
@@ -400,14 +338,3 @@ def split_bins(
             for new in (at, len(bins) - 1):
                 heappush(fullest, (-len(bins[new]), new))
     return bins
-
-
-def _dealt_evenly(bins: Sequence[np.ndarray], number: int) -> list[np.ndarray]:
-    """Return `number` micro-batches of about equally many bins, split if there are too few."""
-    bins = split_bins(bins, number)
-    sizes = [(len(bins) + i) // number for i in reversed(range(number))]
-    ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    return [
-        np.concatenate([np.empty(0, np.int64), *bins[e - n : e]])
-        for n, e in zip(sizes, ends, strict=True)
-    ]

@@ -1,17 +1,19 @@
 """Bins with two limits: tokens of the text model, and patches of the vision tower.
 
-    documents   tokens 5 3 2 2      patches 8 0 8 0
-    limits      7 tokens, 8 patches
+    document      tokens   image tokens   patches      limits: 7 tokens, 8 patches
+    0  [t i i t t]   5          2            8
+    1  [t t t]       3          0            0          bin 0: documents 0 2    5 2    8 0
+    2  [t t]         2          0            0          bin 1: documents 1 3    3 2    0 8
+    3  [i i]         2          2            8
 
-    bin 0       5 2     8 0         a bin that is full of patches takes documents without images
-    bin 1       3 2     0 8
-
-The first plan depends on the documents alone; a seed then moves documents between bins (remixing).
-Every epoch therefore has the same number of bins, and other partners for each document.
+Memory grows with the tokens and the patches of a micro-batch. A bin that is full of patches takes
+documents without images. The first plan depends on the documents alone; a seed then moves documents
+between bins (remixing). Every epoch therefore has the same number of bins, and other partners for
+each document.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,10 +25,31 @@ from trl_packing.packing.bins import (
     next_fit,
     plan_of_bins,
 )
-from trl_packing.packing.remixing import Limit, remix_within
+from trl_packing.packing.remixing import Limit, remix
 
 # Best fit looks at all open bins for each document, so large sets are packed in parts.
 _DOCUMENTS_OF_A_PART = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class ImageLoads:
+    """Images of the documents of a data set, ``(documents,)`` int64 each.
+
+    Attributes:
+        images: number of images.
+        tokens: tokens that come from images.
+        patches: positions of the vision tower.
+        most_patches: that a bin may hold; None without a limit.
+    """
+
+    images: np.ndarray
+    tokens: np.ndarray
+    patches: np.ndarray
+    most_patches: int | None = None
+
+    def limited(self, most_patches: int | None) -> "ImageLoads":
+        """Return the same loads with another limit."""
+        return replace(self, most_patches=most_patches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +63,6 @@ class PatchBins:
         most: patches that a bin may hold. A document with more of them shares its bin with no other
             image.
         strategy: as in `bins.pack`.
-
-    Raises:
-        ValueError: a document has more tokens than `capacity`.
     """
 
     lengths: np.ndarray
@@ -51,41 +71,44 @@ class PatchBins:
     most: int
     strategy: str = "bfd"
 
-    def __post_init__(self) -> None:
-        checked_lengths(self.lengths, self.capacity)
-
-    @cached_property
-    def _counted(self) -> np.ndarray:
-        """Patches of each document, as far as they count against the limit."""
-        return np.minimum(self.patches.astype(np.int64), self.most)
-
     def pack(self, seed: int | Sequence[int] | None) -> PackingPlan:
-        """Return a plan with each document in one bin and no bin beyond a limit; seed as `pack`."""
+        """Return a plan with each document in one bin and no bin beyond a limit; seed as `pack`.
+
+        Raises:
+            ValueError: a document has more tokens than `capacity`.
+        """
+        checked_lengths(self.lengths, self.capacity)
         chosen = find_strategy(self.strategy)
         rng = None if seed is None or not chosen.shuffles else np.random.default_rng(seed)
         if chosen.packs_as == "bfd":
-            order, bin_of = self._fitted
+            order, fitted = self._fitted
+            bin_of = fitted.copy()
             if rng is not None:
-                bin_of = bin_of.copy()
-                remix_within(self._limits(order), bin_of, rng)
+                remix(self._limits(order), bin_of, rng)
         else:
-            order = (
-                np.arange(len(self.lengths)) if rng is None else rng.permutation(len(self.lengths))
-            )
+            number = len(self.lengths)
+            order = np.arange(number) if rng is None else rng.permutation(number)
             if not chosen.order_dependent:
-                order = order[np.lexsort((-self._counted[order], -self.lengths[order]))]
+                (tokens, _), (patches, _) = self._limits(order)
+                order = order[np.lexsort((-patches, -tokens))]
             bin_of = next_fit(self._limits(order))
-        return plan_of_bins(order, self.lengths[order], bin_of, self.capacity, rng)
+        return plan_of_bins(order, bin_of, self.lengths, self.capacity, rng)
+
+    def of(self, documents: np.ndarray) -> "PatchBins":
+        """Return the same of some documents."""
+        return replace(self, lengths=self.lengths[documents], patches=self.patches[documents])
 
     def _limits(self, order: np.ndarray) -> list[Limit]:
-        return [(self.lengths[order], self.capacity), (self._counted[order], self.most)]
+        patches = np.minimum(
+            self.patches[order].astype(np.int64), self.most
+        )  # as far as they count
+        return [(self.lengths[order].astype(np.int64), self.capacity), (patches, self.most)]
 
     @cached_property
     def _fitted(self) -> tuple[np.ndarray, np.ndarray]:
         """Documents, the fullest by either limit first, and the bin of each."""
-        tokens, patches = self.lengths.astype(np.int64), self._counted
-        fullness = np.maximum(tokens * self.most, patches * self.capacity)
-        order = np.argsort(-fullness, kind="stable")
+        (tokens, _), (patches, _) = self._limits(np.arange(len(self.lengths)))
+        order = np.argsort(-np.maximum(tokens * self.most, patches * self.capacity), kind="stable")
         bin_of = np.empty(len(order), np.int64)
         number = -(-len(order) // _DOCUMENTS_OF_A_PART)
         bins_before = 0

@@ -30,53 +30,37 @@ _CUTS_PER_BIN = 1.5
 _MATCHINGS = 2
 
 
-def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
+#: Amounts of something in each document, ``(documents,)``, and the most of it that a bin may hold.
+Limit = tuple[np.ndarray, int]
+
+
+def remix(limits: Sequence[Limit], bin_of: np.ndarray, rng: np.random.Generator) -> None:
     """Move documents between bins, in place, so that two seeds give them different partners.
 
-    The number of bins stays the same, and none exceeds `capacity`. O(documents · log documents) per
+    The number of bins stays the same, and none exceeds a limit. O(documents · log documents) per
     round.
 
     Args:
-        sizes: tokens of each document, ``(documents,)``.
+        limits: tokens of each document, at least 1, and maybe other amounts, which may be 0.
         bin_of: bin of each document, ``(documents,)``, changed in place.
-        capacity: tokens that a bin may hold.
         rng: draws the moves.
     """
     num_bins = int(bin_of.max()) + 1
     if num_bins == 1:
         return
+    sizes, capacity = limits[0]
     # With a cut behind every document: does the cut of most bins come, by chance, within the free
     # tokens of a bin of another cut?
     free = capacity - int(sizes.sum(dtype=np.int64)) / num_bins
     meets = len(sizes) ** 2 * (1 + free) > capacity * num_bins
-    for _ in range(_rounds(len(sizes))):
-        if meets:
+    rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
+    for _ in range(min(rounds, _MAX_ROUNDS if len(sizes) >= _SMALL else _MAX_ROUNDS_OF_SMALL)):
+        if meets and len(limits) == 1:
             _exchange_tails(sizes, bin_of, num_bins, capacity, rng)
-        else:
-            _recut_pairs([(sizes, capacity)], bin_of, num_bins, rng)
-
-
-#: Amounts of something in each document, ``(documents,)``, and the most of it that a bin may hold.
-Limit = tuple[np.ndarray, int]
-
-
-def remix_within(limits: Sequence[Limit], bin_of: np.ndarray, rng: np.random.Generator) -> None:
-    """Move documents between bins as `remix` does, where bins have several limits.
-
-    Args:
-        limits: tokens, each at least 1, and other amounts, which may be 0.
-        bin_of: bin of each document, ``(documents,)``, changed in place.
-        rng: draws the moves.
-    """
-    num_bins = int(bin_of.max()) + 1
-    for _ in range(_rounds(len(bin_of)) if num_bins > 1 else 0):
+            continue
         _recut_pairs(limits, bin_of, num_bins, rng)
-        _exchange_documents(limits, bin_of, num_bins, rng)
-
-
-def _rounds(num_documents: int) -> int:
-    rounds = int((_REMIX_BELOW / num_documents) ** (2 / 3))
-    return min(rounds, _MAX_ROUNDS if num_documents >= _SMALL else _MAX_ROUNDS_OF_SMALL)
+        if len(limits) > 1:
+            _exchange_documents(limits, bin_of, num_bins, rng)
 
 
 # --- tails ----------------------------------------------------------------------------------------

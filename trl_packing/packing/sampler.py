@@ -13,33 +13,31 @@ An epoch of a mixture has places instead: a document that it draws twice has two
 Bins and steps are made of places, and micro-batches are yielded as documents.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.bins import PackingPlan, find_strategy, pack
-from trl_packing.packing.curriculum import pack_stages
-from trl_packing.packing.document_order import document_order
-from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.bins import PackingPlan, find_strategy, pack, plan_of
+from trl_packing.packing.draw import MixtureDraw, document_order
 from trl_packing.packing.epoch import (
     EpochPlan,
     arranged_bins,
-    costs_of_bins,
+    epoch_of_bins,
     epoch_of_documents,
     in_stages,
     micro_batches_per_rank,
-    packed_epoch,
     padded_batches,
     with_more_bins,
 )
-from trl_packing.packing.image_loads import ImageLoads
-from trl_packing.packing.patch_bins import PatchBins
+from trl_packing.packing.patch_bins import ImageLoads, PatchBins
 from trl_packing.packing.prefix_groups import PrefixGroups, keep_groups_together
 
 
+@dataclass(eq=False, repr=False)
 class PackedBatchSampler(BatchRebalanceSampler):
     """Yield the document indices of each micro-batch of one rank.
 
@@ -56,7 +54,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         bins_per_batch: bins in a micro-batch.
         documents_per_step: Instead of packing into bins, take this many documents in every
             optimizer step (the last step of an epoch may be smaller). They are the documents of a
-            padded run with steps of that size (document_order.py).
+            padded run with steps of that size (draw.py).
         divide_by_cost: with documents_per_step, divide a step into micro-batches of equal cost.
             False keeps the micro-batches of the padded run, except where groups are drawn.
         rows: Every document is a bin of its own and stays as it is (rows that were packed before).
@@ -85,7 +83,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         epochs: With `draw`, epochs that get equally many bins, as many as the fullest of them
             needs. Bins of the others are split until there are as many.
         stages: of each document, (documents,) integers: those of a stage come after those of the
-            stages before it, and share bins only with each other (curriculum.py).
+            stages before it, and share bins only with each other (draw.py).
         loads: images of the documents: bins may be limited by their patches, too.
 
     Raises:
@@ -93,67 +91,47 @@ class PackedBatchSampler(BatchRebalanceSampler):
             `allow_idle_ranks`.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        capacity: int | None = None,
-        *,
-        bins_per_batch: int = 1,
-        documents_per_step: int | None = None,
-        divide_by_cost: bool = True,
-        rows: bool = False,
-        num_ranks: int = 1,
-        rank: int = 0,
-        accumulation: int = 1,
-        strategy: str = "bfd",
-        seed: int = 0,
-        shuffle: bool = True,
-        sampling: str = "random",
-        attention_cost: float = 0.0,
-        balance_window: int = 64,
-        drop_last: bool = False,
-        allow_idle_ranks: bool = False,
-        groups: PrefixGroups | None = None,
-        draw: MixtureDraw | None = None,
-        epochs: int = 1,
-        stages: np.ndarray | None = None,
-        loads: ImageLoads | None = None,
-    ):
-        self.lengths = np.asarray(lengths)
-        self.groups = groups
-        self.draw = draw
-        self.epochs = epochs
-        self.stages = stages
-        self.loads = loads
-        self.capacity = capacity
-        self.bins_per_batch = bins_per_batch
-        self.documents_per_step = documents_per_step
-        self.divide_by_cost = divide_by_cost or groups is not None
-        self.rows = rows
-        self.num_ranks = num_ranks
-        self.rank = rank
-        self.accumulation = accumulation
-        self.strategy = strategy
-        self.seed = seed
-        self.shuffle = shuffle
-        self.sampling = sampling if shuffle else "sequential"
-        self.attention_cost = attention_cost
-        self.balance_window = balance_window
+    lengths: Any
+    capacity: int | None = None
+    _: KW_ONLY
+    bins_per_batch: int = 1
+    documents_per_step: int | None = None
+    divide_by_cost: bool = True
+    rows: bool = False
+    num_ranks: int = 1
+    rank: int = 0
+    accumulation: int = 1
+    strategy: str = "bfd"
+    seed: int = 0
+    shuffle: bool = True
+    sampling: str = "random"
+    attention_cost: float = 0.0
+    balance_window: int = 64
+    drop_last: bool = False
+    allow_idle_ranks: bool = False
+    groups: PrefixGroups | None = None
+    draw: MixtureDraw | None = None
+    epochs: int = 1
+    stages: np.ndarray | None = None
+    loads: ImageLoads | None = None
+
+    def __post_init__(self) -> None:
+        self.lengths = np.asarray(self.lengths)
+        self.sampling = self.sampling if self.shuffle else "sequential"
         self.epoch = 0
-        self.documents_multiple_of = 1  # an epoch leaves out the documents beyond a multiple of it
-        if drop_last and documents_per_step:
-            self.documents_multiple_of = self._documents_of_a_padded_batch(documents_per_step)
-        self.num_drawn = len(self.lengths) if draw is None else len(draw)
-        self.num_used = self.num_drawn // self.documents_multiple_of * self.documents_multiple_of
-        self._check(allow_idle_ranks)
-        self._drawn: tuple[int, EpochPlan] | None = None
-        self._mixed: tuple[int, np.ndarray] | None = None
-        self._bins: tuple[int, PackingPlan] | None = None
+        self.num_drawn = len(self.lengths) if self.draw is None else len(self.draw)
+        multiple = 1  # an epoch leaves out the documents beyond a multiple of it
+        if self.drop_last and self.documents_per_step:  # those that a padded loader drops together
+            is_step = self.sampling == "batch_rebalance"
+            multiple = max(self.documents_per_step // (1 if is_step else self.accumulation), 1)
+        self.num_used = self.num_drawn // multiple * multiple
+        self._check()
+        self._kept: dict[str, tuple[int, Any]] = {}  # by name: of the epoch drawn last
         self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
-        if documents_per_step is None:
+        if self.documents_per_step is None:
             self.num_bins = self._most_bins()
 
-    def _check(self, allow_idle_ranks: bool) -> None:
+    def _check(self) -> None:
         if not self.documents_per_step and not self.rows and self.capacity is None:
             raise ValueError(
                 "capacity is None; set the tokens a bin may hold, or documents_per_step to batch "
@@ -162,19 +140,18 @@ class PackedBatchSampler(BatchRebalanceSampler):
         for name in ("bins_per_batch", "num_ranks", "accumulation", "balance_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.rows and not (self.groups is None and self.draw is None):
+        exclusive = {"groups": self.groups, "draw": self.draw, "stages": self.stages}
+        given = [name for name, value in exclusive.items() if value is not None]
+        if len(given) > 1 or (self.rows and given not in ([], ["stages"])):
             raise ValueError(
-                "rows that were packed before stay as they are; leave groups and draw out"
+                f"{' and '.join(['rows'] * self.rows + given)} exclude each other: each decides "
+                "which documents share a bin; leave one out"
             )
-        if self.groups is not None and self.stages is not None:
-            raise ValueError("groups bring documents of several stages together; leave one out")
-        if self.draw is not None and not (self.groups is self.stages is None and self.shuffle):
-            raise ValueError(
-                "a mixture draws single documents in random order; leave groups and stages out"
-            )
+        if self.draw is not None and not self.shuffle:
+            raise ValueError("draw is in random order; leave draw out, or set shuffle=True")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
-        if self.num_drawn < self.num_ranks and not allow_idle_ranks:
+        if self.num_drawn < self.num_ranks and not self.allow_idle_ranks:
             raise ValueError(
                 f"{self.num_drawn} documents cannot keep {self.num_ranks} ranks busy; "
                 "use fewer processes or more documents"
@@ -190,12 +167,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 f"of {self.num_ranks} ranks × {self.accumulation} accumulated micro-batches; "
                 "raise it or lower gradient_accumulation_steps"
             )
-
-    def _documents_of_a_padded_batch(self, documents_per_step: int) -> int:
-        """Return the documents that a padded run's dataloader drops or keeps together."""
-        if self.sampling == "batch_rebalance":
-            return documents_per_step
-        return max(documents_per_step // self.accumulation, 1)
 
     @property
     def _slots(self) -> int:
@@ -215,8 +186,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def __len__(self) -> int:
         """Return this rank's micro-batches per epoch, the same every epoch and on every rank."""
         if self.documents_per_step is None:
-            assert self.num_bins is not None
-            return -(-self.num_bins // (self.bins_per_batch * self.num_ranks))
+            return -(-(self.num_bins or 0) // (self.bins_per_batch * self.num_ranks))
         full, left = divmod(self.num_used, self.documents_per_step)
         in_last = micro_batches_per_rank(left, self.documents_per_step, self.accumulation)
         return full * self.accumulation + in_last
@@ -235,23 +205,24 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def drawn(self) -> EpochPlan:
         """Return this epoch, which is kept until the next one is drawn."""
-        if self._drawn is None or self._drawn[0] != self.epoch:
-            by_documents = self.documents_per_step is not None
-            places, ends = self._draw_documents() if by_documents else self._draw_bins()
+
+        def draw() -> EpochPlan:
+            by_bins = self.documents_per_step is None
+            places, ends = self._steps_of_bins() if by_bins else self._steps_of_documents()
             documents = places if self.draw is None else self._documents(self.epoch)[places]
-            slots = self.num_ranks * self.accumulation
-            self._drawn = self.epoch, EpochPlan(places, documents, ends, slots)
-        return self._drawn[1]
+            return EpochPlan(places, documents, ends, self._slots)
+
+        return self._once("drawn", self.epoch, draw)
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
-        return list(self.drawn())
+        return list(np.split(self.drawn().documents, self.drawn().ends[:-1]))
 
     def some_micro_batches(self, number: int) -> list[np.ndarray]:
         """Return up to `number` of them, evenly spread over the epoch."""
         drawn = self.drawn()
-        total = len(drawn)
-        return [drawn[i] for i in np.linspace(0, total - 1, min(number, total)).astype(int)]
+        chosen = np.linspace(0, len(drawn) - 1, min(number, len(drawn))).astype(int)
+        return [drawn[i] for i in chosen]
 
     def plan(self) -> PackingPlan | None:
         """Return the bins of this epoch; None with documents_per_step."""
@@ -261,13 +232,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.draw is None:
             return bins
         return replace(bins, indices=self._documents(self.epoch)[bins.indices])
-
-    def steps(self) -> Iterator[list[list[int]]]:
-        """Yield the micro-batches of all ranks, step by step."""
-        drawn = self.drawn()
-        for first in range(0, len(drawn), drawn.slots):
-            stop = min(first + drawn.slots, len(drawn))
-            yield [drawn[at].tolist() for at in range(first, stop)]
 
     def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
@@ -280,38 +244,36 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def places_in_first_steps(self, number: int) -> np.ndarray:
         """Return the places of this epoch's first `number` optimizer steps, in any order."""
-        return self.drawn().places_in_first_steps(number)
+        drawn = self.drawn()
+        return drawn.places[: drawn.step_ends[:number].max(initial=0)]
 
     def most_documents(self) -> int:
         """Return the largest number of documents in a micro-batch of this epoch."""
         return int(np.diff(self.drawn().ends, prepend=0).max(initial=0))
 
-    def tokens_of_bins(self) -> int | None:
-        """Return the tokens in all bins of epoch 0; None if nothing is packed into bins.
-
-        With `groups` they are those that rows with shared prefixes compute.
-        """
-        return None if self.num_bins is None else int(self._bins_of(0).tokens.sum())
-
     def groups_per_step(self) -> float | None:
         """Return the mean number of `groups` with a document in a step; None without groups."""
         if self.groups is None:
             return None
-        drawn = self.drawn()
-        step = np.repeat(np.arange(drawn.num_steps), np.diff(drawn.step_ends, prepend=0))
+        drawn, ends = self.drawn(), self.drawn().step_ends
+        step = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         pairs = step * len(self.groups.tokens) + self.groups.numbers[drawn.places]
-        return len(np.unique(pairs)) / drawn.num_steps
+        return len(np.unique(pairs)) / len(ends)
 
     def at_places(self, values: np.ndarray) -> np.ndarray:
         """Return values of the documents ``(documents,)`` as those of this epoch's places."""
         return values if self.draw is None else values[self._documents(self.epoch)]
 
     def _documents(self, epoch: int) -> np.ndarray:
-        """Return the document at each place of a mixture, ascending; kept for one epoch."""
+        """Return the document at each place of a mixture, ascending."""
         assert self.draw is not None
-        if self._mixed is None or self._mixed[0] != epoch:
-            self._mixed = epoch, self.draw.documents(epoch)
-        return self._mixed[1]
+        return self._once("documents", epoch, partial(self.draw.documents, epoch))
+
+    def _once(self, name: str, epoch: int, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, which is kept until it is made for another epoch."""
+        if self._kept.get(name, (None, None))[0] != epoch:
+            self._kept[name] = epoch, make()
+        return self._kept[name][1]
 
     # --- bins ---------------------------------------------------------------------------------
 
@@ -332,26 +294,28 @@ class PackedBatchSampler(BatchRebalanceSampler):
         is_new = self.shuffle and not find_strategy(self.strategy).order_dependent
         if self.rows or not is_new:
             epoch = 0 if self.draw is None or self.draw.is_same_every_epoch else epoch
-        if self._bins is None or self._bins[0] != epoch:
-            self._bins = epoch, self._pack_epoch(epoch)
-        return self._bins[1]
+        return self._once("bins", epoch, partial(self._pack_epoch, epoch))
 
     def _pack_epoch(self, epoch: int) -> PackingPlan:
-        seed = (self.seed, epoch) if self.shuffle else None
+        seed, every = (self.seed, epoch) if self.shuffle else None, np.arange(len(self.lengths))
         if self.rows:
-            tokens = self.lengths.astype(np.int64)
-            offsets = np.arange(len(tokens) + 1)
-            return PackingPlan(offsets[:-1], offsets, tokens, int(tokens.max(initial=0)))
+            longest = int(self.lengths.max(initial=0))
+            return plan_of(every, np.ones(len(every), np.int64), self.lengths, longest)
+        if self.draw is not None:
+            documents = self._documents(epoch)
+            number = self.num_bins or 0  # while bins are counted, none is split
+            return with_more_bins(self._pack(documents, seed), self.lengths[documents], number)
         if self.groups is not None:
-            assert self.capacity is not None
-            return self.groups.pack(self.capacity, self.strategy, seed)
-        if self.stages is not None:
-            return pack_stages(self.stages, self._pack, seed)
-        if self.draw is None:
+            return self.groups.pack(self.capacity or 0, self.strategy, seed)
+        if self.stages is None:
             return self._pack(None, seed)
-        documents = self._documents(epoch)
-        number = self.num_bins or 0  # while bins are counted, none is split
-        return with_more_bins(self._pack(documents, seed), self.lengths[documents], number)
+        indices, sizes = [], []  # bins of one stage, stage after stage
+        for stage in np.unique(self.stages).tolist():
+            members = np.flatnonzero(self.stages == stage)
+            bins = self._pack(members, seed and (*seed, stage))
+            indices.append(members[bins.indices])
+            sizes.append(np.diff(bins.offsets))
+        return plan_of(np.concatenate(indices), np.concatenate(sizes), self.lengths, bins.capacity)
 
     def _pack(self, documents: np.ndarray | None, seed: Sequence[int] | None) -> PackingPlan:
         """Return the bins of some documents, which it counts from 0 as they are given."""
@@ -359,83 +323,71 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.loads is None or self.loads.most_patches is None:
             lengths = self.lengths if documents is None else self.lengths[documents]
             return pack(lengths, self.capacity, self.strategy, seed)
-        return self._patch_bins(documents).pack(seed)
-
-    def _patch_bins(self, documents: np.ndarray | None) -> PatchBins:
-        if documents is None:
-            return self._all_patch_bins
-        loads = self.loads
-        assert loads is not None
-        assert self.capacity is not None
-        assert loads.most_patches is not None
-        amounts = self.lengths[documents], loads.patches[documents]
-        return PatchBins(*amounts, self.capacity, loads.most_patches, self.strategy)
+        bins = self._patch_bins if documents is None else self._patch_bins.of(documents)
+        return bins.pack(seed)
 
     @cached_property
-    def _all_patch_bins(self) -> PatchBins:
-        return self._patch_bins(np.arange(len(self.lengths)))
+    def _patch_bins(self) -> PatchBins:
+        loads, capacity = self.loads, self.capacity
+        assert loads is not None
+        assert loads.most_patches is not None
+        assert capacity is not None
+        return PatchBins(self.lengths, loads.patches, capacity, loads.most_patches, self.strategy)
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _draw_bins(self) -> tuple[np.ndarray, np.ndarray]:
+    def _steps_of_bins(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, by bins, and the ends of micro-batches."""
         bins, lengths = self._bins_of(self.epoch), self.at_places(self.lengths)
         squares = lengths.astype(np.int64) ** 2 if self.groups is None else self.groups.squares
-        draw = self.draw
-        # The lengths of documents inside rows are not known here.
-        attention_cost = 0.0 if self.rows else self.attention_cost
+        squares = np.add.reduceat(squares[bins.indices], bins.offsets[:-1])
+        # Whole tokens. The lengths of documents inside rows are not known here.
+        attention = (0.0 if self.rows else self.attention_cost) * squares
         full, left = arranged_bins(
             bins,
-            costs_of_bins(bins, squares, attention_cost),
-            slots=self.num_ranks * self.accumulation,
+            bins.tokens + attention.astype(np.int64),
+            slots=self._slots,
             bins_per_batch=self.bins_per_batch,
             window=self.balance_window,
             rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
             stages=self.stages,
-            sources=None if draw is None else self.at_places(draw.source_ids),
+            sources=None if self.draw is None else self.at_places(self.draw.source_ids),
             lengths=lengths,
         )
-        return packed_epoch(bins, full, left, self.num_ranks)
+        return epoch_of_bins(bins, full, left, self.num_ranks)
 
-    def _draw_documents(self) -> tuple[np.ndarray, np.ndarray]:
+    def _steps_of_documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""
-        lengths, per_step = self.at_places(self.lengths), self.documents_per_step
+        lengths, groups = self.at_places(self.lengths), self.groups
+        per_step, epoch = self.documents_per_step, self.epoch
         assert per_step is not None
         if self.draw is None or self.sampling == "group_by_length":
             per_rank = max(per_step // self.num_ranks, 1)
-            order = document_order(
-                self.sampling,
-                lengths,
-                seed=self.seed,
-                epoch=self.epoch,
-                documents_per_rank=per_rank,
-            )
+            drawn = {"seed": self.seed, "epoch": epoch, "documents_per_rank": per_rank}
+            order = document_order(self.sampling, lengths, **drawn)
         else:
-            order = self.draw.fair_order(
-                self._documents(self.epoch), lengths, epoch=self.epoch, documents_per_step=per_step
-            )
+            step = {"epoch": epoch, "documents_per_step": per_step}
+            order = self.draw.fair_order(self._documents(epoch), lengths, **step)
         order = order[: self.num_used]
         if self.stages is not None:
             order = in_stages(order, self.stages)
-        if self.groups is not None:
-            order = keep_groups_together(order, self.groups, per_step)
-        if not self.divide_by_cost:
-            per_batch = max(per_step // (self.num_ranks * self.accumulation), 1)
+        if groups is not None:
+            order = keep_groups_together(order, groups, per_step)
+        elif not self.divide_by_cost:
+            per_batch = max(per_step // self._slots, 1)
             return order, padded_batches(order, per_batch, self.num_ranks)
-        costs = lengths + self.attention_cost * lengths.astype(float) ** 2
-        saved = None
-        if self.groups is not None:
-            depths = self.groups.depths.astype(float)
-            saved = depths + self.attention_cost * depths**2
         return epoch_of_documents(
             order,
-            costs,
+            self._cost(lengths),
             documents_per_step=per_step,
             num_ranks=self.num_ranks,
             accumulation=self.accumulation,
-            groups=self.groups,
-            saved=saved,
+            groups=groups,
+            saved=None if groups is None else self._cost(groups.depths),
         )
+
+    def _cost(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens + self.attention_cost * tokens.astype(float) ** 2
 
 
 def attention_cost(hidden_size: int | None) -> float:

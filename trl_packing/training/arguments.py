@@ -29,7 +29,7 @@ from trl_packing.formatting.completion_only_collator import DataCollatorForCompl
 from trl_packing.loss.sources import Sources
 from trl_packing.loss.weights import check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.curriculum import LENGTH, column_of
+from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 logger = get_logger(__name__)

@@ -21,7 +21,7 @@ from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.documents.weights import check_some_weight
 from trl_packing.loss.sources import Sources
 from trl_packing.packing.bins import find_strategy
-from trl_packing.packing.document_order import packing_seed
+from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings

@@ -50,7 +50,7 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
-from trl_packing.packing.document_order import packing_seed
+from trl_packing.packing.draw import packing_seed
 from trl_packing.training.arguments import (
     check_nothing_is_skipped,
     check_nothing_is_weighted,

@@ -4,7 +4,6 @@ documents, settings, ranks  →  PackedBatchSampler  →  PackingReport
 """
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
-from trl_packing.packing.curriculum import LENGTH, column_of
+from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
@@ -69,6 +68,7 @@ def plan_report(
         order: of the documents, as `order_in_words` returns it.
         packing: the run packs documents into bins.
     """
+    plan = sampler.plan()
     ranks, accumulation, size = sampler.num_ranks, sampler.accumulation, sampler.bins_per_batch
     steps = -(-len(sampler) // accumulation)
     lengths, trained = documents.lengths(), documents.num_trained()
@@ -95,7 +95,7 @@ def plan_report(
         preparation=preparation,
         given_in_steps=given_in_steps or {},
         room=sampler.tokens_per_batch,
-        tokens_computed=None if sampler.groups is None else sampler.tokens_of_bins(),
+        tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
         sources=() if mixture is None else mixture.shares(lengths, trained),
         documents_in_data=None if sampler.draw is None else len(documents),
         order=order,
@@ -144,8 +144,8 @@ def _largest_micro_batch(sampler: PackedBatchSampler) -> int | None:
     """
     if sampler.documents_per_step is None:
         return None
-    steps = islice(sampler.steps(), _STEPS_LOOKED_AT)
-    return int(sampler.tokens_of([batch for step in steps for batch in step]).max())
+    batches = sampler.micro_batches()[: _STEPS_LOOKED_AT * sampler.drawn().slots]
+    return int(sampler.tokens_of(batches).max())
 
 
 class RunReport:

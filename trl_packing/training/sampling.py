@@ -26,10 +26,8 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.overflow import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS
-from trl_packing.packing.curriculum import numbers_of, stages_of
-from trl_packing.packing.document_order import order_seed, packing_seed
-from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.draw import MixtureDraw, numbers_of, order_seed, packing_seed, stages_of
+from trl_packing.packing.patch_bins import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost

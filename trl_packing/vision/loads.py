@@ -11,7 +11,7 @@ import numpy as np
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
-from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import ImageLoads
 
 
 class RunLoads:

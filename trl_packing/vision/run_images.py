@@ -24,7 +24,7 @@ from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.messages import has_flags
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import ImageLoads
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.blank_images import (
     StillTower,

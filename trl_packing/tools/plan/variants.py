@@ -28,11 +28,9 @@ from trl_packing.data.rules import Preparation
 from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
 from trl_packing.documents.labels import token_columns
 from trl_packing.packing.bins import find_strategy
-from trl_packing.packing.curriculum import LENGTH
-from trl_packing.packing.document_order import document_order
-from trl_packing.packing.draw import MixtureDraw
+from trl_packing.packing.draw import LENGTH, MixtureDraw, document_order
 from trl_packing.packing.epoch import padded_batch_size
-from trl_packing.packing.image_loads import ImageLoads
+from trl_packing.packing.patch_bins import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
