@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         lengths_from_eos,
         position_ids_from_lengths,
     )
-    from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+    from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
     from trl_packing.isolation.check import check_isolation
     from trl_packing.packing.bins import PackingPlan, pack
     from trl_packing.packing.collator import DataCollatorWithFlattening, PackedCollator
@@ -41,7 +41,7 @@ _HOME = {
     "PackedSFTConfig": "config",
     "PackedCollator": "packing.collator",
     "DataCollatorWithFlattening": "packing.collator",
-    "DataCollatorForCompletionOnlyLM": "formatting.completion_only_collator",
+    "DataCollatorForCompletionOnlyLM": "formatting.responses",
     "PackedBatchSampler": "packing.sampler",
     "pack": "packing.bins",
     "PackingPlan": "packing.bins",

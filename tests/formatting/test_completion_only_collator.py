@@ -106,7 +106,7 @@ def test_padding_free_is_exactly_the_batch_of_the_packed_collator():
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_and_flat_batches_hold_the_same_tokens_and_labels(side):
-    tokenizer = merging_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
     texts = [f"### Question: Why?{'?' * n}\n ### Answer: Because{'!' * n}." for n in range(5)]
     examples = tokenizer(texts)["input_ids"]
@@ -384,7 +384,6 @@ def test_pad_token_eos_as_in_the_post_and_a_template_that_merges_with_its_contex
     assert trainer.processing_class is tokenizer
     assert len(trainer.train_dataset) == len(ROWS)
     for row in trainer.train_dataset:
-        assert row["labels"] == collator.labels_of(row["input_ids"]).tolist()
         trained = [label for label in row["labels"] if label != -100]
         assert trained[-1] == tokenizer.eos_token_id
         assert row["output"].endswith(tokenizer.decode(trained[:-1]).strip())
@@ -423,25 +422,6 @@ def test_labels_are_found_before_documents_are_cut(tmp_path, stream):
     )
     labels = torch.cat([batch["labels"][0] for batch in trainer.get_train_dataloader()])
     assert (labels != -100).sum() == 3 * len(ROWS)  # all but the first token of each
-
-
-def test_a_stream_is_counted_each_time_that_it_is_read_and_not_before(tmp_path, caplog):
-    rows = [*ROWS[:15], {"instruction": "Lost?", "output": "Lost."}]
-    collator = collator_of(ANSWER)
-    with caplog.at_level(logging.WARNING):
-        trainer = trainer_of(
-            tmp_path,
-            collator,
-            rows,
-            stream=True,
-            formatting_func=lambda row: one_text(row).replace(f"{ANSWER} Lost.", ""),
-            max_steps=2,
-        )
-        assert collator.num_seen == 0
-        batches = list(trainer.get_train_dataloader())
-    assert sum(batch["cu_seq_lens_q"].numel() - 1 for batch in batches) == 15
-    assert collator.num_seen == 16 * collator.num_unfound > 0  # once a reading
-    assert "1 of 16 documents (6.2%)" in caplog.text
 
 
 def test_rows_with_labels_and_packed_rows_are_labeled_by_the_template(tmp_path):

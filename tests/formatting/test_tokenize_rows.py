@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig
-from trl_packing.formatting.label_tokenized import label_tokenized
+from trl_packing.formatting.responses import label_tokenized
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import (
     can_prepare,

@@ -126,7 +126,7 @@ def _settings(rules: Preparation, facts: RowFacts) -> dict[str, Any]:
         "response_template": options.response_template,
         "instruction_template": options.instruction_template,
         "prompt_template": prompt and [prompt.template, prompt.with_input],
-        "data_collator": markers and [each and [each.token_ids, each.texts] for each in markers],
+        "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
         "append_eos": options.append_eos,
         "source_column": options.source_column,
         "shuffle_dataset": args.shuffle_dataset,

@@ -30,13 +30,21 @@ from trl_packing.data.rules import AnyDataset, Preparation, UserRows
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.unpadding import cut_padding
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import TOKEN_COLUMNS, TURN, document_columns, token_columns
+from trl_packing.documents.labels import (
+    SEQ_LENGTHS,
+    TOKEN_COLUMNS,
+    TURN,
+    document_columns,
+    token_columns,
+)
 from trl_packing.formatting.formatting_func import format_per_example
-from trl_packing.formatting.label_tokenized import ResponseLabeler, label_documents, label_tokenized
 from trl_packing.formatting.prompt_template import column_among
+from trl_packing.formatting.responses import ResponseTemplate, label_tokenized
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 logger = get_logger(__name__)
+
+_OF_ROWS = (*TOKEN_COLUMNS, SEQ_LENGTHS)
 
 # Beside one of these columns, a `text` holds a prompt and its answer, as in tatsu-lab/alpaca.
 _COLUMNS_OF_PROMPTS = {
@@ -110,6 +118,8 @@ def unfitted(
     notes.insert(0, _note_empty_completions(rows, rules))
     overflow = replace(overflow, running_text=_is_running_text(rows, rules))
     missing, hint = None, None
+    if isinstance(documents, Dataset) and rows.are_packed:
+        notes.append(_note_not_found(ArrowDocuments(documents, _OF_ROWS), rows, rules))
     if isinstance(documents, Dataset) and not rows.are_packed:
         whole = ArrowDocuments(_drop_columns(documents, rules), TOKEN_COLUMNS)
         notes.append(_note_not_found(whole, rows, rules))
@@ -199,19 +209,23 @@ def _tokenize(rows: UserRows, rules: Preparation) -> tuple[AnyDataset, list[str 
     if rows.are_tokenized:
         return _label(rows, rules)
     formatting_func = format_per_example(rows.formatting_func, rows.dataset)
+    num_proc, template = rules.args.dataset_num_proc, _response_template(rules)
     if rules.needs_trl:
         documents = rules.by_trl(rows.dataset, formatting_func, rows.name)
-    else:
-        documents = documents_from_rows(
-            rows.dataset,
-            replace(rules.row_format, formatting_func=formatting_func),
-            keeps_columns=not rules.packing,
-            document_columns=document_columns(rows.columns, rules.options.named_columns()),
-            num_proc=rules.args.dataset_num_proc,
-            name=rows.name,
-        )
-        documents = _shuffle_unfitted(documents, rules)
-    return _find_responses(documents, rules.labeler, rules, rows.name)
+        if template is not None:
+            documents = label_tokenized(
+                documents, completion_only=False, template=template, num_proc=num_proc
+            )
+        return documents, []
+    documents = documents_from_rows(
+        rows.dataset,
+        replace(rules.row_format, formatting_func=formatting_func, answers=template),
+        keeps_columns=not rules.packing,
+        document_columns=document_columns(rows.columns, rules.options.named_columns()),
+        num_proc=num_proc,
+        name=rows.name,
+    )
+    return _shuffle_unfitted(documents, rules), []
 
 
 def _label(rows: UserRows, rules: Preparation) -> tuple[AnyDataset, list[str | None]]:
@@ -222,29 +236,18 @@ def _label(rows: UserRows, rules: Preparation) -> tuple[AnyDataset, list[str | N
     unpadded, padding = cut_padding(rows.dataset, num_proc=num_proc, name=name)
     completion_only = rules.row_format.completion_only
     documents = label_tokenized(
-        unpadded, completion_only=completion_only, num_proc=num_proc, name=name
-    )
-    labeler, template = rules.labeler, rules.row_format.answers
-    if labeler is None and template is not None:
-        labeler = ResponseLabeler(template)
-    documents = _shuffle_unfitted(documents, rules)
-    documents, notes = _find_responses(documents, labeler, rules, name)
-    return documents, [padding, *notes]
-
-
-def _find_responses(
-    documents: AnyDataset, labeler: ResponseLabeler | None, rules: Preparation, name: str
-) -> tuple[AnyDataset, list[str | None]]:
-    if labeler is None:
-        return documents, []
-    documents, not_found = label_documents(
-        documents,
-        labeler,
-        named=rules.options.named_columns(),
-        num_proc=rules.args.dataset_num_proc,
+        unpadded,
+        completion_only=completion_only,
+        template=_response_template(rules),
+        num_proc=num_proc,
         name=name,
     )
-    return documents, [not_found]
+    return _shuffle_unfitted(documents, rules), [padding]
+
+
+def _response_template(rules: Preparation) -> ResponseTemplate | None:
+    """Return the template of the run: a completion-only collator's, or that of the settings."""
+    return rules.row_format.answers if rules.labeler is None else rules.labeler.templates
 
 
 def _note_not_found(documents: ArrowDocuments, rows: UserRows, rules: Preparation) -> str | None:
@@ -252,13 +255,18 @@ def _note_not_found(documents: ArrowDocuments, rows: UserRows, rules: Preparatio
 
     Raises ValueError if none has it.
     """
-    template = rules.row_format.answers
-    if template is None or rows.are_tokenized or rules.labeler is not None:
+    template = _response_template(rules)
+    if template is None:
         return None
     not_found = np.flatnonzero(documents.num_trained() == 0)
+    if rules.labeler is not None:
+        rules.labeler.num_seen += documents.num_documents
+        rules.labeler.num_not_found += len(not_found)
     if not len(not_found):
         return None
     ids = documents[int(not_found[0])]["input_ids"]
+    if len(not_found) < len(documents) and rows.are_packed:
+        return None  # nobody has counted its documents
     words = template.not_found(len(not_found), len(documents), ids)
     if len(not_found) == len(documents):
         raise ValueError(

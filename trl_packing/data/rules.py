@@ -11,7 +11,7 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.config import PackingOptions
 from trl_packing.data.eos import EosRule
 from trl_packing.documents.labels import SEQ_LENGTHS
-from trl_packing.formatting.label_tokenized import ResponseLabeler
+from trl_packing.formatting.responses import ResponseLabeler
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import can_prepare
 

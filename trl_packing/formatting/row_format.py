@@ -34,7 +34,7 @@ from trl_packing.formatting.messages import (
 )
 from trl_packing.formatting.printable import quote
 from trl_packing.formatting.prompt_template import PromptTemplate, field_text
-from trl_packing.formatting.response_template import ResponseTemplate
+from trl_packing.formatting.responses import ResponseTemplate
 from trl_packing.formatting.tokenize import Rendered
 
 # --- the form of a row ----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from trl_packing.documents.labels import (
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
 )
-from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.draw import packing_seed
 from trl_packing.training.arguments import (
     check_nothing_is_skipped,

@@ -25,7 +25,7 @@ from trl_packing.data.preparation import Unfitted, prepare, unfitted
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
-from trl_packing.formatting.completion_only_collator import DataCollatorForCompletionOnlyLM
+from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.tools.command.settings import (
     config_from_settings,
     config_value,

@@ -1,0 +1,379 @@
+"""Response templates: find them in texts and in token ids, and train what answers them.
+
+    text        ### Question: Why?\\n### Answer: Because.
+    template                         ### Answer:
+    trained                                      Because.
+
+A text is searched for the characters of a template. Rows that were tokenized before are searched
+for its ids, as by TRL: a tokenizer splits "### Answer:" differently after a line break than alone,
+so those must be the ids that it has inside of a document. Other tokenized rows have masks:
+
+    input_ids          5  6  7  8
+    completion_mask    0  0  1  1      labels  -100 -100 7 8
+
+`DataCollatorForCompletionOnlyLM`, which TRL removed, works with any trainer, as before. In
+`PackedSFTTrainer` it labels the documents once, during preparation.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import DataCollatorForLanguageModeling
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.utils import pad
+
+from trl_packing.documents.bad_rows import check_same_columns, named_if_beyond_int64
+from trl_packing.documents.labels import IGNORE_INDEX, MASK_COLUMNS, SEQ_LENGTHS, document_labels
+from trl_packing.formatting.printable import quote
+from trl_packing.packing.collator import PackedCollator
+
+logger = logging.getLogger(__name__)
+
+Span = tuple[int, int]  # [start, stop), in tokens or in characters
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A template as the `text` and as the `token_ids` that are searched for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_setting(cls, tokenizer: Any, template: str | Sequence[int], name: str) -> "Marker":
+        """Return the marker of a setting; `name` is the setting's name in the error message.
+
+        Raises:
+            ValueError: the template is empty.
+        """
+        if len(template) == 0:
+            raise ValueError(f"{name} is empty: it would be found everywhere")
+        if isinstance(template, str):
+            return cls(template, tuple(tokenizer.encode(template, add_special_tokens=False)))
+        ids = tuple(int(token) for token in template)
+        return cls(_decode(tokenizer, list(ids)), ids)
+
+    def places(self, text: str) -> list[Span]:
+        """Return the characters of every occurrence in `text`, in order."""
+        starts = re.finditer(f"(?={re.escape(self.text)})", text) if self.text else ()
+        return [(found.start(), found.start() + len(self.text)) for found in starts]
+
+    def tokens(self, input_ids: np.ndarray) -> list[Span]:
+        """Return the tokens of every occurrence in `input_ids` ``(T,)``, in order."""
+        size = len(self.token_ids)
+        if not 0 < size <= len(input_ids):
+            return []
+        windows = np.lib.stride_tricks.sliding_window_view(input_ids, size)
+        starts = np.flatnonzero((windows == np.array(self.token_ids)).all(axis=1))
+        return [(start, start + size) for start in starts.tolist()]
+
+
+@dataclass(frozen=True)
+class ResponseTemplate:
+    """A response template, with or without an instruction template.
+
+    It has no state, so that `map` of `datasets` can cache its results.
+    """
+
+    tokenizer: Any
+    response: Marker
+    instruction: Marker | None
+
+    @classmethod
+    def from_settings(
+        cls,
+        tokenizer: Any,
+        response: str | Sequence[int],
+        instruction: str | Sequence[int] | None,
+    ) -> "ResponseTemplate":
+        marker = Marker.from_setting(tokenizer, response, "response_template")
+        if instruction is None:
+            return cls(tokenizer, marker, None)
+        other = Marker.from_setting(tokenizer, instruction, "instruction_template")
+        return cls(tokenizer, marker, other)
+
+    def answers(self, text: str) -> list[Span] | None:
+        """Return the characters of `text` that answer a template; None if one is not found."""
+        return self._answers(lambda marker: marker.places(text), len(text))
+
+    def trained(self, input_ids: np.ndarray) -> np.ndarray | None:
+        """Return ``(T,)`` bool, True on trained tokens; None if a template is not found."""
+        answers = self._answers(lambda marker: marker.tokens(input_ids), len(input_ids))
+        if answers is None:
+            return None
+        mask = np.zeros(len(input_ids), bool)
+        for start, stop in answers:
+            mask[start:stop] = True
+        return mask
+
+    def _answers(self, find: Callable[[Marker], list[Span]], length: int) -> list[Span] | None:
+        """Return the span behind each response template, up to the next instruction template.
+
+        Without instructions, return the span behind the last response template, up to the end.
+        """
+        responses = find(self.response)
+        if not responses:
+            return None
+        if self.instruction is None:
+            return [(responses[-1][1], length)]
+        instructions = find(self.instruction)
+        if not instructions:
+            return None
+        answers = []
+        for _, stop in responses:
+            # Compare ends: an instruction template may be the beginning of the response template.
+            later = (start for start, end in instructions if end > stop)
+            answers.append((stop, next(later, length)))
+        return answers
+
+    def not_found(self, number: int, of: int, input_ids: np.ndarray) -> str:
+        """Return a sentence on documents without a template.
+
+        Args:
+            number: documents without one.
+            of: all documents.
+            input_ids: tokens of one of them, to quote from.
+        """
+        names = f"response_template {self.response.text!r}"
+        if self.instruction is not None:
+            names += f" or no instruction_template {self.instruction.text!r}"
+        text = _decode(self.tokenizer, input_ids.tolist())
+        others = ""
+        if self.response.text in text:
+            others = (
+                ", whose text is there, but not its token ids: pass the ids that it has inside of "
+                "a document"
+            )
+        return (
+            f"{number:,} of {of:,} documents ({number / of:.1%}) have no {names}, so nothing in "
+            f"them is trained; one of them starts {quote(text[:200])}{others}"
+        )
+
+
+def _decode(tokenizer: Any, input_ids: list[int]) -> str:
+    return tokenizer.decode(
+        input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+# --- rows that were tokenized before --------------------------------------------------------------
+
+
+def label_tokenized(
+    dataset: Dataset | IterableDataset,
+    *,
+    completion_only: bool,
+    template: ResponseTemplate | None = None,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> Dataset | IterableDataset:
+    """Return `dataset` with `labels`, by a template or, as TRL does, by its masks.
+
+    Args:
+        dataset: has `input_ids`, and perhaps `completion_mask` and `assistant_masks`.
+        completion_only: apply `completion_mask`; `assistant_masks` are always applied.
+        template: searched by its ids, in each document of a packed row, instead of masks. Without
+            it, labels that are there stay.
+        num_proc: processes.
+        name: of the data set, for messages.
+    """
+    present = get_dataset_column_names(dataset)
+    if template is None and "labels" in present:
+        return dataset
+    ignored = () if completion_only else ("completion_mask",)
+    masks = [column for column in MASK_COLUMNS if column in present]
+    options: dict[str, Any] = {
+        "fn_kwargs": {
+            "columns": present,
+            "masks": [column for column in masks if column not in ignored],
+            "template": template,
+        },
+        "batched": True,
+        "with_indices": True,
+        "remove_columns": masks,
+    }
+    if isinstance(dataset, Dataset):
+        options |= {"num_proc": num_proc, "desc": f"Building labels for {name} dataset"}
+    return dataset.with_format(None).map(_label_batch, **options)
+
+
+def _label_batch(
+    batch: Mapping[str, Sequence[Any]],
+    rows: Sequence[int],
+    columns: Sequence[str],
+    masks: Sequence[str],
+    template: ResponseTemplate | None,
+) -> dict[str, list[np.ndarray]]:
+    check_same_columns(batch, rows, columns)
+    with named_if_beyond_int64(batch, rows):
+        ids = [np.asarray(values, np.int64) for values in batch["input_ids"]]
+        if template is not None:
+            lengths = batch.get(SEQ_LENGTHS) or [[len(row)] for row in ids]
+            pairs = zip(ids, lengths, strict=True)
+            return {"labels": [_by_template(template, row, sizes) for row, sizes in pairs]}
+        marks = [{name: batch[name][n] for name in masks} for n in range(len(ids))]
+        return {"labels": [document_labels(*pair) for pair in zip(marks, ids, strict=True)]}
+
+
+def _by_template(
+    template: ResponseTemplate, input_ids: np.ndarray, lengths: Sequence[int]
+) -> np.ndarray:
+    """Return the labels of a row of documents of these lengths."""
+    documents = np.split(input_ids, np.cumsum(lengths)[:-1])
+    trained = [template.trained(document) for document in documents]
+    return np.concatenate(
+        [
+            np.where(False if mask is None else mask, document, IGNORE_INDEX)
+            for mask, document in zip(trained, documents, strict=True)
+        ]
+    )
+
+
+# --- the collator ---------------------------------------------------------------------------------
+
+
+class ResponseLabeler:
+    """Finds the trained tokens of documents by `templates`, and counts documents without them.
+
+    Attributes:
+        templates: response template, and instruction template if there is one.
+        num_seen: documents so far.
+        num_not_found: documents among them without the template.
+    """
+
+    def __init__(self, templates: ResponseTemplate):
+        self.templates = templates
+        self.num_seen = self.num_not_found = 0
+
+    def trained(self, input_ids: np.ndarray) -> np.ndarray:
+        """Count a document, and return ``(T,)`` bool, True on its trained tokens."""
+        trained = self.templates.trained(input_ids)
+        self.num_seen += 1
+        if trained is not None:
+            return trained
+        self.num_not_found += 1
+        if str(self.num_not_found).rstrip("0") == "1":  # 1, 10, 100, …: not one line per document
+            logger.warning(self.templates.not_found(self.num_not_found, self.num_seen, input_ids))
+        return np.zeros(len(input_ids), bool)
+
+
+class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
+    """Train the text after the response template, with TRL 0.17's arguments.
+
+    `num_seen` counts documents, and `num_unfound` those without the template (or without the
+    instruction template). Such documents train nothing, and a warning gives their number.
+
+    Two differences from TRL are intended. Padding is masked by position and not by token id, so the
+    EOS of an answer is trained even if EOS is also the padding token. `labels` of examples, tokens
+    under an `attention_mask` of 0, and other columns are ignored in padded rows too.
+
+    Args:
+        response_template: text or token ids; what follows its last occurrence is trained. The ids
+            of a text are those that it has alone.
+        instruction_template: text or token ids; if given, every answer is trained, from the end of
+            each response template to the next instruction template.
+        tokenizer: decodes documents, and pads them.
+        mlm: must be False.
+        ignore_index: the label of tokens that are not trained.
+        padding_free: return one flat row, the batch of `PackedCollator`, instead of padded rows.
+        processing_class: another name of `tokenizer`; of a processor, its tokenizer is used.
+        pad_to_multiple_of: T of a batch is rounded up to a multiple of this.
+        return_tensors: must be "pt".
+
+    Raises:
+        ValueError: ``mlm=True``, an empty template, or tensors other than PyTorch's.
+        TypeError: there is no tokenizer.
+    """
+
+    tokenizer: Any
+
+    def __init__(
+        self,
+        response_template: str | Sequence[int],
+        instruction_template: str | Sequence[int] | None = None,
+        tokenizer: Any = None,
+        *,
+        mlm: bool = False,
+        ignore_index: int = IGNORE_INDEX,
+        padding_free: bool = False,
+        processing_class: Any = None,
+        pad_to_multiple_of: int | None = None,
+        return_tensors: str = "pt",
+        **unused: Any,  # settings of masked language modeling: transformers' class checks them
+    ):
+        tokenizer = processing_class if tokenizer is None else tokenizer
+        if tokenizer is None:
+            raise TypeError("DataCollatorForCompletionOnlyLM needs tokenizer=...")
+        if mlm:
+            raise ValueError(
+                "mlm=True predicts tokens masked at random, but the response template is for a "
+                "causal language model; leave mlm=False"
+            )
+        if return_tensors != "pt":
+            raise ValueError(f"return_tensors must be 'pt', got {return_tensors!r}")
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
+        self.response_template = response_template
+        self.instruction_template = instruction_template
+        self.ignore_index = ignore_index
+        self.padding_free = padding_free
+        self.labeler = ResponseLabeler(
+            ResponseTemplate.from_settings(self.tokenizer, response_template, instruction_template)
+        )
+
+    @property
+    def num_seen(self) -> int:
+        return self.labeler.num_seen
+
+    @property
+    def num_unfound(self) -> int:
+        return self.labeler.num_not_found
+
+    def labels_of(self, input_ids: Any) -> np.ndarray:
+        """Return the labels ``(T,)`` int64 of one document, and count it."""
+        ids = np.asarray(input_ids).astype(np.int64, copy=False)
+        return np.where(self.labeler.trained(ids), ids, self.ignore_index)
+
+    def torch_call(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """Return a batch of examples: mappings with `input_ids`, or lists of ids."""
+        documents = [self._document(example) for example in examples]
+        if not self.padding_free:
+            return self._padded(documents)
+        collate = PackedCollator(self.tokenizer.pad_token_id or 0, self.pad_to_multiple_of)
+        batch: dict[str, Any] = collate(documents)
+        batch["labels"][batch["labels"] == IGNORE_INDEX] = self.ignore_index
+        return batch
+
+    def numpy_call(self, examples: Sequence[Any]) -> dict[str, Any]:
+        raise ValueError("return_tensors must be 'pt'")  # the parent's labels would be unmasked
+
+    def _document(self, example: Any) -> dict[str, np.ndarray]:
+        columns = example if isinstance(example, Mapping) else {"input_ids": example}
+        ids = np.asarray(columns["input_ids"]).astype(np.int64, copy=False)
+        if columns.get("attention_mask") is not None:
+            ids = ids[np.asarray(columns["attention_mask"]) != 0]
+        return {"input_ids": ids, "labels": self.labels_of(ids)}
+
+    def _padded(self, documents: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError(
+                "the tokenizer has no padding token; set tokenizer.pad_token, or padding_free=True"
+            )
+        for document in documents:
+            document["attention_mask"] = np.ones_like(document["input_ids"])
+        fill = {
+            "input_ids": self.tokenizer.pad_token_id,
+            "attention_mask": 0,
+            "labels": self.ignore_index,
+        }
+        side, multiple = self.tokenizer.padding_side, self.pad_to_multiple_of
+        return {
+            name: pad([torch.from_numpy(d[name]) for d in documents], value, side, multiple)
+            for name, value in fill.items()
+        }
