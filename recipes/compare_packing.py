@@ -64,7 +64,7 @@ from trl import ModelConfig, SFTTrainer, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.data.prepared import records_of
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 

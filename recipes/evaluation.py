@@ -46,7 +46,7 @@ from trl_packing.recipes.recipe_run import finish, parse
 from transformers.hf_argparser import HfArg
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 SHOWN = ("eval_loss", "eval_perplexity", "eval_right_documents")
 

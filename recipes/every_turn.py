@@ -50,7 +50,7 @@ from datasets import Dataset
 from trl import ModelConfig
 
 from trl_packing import PackedSFTTrainer, show_document
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 10, "num_train_epochs": 1}
 # As the templates of reasoning models: earlier thoughts are dropped, the prompt opens new ones.

@@ -41,7 +41,7 @@ from accelerate import PartialState
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 RUNS: Runs = {
     "padded": (SFTTrainer, {"packing": False}),

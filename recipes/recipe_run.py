@@ -17,7 +17,7 @@ from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
 from trl_packing import PackedSFTConfig, load_rows
-from trl_packing.tools.command.options import (
+from trl_packing.tools.options import (
     check_names,
     check_values,
     read_config,

@@ -45,7 +45,7 @@ minutes on a busy CPU core):
 from trl_packing.recipes.recipe_run import Arguments, finish, parse
 
 from trl_packing import PackedSFTTrainer, show_document
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 
 @exits_in_one_line

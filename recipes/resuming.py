@@ -42,7 +42,7 @@ from pathlib import Path
 from trl_packing.recipes.recipe_run import Arguments, finish, parse
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 from trl_packing.training.checkpoints import last_whole_checkpoint
 
 

@@ -48,7 +48,7 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 DEMO = {"max_length": 1024, "per_device_train_batch_size": 1, "num_train_epochs": 1}
 

@@ -41,7 +41,7 @@ from transformers.hf_argparser import HfArg
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.data.prepared import is_prepared
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 
 @dataclass

@@ -48,7 +48,7 @@ from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTTrainer, show_document
 from trl_packing.data.prepared import is_prepared
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 
 def first_answer(trainer: PackedSFTTrainer) -> str:

@@ -44,7 +44,7 @@ from transformers import AutoProcessor
 from transformers.hf_argparser import HfArg
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
 DEMO |= {"learning_rate": 2e-3, "num_train_epochs": 3, "warmup_steps": 10}

@@ -268,21 +268,19 @@ def options_in(text: str) -> set[str]:
 def options_of(command: str) -> set[str]:
     from trl import ModelConfig
 
-    from trl_packing.cli.program import _parser
+    from trl_packing.cli.program import RUN, _parser
     from trl_packing.config import PackedSFTConfig
 
     (commands,) = (a.choices for a in _parser()._actions if a.dest == "command")
     if command not in commands:
         return set()
-    own = {
-        s.lstrip("-").replace("-", "_")
-        for a in commands[command]._actions
-        for s in a.option_strings
-    }
+    named = [a.option_strings for a in commands[command]._actions]
+    named += [names for names, *_ in RUN] if command != "compare" else []
+    own = {s.lstrip("-").replace("-", "_") for strings in named for s in strings}
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
     if command == "doctor":
         fields |= {f.name for f in dataclasses.fields(ModelConfig)}
-    return own | (fields if command in ("inspect", "plan", "verify", "doctor") else set())
+    return own | (fields if command != "compare" else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -15,11 +15,10 @@ from helpers.prepared import chats
 from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
-from trl_packing.cli.prepare import _places
 from trl_packing.data.prepared import records_of
 from trl_packing.formatting import tokenize_rows
-from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainingCommand
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def run_of(entries, **more):
     settings = {"model_name_or_path": "model", "max_length": 64, "output_dir": "out"}
     with open("run.yaml", "w") as file:
         yaml.safe_dump({**settings, "datasets": entries, **more}, file)
-    call = TrainingCommand.from_words(["--config", "run.yaml"]).trainer_call()
+    call = TrainingCommand.from_words(["--config", "run.yaml"]).call
     documents, counts = PreviewedRun.from_call(call).documents()
     return [(d["input_ids"], d["labels"]) for d in documents], call.args.mixture, counts.after
 
@@ -144,22 +143,6 @@ def test_mistakes_are_one_line(place, capsys, words, said):
     assert not (place / "out").exists()
 
 
-def test_scripts_data_and_the_folder_are_told_apart():
-    places = {
-        ("out",): ([], [], "out"),
-        ("rows.jsonl", "out"): ([], ["--dataset_name", "rows.jsonl"], "out"),
-        ("lora.py", "out"): (["lora.py"], [], "out"),
-        ("-m", "my.train", "hub/id", "out"): (
-            ["-m", "my.train"],
-            ["--dataset_name", "hub/id"],
-            "out",
-        ),
-    }
-    for words, (script, data, out) in places.items():
-        found = _places(list(words))
-        assert (found[0], found[1], str(found[2])) == (script, data, out)
-
-
 def test_an_interrupt_leaves_nothing_behind(place, monkeypatch, capsys):
     def stop(*args, **options):
         raise KeyboardInterrupt
@@ -239,7 +222,7 @@ def test_prepared_entries_and_rows_are_one_mixture(place):
     entries += [{"path": "pairs.jsonl", "fraction": 0.25, "weight": 1, "source": "pairs"} | named]
     options = {"datasets": entries, "model_name_or_path": "model", "output_dir": "run"}
     (place / "run.yaml").write_text(json.dumps(options))
-    call = TrainingCommand.from_words(["--config", "run.yaml"]).trainer_call()
+    call = TrainingCommand.from_words(["--config", "run.yaml"]).call
     sets = call.train_dataset
     assert {name: len(rows) for name, rows in sets.items()} == {"out": 15, "pairs": 5}
     (record,) = records_of(sets["out"])

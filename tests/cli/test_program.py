@@ -11,8 +11,7 @@ from helpers.attacks import harmful
 import trl_packing
 from trl_packing.cli import main
 from trl_packing.cli.output import uses_color
-from trl_packing.cli.program import COMMANDS
-from trl_packing.cli.run_options import our_settings
+from trl_packing.cli.program import OPTIONS, our_settings
 from trl_packing.config import PackingOptions
 
 HEAVY = ("torch", "transformers", "trl", "datasets")
@@ -50,7 +49,7 @@ def test_the_check_sees_a_library_that_is_loaded():
     assert done.stdout.rstrip().endswith("loaded ['torch']")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OPTIONS)
 def test_help_has_examples_exit_statuses_and_fits_a_terminal(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as end:
@@ -91,7 +90,7 @@ def test_the_version_is_that_of_the_package(capsys):
         ),
         (["plan", "--model", "m"], "name the model and the data (--model NAME --data FILE)"),
         (["plan", "-x"], "'-x' belongs to no option"),
-        (["plan", "--config"], "argument --config: expected one argument"),
+        (["plan", "--config"], "--config takes one YAML file"),
         (["plan", "--model", "m", "--data", "d", "--rank", "2"], "did you mean --ranks?"),
         (["plan", "--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
         (["plan", "--color", "pink"], "argument --color: invalid choice: 'pink'"),

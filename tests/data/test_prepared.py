@@ -13,9 +13,9 @@ from trl import SFTConfig
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
 from trl_packing.data.document_rules import hash_of_tokenizer
 from trl_packing.data.prepared import is_prepared, records_of
-from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.prepare import prepare_run
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainerCall
 
 
 def made(out, call, **options):

@@ -15,8 +15,8 @@ from helpers.tiny import save_tiny_model, tiny_rows
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainingCommand
 
 
 def instructions() -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ def trained_documents(recipe: str, arguments: list[str]) -> list[dict[str, Any]]
 
 
 def previewed_documents(words: list[str]) -> list[dict[str, Any]]:
-    run = PreviewedRun.from_call(TrainingCommand.from_words(words).trainer_call())
+    run = PreviewedRun.from_call(TrainingCommand.from_words(words).call)
     return [*run.documents()[0]]
 
 
@@ -179,7 +179,7 @@ def test_sources_with_columns_of_their_own_are_inspected_as_they_are_trained(mod
         return ["--config", str(config)]
 
     trained = tokens_of(trained_documents("sft_packed", words(settings)))
-    run = PreviewedRun.from_call(TrainingCommand.from_words(words(settings)).trainer_call())
+    run = PreviewedRun.from_call(TrainingCommand.from_words(words(settings)).call)
     assert len(trained) == len(run.dataset) == 72 - 15
     rows = range(0, 57, 8)
     shown = [d for row in rows for d in run.documents_of_row(row)[0]]

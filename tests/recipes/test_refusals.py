@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.recipes import RECIPES, module
 
-from trl_packing.tools.command.exit_messages import exits_in_one_line
+from trl_packing.tools.options import exits_in_one_line
 
 DEMOS = ["every_turn", "shared_prefixes", "vision"]  # without arguments, these train a small model
 

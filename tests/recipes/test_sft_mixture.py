@@ -10,9 +10,9 @@ import yaml
 from datasets import concatenate_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
-from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainingCommand
 from trl_packing.training.arguments import check_arguments
 
 A = [{"prompt": f"What is {i}?", "completion": f"A number: {i}."} for i in range(30)]
@@ -83,7 +83,7 @@ def test_names_are_told_apart(tmp_path, files):
 
 def call_of(config, *more):
     """Return the arguments of the trainer that the recipe would build."""
-    return TrainingCommand.from_words(["--config", config, *more]).trainer_call()
+    return TrainingCommand.from_words(["--config", config, *more]).call
 
 
 def test_weights_and_epochs_become_the_mixture_of_the_run(tmp_path, files):

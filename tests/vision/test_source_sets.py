@@ -14,9 +14,9 @@ from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 from vision.test_exact import batches_of, packed, trained_alone
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainerCall
 from trl_packing.training.columns import documents_of
 from trl_packing.vision import families
 from trl_packing.vision.batch import ImageBatches

@@ -1,13 +1,8 @@
-"""The command `trl-packing`: one module for each of its commands.
+"""The command `trl-packing`.
 
-A command is a module with
-
-    HELP: str                                        one line for `trl-packing --help`
-    add_arguments(parser: ArgumentParser) -> None    its options
-    run(arguments: Namespace) -> int                 its work, and the exit status
-
-and its name in `program.COMMANDS`. Libraries are imported inside `run`, so that `--help` and typing
-errors are quick.
+    program.py     options of all commands, and errors as one line
+    commands.py    a function for each command; its docstring is the help
+    output.py      color, JSON, log lines, and secrets that are not shown
 
 Belongs here: the options of a command, and its exit status. Does not: its work (`tools/`).
 Read `program.py` first.

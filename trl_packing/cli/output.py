@@ -4,7 +4,6 @@ stdout  the result: text, or one JSON object
 stderr  notes, progress bars (in a terminal alone), and the reason of a failure in one line
 """
 
-import argparse
 import json
 import logging
 import os
@@ -14,18 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
-
-
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every command has."""
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    group.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="auto: in a terminal, unless NO_COLOR is set; FORCE_COLOR: anywhere",
-    )
 
 
 def uses_color(choice: str, stream: TextIO | None = None) -> bool:

@@ -1,43 +1,96 @@
-"""The program `trl-packing`: its commands, and errors as one line.
+"""The program `trl-packing`: its commands with their options, and errors as one line.
 
 trl-packing plan --config recipes/lora_8b.yaml --ranks 8
 trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
 trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
+
+The options that describe a run are those of its training command:
+
+accelerate launch train.py --config c.yaml --max_length 512   trains
+trl-packing plan  train.py --config c.yaml --max_length 512   shows the same run
 """
 
 import argparse
-import importlib
+import ast
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from inspect import cleandoc
 from itertools import takewhile
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import trl_packing
-from trl_packing.cli.output import add_output_arguments, command_line, note, short_log
+from trl_packing.cli.commands import COMMANDS, script_of
+from trl_packing.cli.output import command_line, note, short_log
 from trl_packing.formatting.printable import escape_hidden
-from trl_packing.tools.command.exit_messages import message_of
-from trl_packing.tools.command.options import check_typing, suggest, values_of
+from trl_packing.tools.options import check_typing, message_of, suggest, values_of
 
-# Modules of this folder, in the order of the help.
-COMMANDS = ("inspect", "plan", "prepare", "verify", "doctor", "compare")
+_NUMBERS: dict[str, Any] = {"type": int, "nargs": "+"}
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_OF_STREAMS = "rows to read of a stream, which has no length (default: 1000)"
+_STREAM_ROWS: dict[str, Any] = {"type": int, "default": 1000, "metavar": "N", "help": _OF_STREAMS}
+_DRAWN = """draw micro-batches of the first epoch, from 1, as packed rows; prefixes that documents
+share (prefix_sharing) stand above their branches"""
+_OTHER = """compare tokens and labels of all rows with those of another preparation: trl, a .jinja
+template, or a .yaml file"""
+_RUNS = """at least two: output_dir of a run, one of its checkpoints, its run.json, or the
+trainer_state.json of any Trainer"""
+_COLORS = "auto: in a terminal, unless NO_COLOR is set; FORCE_COLOR: anywhere"
 
-EPILOG = """\
-examples:
-  trl-packing plan --config recipes/lora_8b.yaml --ranks 8
-  trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
-  trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
-Any training command becomes a preview: replace `accelerate launch` by
-`trl-packing plan`.
+# The options of each command.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "inspect": {
+        "--rows": _NUMBERS | {"metavar": "ROW", "help": "row numbers (default: 0 1 2)"},
+        "--all": _FLAG | {"help": "count what all rows would lose"},
+        "--micro_batches": _NUMBERS | {"metavar": "N", "help": _DRAWN},
+        "--html": {"metavar": "FILE", "help": "write the packed rows of the run as a page"},
+        "--against": {"metavar": "WHAT", "help": _OTHER},
+        "--stream_rows": _STREAM_ROWS,
+    },
+    "plan": {
+        "--ranks": {"type": int, "default": 1, "metavar": "N", "help": "processes (default: 1)"},
+        "--html": {"metavar": "FILE", "help": "write the plan as a page"},
+        "--stream_rows": _STREAM_ROWS,
+    },
+    "prepare": {"--num_proc": {"type": int, "metavar": "N", "help": "processes (default: 1)"}},
+    "verify": {
+        "--dtype": {"help": "bfloat16, auto, ...; default: the run's, or float32"},
+        "--device": {"help": "cpu, cuda, ...; default: cuda if it is available"},
+        "--gradients": _FLAG | {"help": "compare gradients too"},
+        "--prefixes": _FLAG | {"help": "check shared prefixes too"},
+    },
+    "doctor": {},
+    "compare": {
+        "runs": {"nargs": "+", "metavar": "RUN", "help": _RUNS},
+        "--html": {"metavar": "FILE", "help": "write the curves as a page"},
+    },
+}
 
-exit status:
-  0  done
-  1  the result is bad news: a row is not trained, documents leak, ...
-  2  the command cannot run; stderr has the reason in one line
+# Options of every command.
+_OUTPUT: dict[str, dict[str, Any]] = {
+    "--json": _FLAG | {"help": "print one JSON object instead of text"},
+    "--color": {"choices": ("auto", "always", "never"), "default": "auto", "help": _COLORS},
+}
 
-TRL_PACKING_TRACEBACK=1 shows where an error comes from.
-"""
+# Options of sft_packed.py that a preview needs most often; their help would take seconds to import.
+RUN = (
+    (("--config",), "FILE", "YAML file with options, as in training"),
+    (("--model_name_or_path", "--model"), "NAME", "hub id or folder of a model"),
+    (("--dataset_name", "--data"), "NAME", "hub id, .json, .jsonl or .parquet file, or folder"),
+    (("--dataset_config",), "NAME", "subset of a data set on the hub"),
+    (("--dataset_train_split", "--split"), "SPLIT", "split or part of it: 'train[:1000]'"),
+    (("--prompt_column",), "NAME", "column of the prompt, such as question"),
+    (("--completion_column",), "NAME", "column of the completion, such as answer"),
+    (("--messages_column",), "NAME", "column of conversations"),
+    (("--max_length", "--max-length"), "N", "tokens of a bin; documents beyond it are cut"),
+    (("--model_revision", "--revision"), "NAME", "branch, tag or commit of the model"),
+    (("--trust_remote_code",), "[BOOL]", "run code that comes with the model"),
+)
+
+_USAGE = "trl-packing {} [SCRIPT] [--config FILE] [--OPTION VALUE ...]"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,24 +98,33 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         written = message.partition("invalid choice: '")[2].partition("'")[0]
-        hint = suggest(written, COMMANDS) if "argument COMMAND:" in message else ""
+        hint = suggest(written, OPTIONS) if "argument COMMAND:" in message else ""
         self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}{hint}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Look at a packed run before it starts, prepare its data, compare runs.
 
-    Returns:
-        The exit status: 0 if it is done; 1 if its result is bad news, such as documents that leak;
-        2 if it cannot run, with the reason in one line on stderr.
+    examples:
+      trl-packing plan --config recipes/lora_8b.yaml --ranks 8
+      trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
+      trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
+    Any training command becomes a preview: replace `accelerate launch` by
+    `trl-packing plan`.
+
+    exit status:
+      0  done
+      1  the result is bad news: a row is not trained, documents leak, ...
+      2  the command cannot run; stderr has the reason in one line
+
+    TRL_PACKING_TRACEBACK=1 shows where an error comes from.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal may lack some characters
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parse(argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
-        if hasattr(arguments, "forwarded"):
-            _check_typing(arguments)
+        _check_typing(arguments)
         with short_log():
             status = arguments.run(arguments)
         sys.stdout.flush()
@@ -82,54 +144,99 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _check_typing(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an unknown option of sft_packed.py, before anything slow is imported."""
-    words = arguments.words
-    if not words or words[0].startswith("--"):
-        check_typing([f"--{name}" for name in values_of(words)], vars(arguments).keys())
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command; `words` are all others, the training command of a run."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    arguments.notes = []
-    arguments.command_line = command_line("trl-packing", sys.argv[1:] if argv is None else argv)
-    if hasattr(arguments, "forwarded"):  # the training script comes first, if there is one
-        leading = list(takewhile(lambda word: not word.startswith("--"), rest))
-        size = min(len(leading), 2 if leading[:1] == ["-m"] else 1)
-        if hasattr(arguments, "places"):  # of a command that takes more than a script
-            arguments.places, rest, size = leading, rest[len(leading) :], 0
-        arguments.words = [*rest[:size], *arguments.forwarded, *rest[size:]]
-    elif rest:
+    arguments, words = parser.parse_known_args(argv)
+    if words and arguments.command == "compare":
         known = [name.replace("_", "-") for name in vars(arguments)]
-        hint = suggest(rest[0].strip("-"), known, mark="--")
-        parser.error(f"{arguments.command} has no option {' '.join(rest)}{hint}")
+        hint = suggest(words[0].strip("-"), known, mark="--")
+        parser.error(f"compare has no option {' '.join(words)}{hint}")
+    arguments.words, arguments.notes = words, []
+    arguments.command_line = command_line("trl-packing", argv)
     return arguments
 
 
+def _check_typing(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an unknown option of sft_packed.py, before anything slow is imported."""
+    places = list(takewhile(lambda word: not word.startswith("--"), arguments.words))
+    if arguments.command == "prepare" and not script_of(places):
+        places, options = [], arguments.words[len(places) :]
+    else:
+        options = arguments.words
+    if not places:
+        check_typing([f"--{name}" for name in values_of(options)], vars(arguments).keys())
+
+
 def _parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
-        prog="trl-packing",
-        description="Look at a packed run before it starts, prepare its data, compare runs.",
-        epilog=EPILOG,
-        formatter_class=layout,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--version", action="version", version=f"trl-packing {trl_packing.__version__}"
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = importlib.import_module(f"trl_packing.cli.{name}")
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
-            formatter_class=layout,
-            allow_abbrev=False,
-        )
-        module.add_arguments(command)
-        add_output_arguments(command)
-        command.set_defaults(run=module.run)
+    settings: dict[str, Any] = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    description, epilog = _help_of(main)
+    parser = _Parser(prog="trl-packing", description=description, epilog=epilog, **settings)
+    version = f"trl-packing {trl_packing.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    of_run = _help_of_a_run()
+    for run in COMMANDS:
+        name = run.__name__
+        description, epilog = _help_of(run)
+        summary = description[0].lower() + description[1:].removesuffix(".")
+        command = added.add_parser(name, help=summary, description=description, **settings)
+        for option, given in OPTIONS[name].items():
+            command.add_argument(option, **given)
+        output = command.add_argument_group("output")
+        for option, given in _OUTPUT.items():
+            output.add_argument(option, **given)
+        command.epilog = epilog
+        if name != "compare":
+            command.usage = _USAGE.format(name)
+            command.epilog = f"{of_run}\n{epilog}"
+        command.set_defaults(run=run)
     return parser
+
+
+def _help_of(function: Any) -> tuple[str, str]:
+    """Return the first line of a docstring, and the rest."""
+    first, _, rest = cleandoc(function.__doc__).partition("\n\n")
+    return first, rest
+
+
+def _help_of_a_run() -> str:
+    """Return the help of options that are passed on to the training script."""
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = parser.add_argument_group(
+        "the run",
+        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
+        "not train. Without it, the run is that of recipes/sft_packed.py.",
+    )
+    ours = parser.add_argument_group(
+        "settings of trl_packing",
+        "All options of TRL and transformers work as in training, too.",
+    )
+    for names, metavar, text in RUN:
+        run.add_argument(*names, metavar=metavar, help=text)
+    for setting, is_flag, text in our_settings():
+        metavar = "[BOOL]" if is_flag else "VALUE"
+        ours.add_argument(f"--{setting}", metavar=metavar, help=text.replace("%", "%%"))
+    return parser.format_help()
+
+
+def our_settings() -> Iterator[tuple[str, bool, str]]:
+    """Yield each setting of `PackingOptions`: its name, whether it is a flag, and its help.
+
+    They are read from the source, because importing it would take seconds.
+    """
+    source = (Path(trl_packing.__file__).parent / "config" / "options.py").read_text("utf-8")
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    for node in next(each for each in classes if each.name == "PackingOptions").body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+            text = max((text for text in texts if isinstance(text, str)), key=len)
+            first = re.split(r"(?<!e\.g)\.\s+(?=[A-Z'{])", text)[0].rstrip(".")
+            yield ast.unparse(node.target), ast.unparse(node.annotation) == "bool", first

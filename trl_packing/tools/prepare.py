@@ -53,8 +53,8 @@ from trl_packing.documents.labels import (
     token_columns,
 )
 from trl_packing.formatting.printable import escape_hidden
-from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainerCall
 
 _PACKAGES = ("trl_packing", "trl", "transformers", "tokenizers", "datasets")
 _ROWS_AT_ONCE = 10_000  # that are hashed

@@ -10,8 +10,8 @@ from transformers import Trainer, TrainingArguments
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.command.trainer_call import call_of_script
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import call_of_script
 
 START = """
 import sys

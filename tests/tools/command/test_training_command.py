@@ -11,8 +11,8 @@ from helpers.tiny import save_tiny_model
 from trl import ModelConfig
 
 from trl_packing import PackedSFTConfig
-from trl_packing.tools.command.options import check_typing
-from trl_packing.tools.command.training_command import TrainingCommand
+from trl_packing.tools.options import check_typing
+from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ("--model", "m", "--data", "d.jsonl")
 

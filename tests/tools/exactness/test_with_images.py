@@ -10,11 +10,9 @@ from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 
 from trl_packing.cli import main
 from trl_packing.isolation.locate import _relative_difference
-from trl_packing.tools.command.settings import config_from_settings
-from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.exactness.verify import VerifiedModel
 from trl_packing.tools.exactness.with_images import ImageProbes
+from trl_packing.tools.training_command import TrainerCall, TrainingCommand, config_from_settings
 from trl_packing.vision.batch import ImageBatches
 
 NAME = "qwen2_5_vl"
@@ -32,7 +30,7 @@ def probes(processor, monkeypatch):
     model = tiny_vision_model(NAME, processor)
     args = config_from_settings(["--max_length", "320"])
     call = TrainerCall(model, args, image_dataset(), processor)
-    monkeypatch.setattr(TrainingCommand, "trainer_call", lambda self, **_: call)
+    monkeypatch.setattr(TrainingCommand, "_call", lambda self, **_: call)
     words = TrainingCommand.from_words(["--model", "none", "--data", "none.jsonl"])
     return model, ImageProbes.of(model, model, args, words)
 
@@ -122,7 +120,7 @@ def test_probes_of_several_data_sets_are_those_with_images(processor, monkeypatc
     lines = Dataset.from_dict({"prompt": ["a"] * 100, "completion": ["b"] * 100})
     sets = {"lines": lines, "pictures": image_dataset()}
     call = TrainerCall(model, config_from_settings(["--max_length", "320"]), sets, processor)
-    monkeypatch.setattr(TrainingCommand, "trainer_call", lambda self, **_: call)
+    monkeypatch.setattr(TrainingCommand, "_call", lambda self, **_: call)
     words = TrainingCommand.from_words(["--model", "none", "--datasets", "none.jsonl"])
     with pytest.raises(ValueError, match="TRL's own code prepares data for this tokenizer"):
         ImageProbes.of(model, model, call.args, words)

@@ -9,9 +9,9 @@ from helpers.tiny import tiny_model
 from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
-from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainerCall
 
 NAME = "qwen2_5_vl"
 COLUMNS = ("input_ids", "labels", "image_ids")

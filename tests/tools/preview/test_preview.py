@@ -15,9 +15,9 @@ from helpers.tiny import save_tiny_model, tiny_dataset, tiny_model, tiny_tokeniz
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.cli import main
 from trl_packing.data.dataset import load_rows
-from trl_packing.tools.command.settings import load_processing_class
 from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import config_from_settings, processing_class_of
 
 
 def inspect(dataset, tokenizer, settings=(), *, rows=None, prepares_all=False, model=None):
@@ -203,7 +203,10 @@ def test_the_preview_honors_what_the_trainer_honors(
         ),
     }[name]
     trainer = trainer_of(tmp_path, chat_model, rows, options)
-    tokenizer, flags = load_processing_class(str(chat_model)), flags_of(options)
+    tokenizer, flags = (
+        processing_class_of(str(chat_model), config_from_settings([])),
+        flags_of(options),
+    )
     found = list(inspect(rows, tokenizer, flags, rows=[0, 1], model=str(chat_model)))
     assert found == trained_documents(trainer)
     if name in ("template file", "template of a tokenizer", "eos"):  # the setting does something
@@ -222,7 +225,10 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_
             trainer_of(tmp_path, chat_model, rows, options).packing_report.to_json()
         )
         planned = plan(
-            rows, load_processing_class(str(chat_model)), flags_of(options), model=str(chat_model)
+            rows,
+            processing_class_of(str(chat_model), config_from_settings([])),
+            flags_of(options),
+            model=str(chat_model),
         )
         of_the_model = {"attention": None, "checked": None}
         assert json.loads(planned.to_json()) | of_the_model == trained | of_the_model
@@ -231,7 +237,9 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_
 def test_the_first_row_decides_as_in_training(tmp_path, chat_model):
     """The first row decides whether flags of messages count, and the form of all rows."""
     rows = Dataset.from_list([chat_row("So.", train=True), chat_row("Not so.", train=None)])
-    found = list(inspect(rows, load_processing_class(str(chat_model)), rows=[0, 1]))
+    found = list(
+        inspect(rows, processing_class_of(str(chat_model), config_from_settings([])), rows=[0, 1])
+    )
     assert found == trained_documents(trainer_of(tmp_path, chat_model, rows, {}))
     mixed = Dataset.from_list(
         [

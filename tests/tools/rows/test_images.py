@@ -9,11 +9,11 @@ from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 from PIL import Image
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_rows
-from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.rows.packed_rows import PackedEpoch
 from trl_packing.tools.rows.page import rows_page
 from trl_packing.tools.rows.text import micro_batches, show_row
+from trl_packing.tools.training_command import TrainerCall
 
 COLORS = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255)}
 

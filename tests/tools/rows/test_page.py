@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.command.trainer_call import TrainerCall
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.row_of_document import trace_documents
 from trl_packing.tools.preview.token_texts import token_texts
@@ -26,6 +25,7 @@ from trl_packing.tools.rows.packed_rows import (
     PackedEpoch,
 )
 from trl_packing.tools.rows.page import MAX_TOKENS, rows_page
+from trl_packing.tools.training_command import TrainerCall
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 

@@ -11,10 +11,9 @@ from huggingface_hub import constants
 from transformers import AutoConfig
 
 from trl_packing.config import PackedSFTConfig
-from trl_packing.tools.command.options import values_of
-from trl_packing.tools.command.settings import check_path_exists
-from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.doctor.findings import Finding
+from trl_packing.tools.options import values_of
+from trl_packing.tools.training_command import TrainingCommand, check_path_exists
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from trl_packing.isolation.check import check_prefixes
 from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, with_fallbacks
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.command.settings import check_path_exists, config_of
 from trl_packing.tools.exactness.with_images import ImageProbes
+from trl_packing.tools.training_command import check_path_exists, config_of
 
 # The longest probe of a run without a max_length, in tokens.
 _LONGEST_PROBE = 1024

@@ -15,10 +15,13 @@ from transformers import ProcessorMixin
 from trl_packing.attention.backends import PADDED
 from trl_packing.isolation.fallback import CheckResult, Refusal
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.command.settings import config_from_settings, processing_class_of
-from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.command.training_command import TrainingCommand
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import (
+    TrainerCall,
+    TrainingCommand,
+    config_from_settings,
+    processing_class_of,
+)
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.choice import has_images
 from trl_packing.vision.families import FAMILIES

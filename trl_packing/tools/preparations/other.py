@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_packing.tools.command.options import read_config
-from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.command.training_command import TrainingCommand
+from trl_packing.tools.options import read_config
 from trl_packing.tools.preparations.side import Side
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainerCall, TrainingCommand
 
 _TEMPLATES, _CONFIGS = (".jinja", ".j2"), (".yaml", ".yml")
 _MODEL = {"model_name_or_path", "model"}
@@ -51,7 +50,7 @@ def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
     if path.suffix in _TEMPLATES:
         return Side(path.name, _with_template(run, against))
     command = TrainingCommand.from_words(_words_with(path, words))
-    return Side(path.name, PreviewedRun.from_call(command.trainer_call()))
+    return Side(path.name, PreviewedRun.from_call(command.call))
 
 
 def _with_template(run: PreviewedRun, path: str) -> PreviewedRun:

@@ -26,14 +26,14 @@ from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
 from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
-from trl_packing.tools.command.settings import (
+from trl_packing.tools.preview.source_rows import SourceRows
+from trl_packing.tools.training_command import (
+    TrainerCall,
     config_from_settings,
     config_value,
     configure_tokenizer,
     processing_class_of,
 )
-from trl_packing.tools.command.trainer_call import TrainerCall
-from trl_packing.tools.preview.source_rows import SourceRows
 from trl_packing.training.arguments import (
     check_arguments,
     check_loss_options,

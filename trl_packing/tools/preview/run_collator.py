@@ -11,8 +11,8 @@ from trl_packing.config import PackingOptions
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.static_shapes import StaticShapes
-from trl_packing.tools.command.settings import config_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import config_of
 
 
 def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollator:

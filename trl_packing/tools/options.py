@@ -1,23 +1,28 @@
-"""Options of a training command before anything heavy is imported: typing errors, and YAML files.
+"""Options of a training command before anything heavy is imported, and errors as one line.
 
---max_lenght 5          →  --max_lenght is unknown; did you mean --max_length?
-max_steps: 3 (twice)    →  --config run.yaml gives 'max_steps' twice; keep one
+--max_lenght 5                      →  --max_lenght is unknown; did you mean --max_length?
+max_steps: 3 (twice)                →  --config run.yaml gives 'max_steps' twice; keep one
+an error inside a training step     →  a traceback, because no option caused it
 """
 
 import argparse
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from traceback import walk_tb
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import yaml
 
+from trl_packing.formatting.printable import escape_hidden
 from trl_packing.versions import TESTED, installed_version, is_tested
 
 # Short names of options, and their names in training.
@@ -27,6 +32,12 @@ SHORT = {
     "split": "dataset_train_split",
     "revision": "model_revision",
 }
+
+# An environment variable: any value brings the traceback back.
+TRACEBACK = "TRL_PACKING_TRACEBACK"
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Files with the fields of a run's configs, by library.
 _FIELDS = {
@@ -114,10 +125,10 @@ def values_of(words: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{word!r} belongs to no option; options are --NAME VALUE")
         else:
             on_line[name].append(word)
-    config = on_line.pop("config", None)
-    if config is not None and len(config) != 1:
+    files = on_line.pop("config", None)
+    if files is not None and len(files) != 1:
         raise ValueError("--config takes one YAML file")
-    in_file = read_config(Path(config[0])) if config else {}
+    in_file = read_config(Path(files[0])) if files else {}
     return in_file | {name: " ".join(values) for name, values in on_line.items()}
 
 
@@ -132,7 +143,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
     twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
     if twice is not None:
-        raise ValueError(f"gives {twice!r} twice; keep one")
+        raise ValueError(f"it gives {twice!r} twice; keep one")
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
@@ -150,15 +161,12 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
         raise ValueError(f"{option} {path} does not exist (looked from {Path.cwd()})")
     try:
         content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{option} {path} cannot be read: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{option} {path} {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{option} {path} must contain lines 'option: value'")
-    for key in content:
-        if not isinstance(key, str):
-            raise ValueError(f"{option} {path} has the key {key!r}, which is no name of an option")
+    if wrong := [key for key in content if not isinstance(key, str)]:
+        raise ValueError(f"{option} {path} has the key {wrong[0]!r}, which is no name of an option")
     return content
 
 
@@ -179,6 +187,9 @@ def check_values(config: Mapping[str, Any], types: Mapping[str, Any], path: str)
             raise ValueError(f"--config {path}: datasets={value!r} must be a list of entries")
 
 
+# --- errors as one line ---------------------------------------------------------------------------
+
+
 @contextmanager
 def short_usage_errors() -> Iterator[None]:
     """Make errors of `argparse` a ValueError, without the usage, which has hundreds of lines."""
@@ -189,3 +200,43 @@ def short_usage_errors() -> Iterator[None]:
 
     with patch.object(argparse.ArgumentParser, "error", fail):
         yield
+
+
+def message_of(error: Exception) -> str | None:
+    """Return `error` as one line, or None if its traceback should be printed.
+
+    The traceback is printed for errors inside a training step, and for every error if the
+    environment variable TRL_PACKING_TRACEBACK is set.
+    """
+    frames = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
+    if os.environ.get(TRACEBACK) or "training_step" in frames:
+        return None
+    words = " ".join(escape_hidden(str(error)).split())
+    # Errors with a message for the user. Other errors may be bugs, so their type is named.
+    if isinstance(error, (ValueError, OSError, ImportError)) and words:
+        return words
+    named = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return f"{named} ({TRACEBACK}=1 shows where)"
+
+
+def exits_in_one_line(main: Callable[P, T]) -> Callable[P, T]:
+    """Wrap `main` of a script: an error ends the process with one line and status 1.
+
+    The line starts with the name of the script, and with the rank if there are several.
+    """
+    program = Path(main.__code__.co_filename).name
+
+    @wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with short_usage_errors():
+                return main(*args, **kwargs)
+        except Exception as error:
+            message = message_of(error)
+            if message is None:
+                raise
+            several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+            rank = f" (rank {os.environ.get('RANK', '0')})" * several
+            sys.exit(f"{program}{rank}: {message}")
+
+    return run

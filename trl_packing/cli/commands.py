@@ -1,0 +1,367 @@
+"""The commands of `trl-packing`: a function for each, which prints its result.
+
+Its docstring is the help of the command. It takes the options of the command, with
+
+    words           the training command without its launcher, as the user wrote it
+    command_line    the whole command, without the values of secrets
+    notes           sentences that follow the result on stderr
+
+and returns the exit status. Libraries are imported inside, so that `--help` and typing errors are
+quick.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_packing.cli.output import print_json, quiet_libraries, uses_color
+
+if TYPE_CHECKING:
+    from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Print documents with their trained tokens marked.
+
+    examples:
+      trl-packing inspect recipes/chat_data.py --config recipes/chat_data.yaml
+      trl-packing inspect --config recipes/lora_8b.yaml --rows 0 17 --all
+      trl-packing inspect --model M --data chat.jsonl --train_on assistant --json
+      trl-packing inspect --config recipes/chat_data.yaml --html rows.html
+      trl-packing inspect --config recipes/chat_data.yaml --micro_batches 1 2
+      trl-packing inspect --config recipes/chat_data.yaml --against trl
+
+    exit status:
+      0  every row that was asked for is trained; with --against, nothing differs
+      1  one of them is not; with --against, something differs
+      2  the run cannot be shown; stderr has the reason in one line
+    """
+    from trl_packing.pages.page import check_can_write
+    from trl_packing.tools.preview.preview import preview_losses, preview_rows
+
+    check_can_write("--html", arguments.html)
+    if arguments.against:
+        return _compare_preparations(arguments)
+    drawn, chosen = arguments.micro_batches or [], arguments.rows
+    if drawn and chosen is None:
+        chosen = []
+    reads_all = arguments.all or arguments.html or drawn
+    if not reads_all:  # a stream is read no further than needed
+        arguments.stream_rows = max([0, *(chosen or [2])]) + 1
+    run = _previewed_run(arguments)
+    if reads_all:
+        run = run.with_all_images()
+    color = not arguments.json and uses_color(arguments.color)
+    rows = []
+    for preview in preview_rows(run, chosen, color=color):
+        rows.append(preview)
+        for text in () if arguments.json else preview.texts:
+            print(text, end="\n\n")
+    shown: dict[str, Any] = {"rows": [row.to_dict() for row in rows], "losses": None}
+    if drawn or arguments.html:
+        shown |= _show_packed_rows(run, arguments, drawn, color)
+    if arguments.all:
+        shown["losses"] = preview_losses(run)
+    if arguments.json:
+        print_json(shown)
+    elif arguments.all:
+        print(shown["losses"], end="\n\n")
+    return 0 if all(row.documents for row in rows) else 1
+
+
+def _show_packed_rows(
+    run: "PreviewedRun", arguments: argparse.Namespace, drawn: Sequence[int], color: bool
+) -> dict[str, Any]:
+    """Print micro-batches, write the page of rows, and return the micro-batches for JSON."""
+    from trl_packing.tools.rows.packed_rows import PackedEpoch
+    from trl_packing.tools.rows.page import rows_page
+    from trl_packing.tools.rows.text import micro_batches, show_row
+
+    epoch = PackedEpoch.of(run)
+    rows = list(micro_batches(epoch, drawn))
+    for row in () if arguments.json else rows:
+        print(show_row(row, epoch, color=color), end="\n\n")
+    if arguments.html:
+        title = f"Packed rows · {_name_of_data(arguments.words)}"
+        beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
+        _write(
+            rows_page(epoch, title=title, note=beside, command=arguments.command_line), arguments
+        )
+    return {"packed_rows": [row.to_dict() for row in rows]} if drawn else {}
+
+
+def _compare_preparations(arguments: argparse.Namespace) -> int:
+    """Print the differences of two preparations; return 1 if there are any."""
+    from trl_packing.tools.preparations.compare import compare
+    from trl_packing.tools.preparations.other import check_against, other_side
+    from trl_packing.tools.preparations.side import Side
+    from trl_packing.tools.preparations.text import comparison_text
+
+    for name in ("rows", "all", "html"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} has no effect beside --against, which compares all rows")
+    check_against(arguments.against)
+    run = _previewed_run(arguments)
+    sides = Side("this run", run), other_side(arguments.against, run, arguments.words)
+    comparison = compare(*sides)
+    tokenizers = [side.run.preparation.eos.tokenizer for side in sides]
+    if arguments.json:
+        print_json(comparison.to_dict())
+    else:
+        print(comparison_text(comparison, tokenizers))
+    return 0 if comparison.is_equal else 1
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the bins and optimizer steps of an epoch.
+
+    examples:
+      trl-packing plan recipes/sft_packed.py --config recipes/sft_gsm8k.yaml
+      trl-packing plan --config recipes/lora_8b.yaml --max_length 8192 --ranks 8
+      trl-packing plan --model M --data chat.jsonl --train_on assistant --json
+      trl-packing plan --config recipes/lora_8b.yaml --html plan.html
+
+    exit status:
+      0  the plan is printed
+      2  the run cannot be planned; stderr has the reason in one line
+    """
+    from trl_packing.pages.page import check_can_write
+    from trl_packing.tools.preview.preview import preview_epoch
+
+    check_can_write("--html", arguments.html)
+    run = _previewed_run(arguments)
+    if arguments.html:
+        from trl_packing.tools.plan.page import plan_page
+        from trl_packing.tools.plan.run_plan import plan_run
+
+        found = plan_run(run, ranks=arguments.ranks)
+        data = _name_of_data(arguments.words)
+        title = f"Plan · {Path(data).name if Path(data).exists() else data}"
+        _write(plan_page(found, title=title, command=arguments.command_line), arguments)
+        report = found.report
+    else:
+        report = preview_epoch(run, ranks=arguments.ranks)
+    if arguments.json:
+        rows = {"rows": len(run.dataset), "is_stream": run.is_stream}
+        print_json(json.loads(report.to_json()) | rows)
+        return 0
+    if run.is_stream:
+        print(f"The first {len(run.dataset):,} rows of a stream, as if they were all:")
+    print(report)
+    return 0
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    """Tokenize, label and cut the data of a run once, for many runs.
+
+    examples:
+      trl-packing prepare chat.jsonl prepared --model M --num_proc 16
+      trl-packing prepare prepared --config recipes/lora_8b.yaml
+      trl-packing prepare recipes/chat_data.py prepared --config chat.yaml
+      trl-packing prepare prepared --config recipes/sft_mixture.yaml
+    Then train, plan or inspect with --dataset_name prepared and the same
+    settings.
+
+    The words before the options are [SCRIPT] [DATA] OUT: DATA is a hub id, a
+    file or a folder, and OUT the folder to write, which appears only when it is
+    complete. The data sets of a mixture become folders in OUT; the command
+    prints the entries of `datasets:` that train them.
+
+    exit status:
+      0  OUT holds the prepared data
+      2  the data cannot be prepared; stderr has the reason in one line
+    """
+    places = list(takewhile(lambda word: not word.startswith("--"), arguments.words))
+    script = script_of(places)
+    *data, out = places[len(script) :] or [""]
+    if not out or len(data) > 1:
+        raise ValueError(
+            "name the data and the folder to write first: trl-packing prepare DATA OUT --model NAME"
+        )
+    words = [*script, *arguments.words[len(places) :]]
+    words += ["--dataset_name", *data] if data else []
+    if arguments.num_proc is not None:
+        if arguments.num_proc < 1:
+            raise ValueError(f"--num_proc {arguments.num_proc} must be at least 1")
+        words += ["--dataset_num_proc", str(arguments.num_proc)]
+    quiet_libraries()
+    from trl_packing.tools import prepare as preparing
+    from trl_packing.tools.training_command import TrainingCommand
+
+    command, folder = TrainingCommand.from_words(words), Path(out).expanduser()
+    options = command.options
+    if "datasets" not in options:
+        folder = preparing.check_place(folder)  # before the data are loaded
+    if isinstance(command.call.train_dataset, dict):
+        sources = preparing.prepare_sources(command.call, folder, options=options)
+        text = preparing.sources_as_text(sources, command.call.args.mixture)
+        told: Any = {"sources": {name: preparing.as_json(each) for name, each in sources.items()}}
+    else:
+        made = preparing.prepare_run(command.call, folder, options=options)
+        text, told = preparing.as_text(made), preparing.as_json(made)
+    if not command.is_named:
+        arguments.notes.append("prepared as sft_packed.py trains it")
+    if arguments.json:
+        print_json(told)
+    else:
+        print(text)
+    return 0
+
+
+def script_of(places: Sequence[str]) -> list[str]:
+    """Return the words that name a script among those before the options of `prepare`."""
+    is_module = places[:1] == ["-m"]
+    return list(places[: 2 if is_module else int(bool(places) and places[0].endswith(".py"))])
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Measure whether packed documents see each other.
+
+    examples:
+      trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --gradients
+      trl-packing verify --config recipes/lora_8b.yaml --device cuda
+      trl-packing verify --config recipes/vision_8b.yaml
+      trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --prefixes
+
+    exit status:
+      0  training on packed documents is exact
+      1  no backend is exact; with --prefixes: prefixes cannot be shared
+      2  the model cannot be checked; stderr has the reason in one line
+    """
+    quiet_libraries()
+    from trl_packing.tools.exactness.verify import VerifiedModel
+    from trl_packing.tools.exactness.with_images import ImageProbes
+    from trl_packing.tools.training_command import TrainingCommand
+
+    command = TrainingCommand.from_words(arguments.words)
+    name_or_model, args = command.model_and_settings()
+    model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
+    say = (lambda *_: None) if arguments.json else print
+    images = ImageProbes.of(model.model, name_or_model, args, command)
+    say(f"{model}\n")
+    results = []
+    for result in model.verify(gradients=arguments.gradients, images=images):
+        results.append(result)
+        say(result)
+    exact = results[-1].backend if results[-1].is_exact else None
+    shared = None
+    if exact and arguments.prefixes:
+        shared = model.verify_prefixes(exact, gradients=arguments.gradients)
+        say(shared)
+    if arguments.json:
+        found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
+        if arguments.prefixes:
+            found["prefixes"] = shared and shared.to_dict()
+        print_json(model.to_dict() | found)
+    elif exact:
+        with_images = f", also with images ({images.source})" if images else ""
+        print(f"\nTraining on packed documents is exact with attention={exact!r}{with_images}.")
+        if shared is not None:
+            verb = "is exact" if shared.is_exact else "is not possible: each document is computed"
+            print(f"Sharing the prefixes of documents {verb}.")
+    else:
+        print("\nNo attention backend keeps the documents of a packed row apart on this model.")
+    return 0 if exact and (shared is None or shared.is_exact) else 1
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Test this machine: versions, devices, attention backends, a recipe.
+
+    examples:
+      trl-packing doctor
+      trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096
+      trl-packing doctor --config recipes/lora_8b.yaml
+
+    exit status:
+      0  nothing here would stop a training run
+      1  training would fail, for the reasons that are printed
+      2  an option cannot be used; stderr has the reason in one line
+    """
+    from transformers.utils import logging as transformers_logging
+
+    from trl_packing.tools.doctor.doctor import diagnose
+
+    quiet_libraries()
+    transformers_logging.set_verbosity_error()
+    diagnosis = diagnose(arguments.words)
+    if arguments.json:
+        print_json(diagnosis.as_json())
+    else:
+        print(diagnosis.text(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+    return 1 if diagnosis.failures else 0
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Compare runs: losses, tokens, time, settings and versions.
+
+    examples:
+      trl-packing compare outputs/packed outputs/padded
+      trl-packing compare outputs/* --html compare.html
+      trl-packing compare outputs/packed of_trl/trainer_state.json
+
+    exit status:
+      0  the comparison is printed
+      2  a run cannot be read or compared; stderr has the reason in one line
+    """
+    from trl_packing.pages.page import check_can_write
+    from trl_packing.tools.runs.compare import compare as compare_runs
+    from trl_packing.tools.runs.compare import compare_page
+    from trl_packing.tools.runs.files import load_run
+
+    if len(arguments.runs) < 2:
+        raise ValueError(
+            f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
+        )
+    check_can_write("--html", arguments.html)
+    records = [load_run(path) for path in arguments.runs]
+    comparison = compare_runs(records)
+    if arguments.json:
+        print_json(json.loads(comparison.to_json()))
+    else:
+        print(comparison)
+    if arguments.html:
+        _write(compare_page(records, comparison), arguments)
+    return 0
+
+
+COMMANDS = (inspect, plan, prepare, verify, doctor, compare)  # in the order of the help
+
+
+# --- parts of several commands --------------------------------------------------------------------
+
+
+def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
+    """Return the run that `arguments` describe, with its rows and its tokenizer."""
+    if arguments.stream_rows < 1:
+        raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
+    quiet_libraries()
+    from trl_packing.tools.preview.previewed_run import PreviewedRun
+    from trl_packing.tools.training_command import TrainingCommand
+
+    command = TrainingCommand.from_words(arguments.words)
+    run = PreviewedRun.from_call(command.call, stream_rows=arguments.stream_rows)
+    if not command.is_named:
+        arguments.notes.append(
+            "shown as sft_packed.py trains it; for another script, name it first"
+        )
+    if run.is_stream:
+        read = f"only its first {len(run.dataset):,} rows are read (--stream_rows)"
+        arguments.notes.append(f"a stream: {read}")
+    return run
+
+
+def _name_of_data(words: Sequence[str]) -> str:
+    """Return the data set of a run for a title: its name, or the file or script that names it."""
+    for option in ("--dataset_name", "--data", "--config"):
+        if option in words[:-1]:
+            return words[words.index(option) + 1]
+    return words[int(words[:1] == ["-m"])] if words else ""
+
+
+def _write(page: str, arguments: argparse.Namespace) -> None:
+    Path(arguments.html).write_text(page, encoding="utf-8")
+    arguments.notes.append(f"wrote {arguments.html}")
