@@ -10,8 +10,7 @@ from helpers.tiny import tiny_tokenizer
 
 from trl_packing.data.counts import Conversations
 from trl_packing.tools.preview.preview import preview_losses, preview_rows
-from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.preview.row_of_document import trace_documents
+from trl_packing.tools.preview.previewed_run import PreviewedRun, trace_documents
 
 # The prompt opens thoughts, and those of earlier turns are dropped.
 THINKS = """\

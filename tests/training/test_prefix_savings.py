@@ -14,7 +14,7 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.tools.plan.variants import PlannedEpoch
+from trl_packing.tools.plan.plan import PlannedEpoch
 from trl_packing.training import prefix_sharing
 from trl_packing.training.prefix_sharing import PrefixSavings, prefix_savings
 from trl_packing.training.run_report import plan_report
@@ -102,7 +102,7 @@ def test_groups_fill_bins_with_computed_tokens(name):
         rows = [documents.__getitems__(batch) for batch in batches if batch]
         largest = max(collate(row)["input_ids"].shape[1] for row in rows)
         assert report.largest_micro_batch == largest
-    assert PlannedEpoch.from_sampler(sampler).tokens.sum() == found.computed
+    assert PlannedEpoch(sampler).tokens.sum() == found.computed
 
 
 def test_documents_of_packed_rows_share():

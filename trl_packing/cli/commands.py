@@ -136,7 +136,7 @@ def plan(arguments: argparse.Namespace) -> int:
     run = _previewed_run(arguments)
     if arguments.html:
         from trl_packing.tools.plan.page import plan_page
-        from trl_packing.tools.plan.run_plan import plan_run
+        from trl_packing.tools.plan.plan import plan_run
 
         found = plan_run(run, ranks=arguments.ranks)
         data = _name_of_data(arguments.words)

@@ -100,6 +100,14 @@ class Sampling:
         """Micro-batches of an optimizer step of one rank."""
         return self.args.gradient_accumulation_steps
 
+    @property
+    def static_tokens(self) -> int | None:
+        """Tokens of every micro-batch with static shapes, padding included; None without."""
+        if not self.options.static_shapes:
+            return None
+        multiple = self.args.pad_to_multiple_of or 1
+        return -(-self.args.max_length * self.batch_size // multiple) * multiple
+
     # --- samplers -----------------------------------------------------------------------------
 
     def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
@@ -108,15 +116,18 @@ class Sampling:
         Raises:
             ValueError: documents_per_step or groups are set for rows that were packed before.
         """
+        return self.sampler(documents.lengths(), **self.facts(documents))
+
+    def facts(self, documents: ArrowDocuments) -> dict[str, Any]:
+        """Return what `sampler` needs to know of a training set beside its lengths."""
         self.mixture, curriculum = mixture_of(documents, self.args), self.options.curriculum
-        return self.sampler(
-            documents.lengths(),
-            rows=is_packed(documents),
-            groups=self.groups(documents) if self.draws_groups(True) else None,
-            draw=None if self.mixture is None else self.mixture.draw,
-            numbers=None if curriculum is None else numbers_of(documents, curriculum),
-            loads=self._limited_loads(documents),
-        )
+        return {
+            "rows": is_packed(documents),
+            "groups": self.groups(documents) if self.draws_groups(True) else None,
+            "draw": None if self.mixture is None else self.mixture.draw,
+            "numbers": None if curriculum is None else numbers_of(documents, curriculum),
+            "loads": self._limited_loads(documents),
+        }
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""

@@ -7,7 +7,7 @@ from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.plan.page import plan_page
-from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
 

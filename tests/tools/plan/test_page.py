@@ -14,8 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing import PackedSFTConfig
 from trl_packing.cli import main
 from trl_packing.tools.plan.page import plan_page, settings_of
-from trl_packing.tools.plan.run_plan import plan_run
-from trl_packing.tools.plan.variants import Setup, other_max_lengths, ways_to_batch
+from trl_packing.tools.plan.plan import computed_tokens, other_max_lengths, plan_run, ways_to_batch
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
@@ -82,9 +81,9 @@ CASES = [
 
 def compared(row, plan):
     """Return the numbers of a row and of a plan that must agree."""
-    report, setup = plan.report, Setup(plan.run.args)
+    report, sampling = plan.report, plan.run.sampling(2)
     utilization = report.utilization if report.bins else None
-    largest = int(setup.computed(plan.epoch.tokens).max())
+    largest = int(computed_tokens(sampling, plan.epoch.tokens).max())
     counts, said = row.counts, report.preparation
     return [
         (row.bins, report.bins),
@@ -106,7 +105,7 @@ def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, settings):
     for shown, expected in compared(own, plan):
         assert shown == expected
     whole = run.unfitted()
-    rows = list(other_max_lengths(whole, run.preparation, Setup(run.args, 2), [16, 40, 4096]))
+    rows = list(other_max_lengths(whole, run.preparation, run.sampling(2), [16, 40, 4096]))
     assert rows[0].steps > rows[-1].steps or rows[0].counts.stages
     for row in rows:
         other = plan_run(previewed(dataset, *settings, limit=row.max_length), ranks=2)
@@ -117,7 +116,7 @@ def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, settings):
 
 def test_a_max_length_that_the_run_refuses_says_why():
     run = previewed(texts(), "--overflow", "error", limit=4096)
-    whole, setup = run.unfitted(), Setup(run.args)
+    whole, setup = run.unfitted(), run.sampling()
     refused, fits = other_max_lengths(whole, run.preparation, setup, [16, 4096])
     longest = max(map(len, whole.documents["input_ids"]))
     assert refused.refused == f"a document has {longest} tokens"
@@ -163,7 +162,8 @@ def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     way = plan.ways[0]
     if batch == 1:  # nobody pads batches of one document: the page names another size
         eight, run.args.packing = way, False
-        way = ways_to_batch(plan.documents.lengths(), Setup(run.args))[0]
+        sampling = run.sampling()
+        way = ways_to_batch(plan.documents.lengths(), sampling, sampling.facts(plan.documents))[0]
         assert eight.name.startswith("padded in batches of 8, ")
         assert eight.padding > 0.2
         assert eight.steps == plan.report.padded_steps

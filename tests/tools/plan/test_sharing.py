@@ -10,7 +10,7 @@ from helpers.tiny import documents_of_lengths, tiny_tokenizer
 
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.plan.page import plan_page
-from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 

@@ -9,7 +9,7 @@ from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_to
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.plan.page import plan_page, shares_of_steps
-from trl_packing.tools.plan.run_plan import plan_run
+from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preparations.side import documents_by_trl
 from trl_packing.tools.preview.preview import preview_epoch, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.preview.row_of_document import trace_documents
-from trl_packing.tools.preview.token_texts import token_texts
+from trl_packing.tools.preview.previewed_run import PreviewedRun, trace_documents
+from trl_packing.tools.preview.show import token_texts
 from trl_packing.tools.rows.packed_rows import (
     CUT,
     NO_STOP_TOKEN,

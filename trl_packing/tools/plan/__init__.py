@@ -1,6 +1,6 @@
-"""The plan of an epoch before it starts, its page and picture.
+"""The plan of an epoch before it starts and its page.
 
 Belongs here: bins, steps and what other settings would make of them. Does not: single tokens.
 
-Read `run_plan.py` first.
+Read `plan.py` first.
 """

@@ -16,8 +16,8 @@ from trl_packing.data.whole_images import images_of
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import escape
-from trl_packing.tools.plan.run_plan import CutDocuments, RunPlan
-from trl_packing.tools.preview.token_texts import token_texts
+from trl_packing.tools.plan.plan import CutDocuments, RunPlan
+from trl_packing.tools.preview.show import token_texts
 
 # Tokens shown around each end of a long document, and around each place where it changes.
 _AROUND = 90

@@ -24,8 +24,7 @@ from trl_packing.pages.page import (
     table,
 )
 from trl_packing.tools.plan.documents import example_documents, strips
-from trl_packing.tools.plan.run_plan import RunPlan
-from trl_packing.tools.plan.variants import Variant
+from trl_packing.tools.plan.plan import RunPlan, Variant
 from trl_packing.training.prefix_sharing import times_fewer
 from trl_packing.training.run_settings import all_settings, installed_versions
 from trl_packing.training.source_shares import times
@@ -185,8 +184,8 @@ def _shapes(plan: RunPlan) -> str:
             _figure("Fill of bins", fill * 100, "% of the bin's tokens are real", "bins"),
         ]
     charts += [
-        _figure("Documents in a step", epoch.documents_by_step, "documents", "steps"),
-        _figure("Tokens in a step", epoch.tokens_by_step, "tokens", "steps"),
+        _figure("Documents in a step", epoch.by_step(epoch.documents), "documents", "steps"),
+        _figure("Tokens in a step", epoch.by_step(epoch.tokens), "tokens", "steps"),
     ]
     if not plan.report.bins or plan.report.bins == len(plan.documents):
         batches = _figure("Tokens in a micro-batch", epoch.tokens, "tokens", "micro-batches")
@@ -261,7 +260,10 @@ def _max_lengths(plan: RunPlan) -> str:
         "peak tokens": lambda v: f"{v.largest:,}",
     }
     said = "Peak tokens are those of the largest micro-batch, which decides the memory."
-    longest, positions = int(plan.lengths_before().max()), plan.run.max_positions
+    longest, positions = (
+        int(plan.lengths_before().max()),
+        plan.run.number_of_model("max_position_embeddings"),
+    )
     if positions is not None and longest > positions:
         said += (
             f" The longest document has {longest:,} tokens, and the config of the model names "

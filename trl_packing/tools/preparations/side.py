@@ -22,9 +22,7 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.documents.weights import document_weight, token_weights
-from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.preview.row_of_document import ROW, with_row_numbers, with_settings
-from trl_packing.tools.preview.source_rows import SourceRows
+from trl_packing.tools.preview.previewed_run import ROW, PreviewedRun, SourceRows, with_row_numbers
 
 # The settings of TRL on which tokens and labels depend. The tokenizer of the run has its EOS and
 # padding tokens and its chat template already.
@@ -134,7 +132,7 @@ class Side:
 
     def prepared(self, rows: np.ndarray | None = None, **changes: object) -> "Prepared":
         """Return the documents of `rows` (None: all), with some of the settings changed."""
-        run = with_settings(with_row_numbers(self.run, rows), shuffle_dataset=False, **changes)
+        run = with_row_numbers(self.run, rows).with_settings(shuffle_dataset=False, **changes)
         if is_packed(run.dataset):
             raise ValueError("the rows are packed already (they have seq_lengths): nothing differs")
         if not self.by_trl:

@@ -18,8 +18,7 @@ from trl_packing.data.counts import quantity
 from trl_packing.formatting.printable import escape_hidden, escape_text
 from trl_packing.tools.preparations.compare import EQUAL, Comparison, Difference
 from trl_packing.tools.preparations.side import Tokens
-from trl_packing.tools.preview.show import mark_trained
-from trl_packing.tools.preview.token_texts import token_texts
+from trl_packing.tools.preview.show import mark_trained, token_texts
 
 # Tokens shown before the first one that differs, and from there on.
 _BEFORE, _AFTER = 12, 60

@@ -1,17 +1,14 @@
-"""A preview of a run: its rows prepared exactly as the trainer prepares them, before it starts.
-
-a row          →  documents, by the trainer's code  →  text with the trained tokens marked
-all rows       →  documents and counts              →  what preparation loses
-all documents  →  bins and optimizer steps          →  the report that the trainer would print
-"""
+"""Previews of a run: its rows as text, and the report and collator of its trainer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
+from trl_packing.attention.backends import NATIVE_ATTENTION
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.arrow import ArrowDocuments
@@ -19,11 +16,13 @@ from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.packing.bins import find_strategy
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
+from trl_packing.tools.training_command import config_of
 from trl_packing.training.epoch_report import PackingReport
-from trl_packing.training.mixture import mixture_of
 from trl_packing.training.run_report import order_in_words, plan_report, settings_in_steps
 from trl_packing.training.sampling import Sampling
 
@@ -51,15 +50,11 @@ class RowPreview:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON: the columns of its documents, and their text."""
-        documents = [
-            {"text": text, **{name: _as_list(column) for name, column in tokens.items()}}
-            for text, tokens in zip(self.documents, self.tokens, strict=True)
-        ]
+        documents = []
+        for text, tokens in zip(self.documents, self.tokens, strict=True):
+            columns = {k: x.tolist() if isinstance(x, np.ndarray) else x for k, x in tokens.items()}
+            documents.append({"text": text, **columns})
         return {"row": self.row, "documents": documents, "reason": self.reason}
-
-
-def _as_list(column: Any) -> Any:
-    return column.tolist() if isinstance(column, np.ndarray) else column
 
 
 def preview_rows(
@@ -83,26 +78,22 @@ def preview_rows(
     for row in rows:
         documents, reason = run.documents_of_row(row)
         unit = "document" if run.preparation.row_format.makes_turns else "piece"
-        pieces = [f", {unit} {i + 1} of {len(documents)}" for i in range(len(documents))]
-        texts = [
-            show_document(
-                document,
-                run.preparation.eos.tokenizer,
-                color=color,
-                name=f"row {row}{piece if len(documents) > 1 else ''}",
-            )
-            for document, piece in zip(documents, pieces, strict=True)
-        ]
+        texts = []
+        for i, document in enumerate(documents):
+            piece = f", {unit} {i + 1} of {len(documents)}" if len(documents) > 1 else ""
+            tokenizer = run.preparation.eos.tokenizer
+            texts.append(show_document(document, tokenizer, color=color, name=f"row {row}{piece}"))
         yield RowPreview(row, tuple(texts), tuple(documents), escape_hidden(reason))
 
 
 def preview_losses(run: PreviewedRun) -> str:
     """Return a sentence for each thing that preparing the whole data set loses."""
     _, counts = run.documents()
-    lost = str(counts) if counts is not None else ""
-    turns = str(counts.conversations) if counts is not None else ""
-    rows = f"{len(run.dataset):,} rows" + f"\n{turns}" * bool(turns)
-    return f"{rows}\n{lost or 'Nothing is lost.'}"
+    said = [f"{len(run.dataset):,} rows"]
+    if counts is not None:
+        said += filter(None, [str(counts.conversations), str(counts)])
+    lost = counts is not None and str(counts)
+    return "\n".join(said if lost else [*said, "Nothing is lost."])
 
 
 def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
@@ -115,52 +106,35 @@ def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
     """
+    sampling = run.sampling(ranks)
     prepared, counts = run.documents()
-    documents, sampler = plan_of(run, prepared, ranks=ranks)
-    return report_on(run, documents, sampler, counts)
+    documents = token_documents(prepared)
+    return report_on(run, sampling, documents, sampling.for_training(documents), counts)
 
 
-def plan_of(
-    run: PreviewedRun, prepared: Dataset, *, ranks: int = 1
-) -> tuple[ArrowDocuments, PackedBatchSampler]:
-    """Return the prepared documents of `run`, and the sampler of rank 0; as `preview_epoch`."""
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be at least 1")
+def token_documents(prepared: Dataset) -> ArrowDocuments:
+    """Return the tokens, labels and boundaries of prepared documents."""
     columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
-    documents = ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
-    return documents, sampler_of(run, documents, ranks=ranks)
-
-
-def sampler_of(
-    run: PreviewedRun, documents: ArrowDocuments, *, ranks: int = 1
-) -> PackedBatchSampler:
-    """Return the sampler of rank 0 that trains the prepared `documents` of `run`."""
-    return sampling_of(run, ranks=ranks).for_training(documents)
-
-
-def sampling_of(run: PreviewedRun, *, ranks: int = 1) -> Sampling:
-    """Return what draws the micro-batches of `run`."""
-    # An image belongs to one document.
-    groups = PackingOptions.of(run.args).prefix_sharing == "group" and not run.images.packs
-    return Sampling(
-        run.args,
-        run.args.packing,
-        batch_size=run.args.per_device_train_batch_size,
-        ranks=(ranks, 0),
-        hidden_size=run.hidden_size,
-        draws_groups=lambda training: groups,
-        image_loads=run.images.loads,
-    )
+    return ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
 
 
 def report_on(
     run: PreviewedRun,
+    sampling: Sampling,
     documents: ArrowDocuments,
     sampler: PackedBatchSampler,
     counts: PreparationCounts | None,
 ) -> PackingReport:
-    """Return the report on what `plan_of` returns."""
-    options = PackingOptions.of(run.args)
+    """Return the report on an epoch.
+
+    Args:
+        run: the run.
+        sampling: that has made the sampler.
+        documents: prepared.
+        sampler: of the documents.
+        counts: of what was kept and lost.
+    """
+    options = sampling.options
     report = plan_report(
         documents,
         sampler,
@@ -168,23 +142,52 @@ def report_on(
         loss=in_words(options.loss_weighting, documents.dataset.column_names),
         preparation=counts or PreparationCounts(),
         prefix_sharing=options.prefix_sharing,
-        tokens_per_micro_batch=_static_tokens(run.args),
+        tokens_per_micro_batch=sampling.static_tokens,
         given_in_steps=settings_in_steps(run.args),
-        mixture=mixture_of(documents, run.args),
+        mixture=sampling.mixture,
         order=order_in_words(run.args, sampler),
         packing=run.args.packing,
     )
     may_group = sampler.groups is None and find_strategy(run.args.packing_strategy).shuffles
-    may_group &= sampler.draw is None
-    if report.prefixes is None or sampler.rows or not may_group:
+    if report.prefixes is None or sampler.rows or sampler.draw is not None or not may_group:
         return report
-    groups = sampling_of(run).groups(documents)
+    groups = sampling.groups(documents)
     return replace(report, prefixes=report.prefixes.beside_groups(groups))
 
 
-def _static_tokens(args: Any) -> int | None:
-    """Return the tokens of every micro-batch with `static_shapes`, None without."""
-    if not PackingOptions.of(args).static_shapes:
-        return None
-    multiple = args.pad_to_multiple_of or 1
-    return -(-args.max_length * args.per_device_train_batch_size // multiple) * multiple
+def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollator:
+    """Return the collator of a run, without the pixels of its images.
+
+    Args:
+        run: the run.
+        sampler: of its training set.
+
+    Raises:
+        ValueError: `static_shapes` is set, and the model is not known.
+    """
+    args, options = run.args, PackingOptions.of(run.args)
+    multiple = args.pad_to_multiple_of or getattr(run.collator, "pad_to_multiple_of", None)
+    collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
+    if isinstance(run.collator, PackedCollator):
+        collator = run.collator
+    # As far as it is known without the model.
+    shares = options.prefix_sharing != "off" and options.attention not in NATIVE_ATTENTION
+    shares &= type(collator).__call__ is PackedCollator.__call__
+    shapes = None
+    if options.static_shapes:
+        if run.model is None:
+            raise ValueError("static_shapes=True depends on the model's config; name the model")
+        shapes = StaticShapes.for_model(
+            SimpleNamespace(config=config_of(run.model, args)),
+            capacity=args.max_length,
+            bins=args.per_device_train_batch_size,
+            most_documents=None if sampler.rows else sampler.most_documents(),
+            longest=None if sampler.rows else int(sampler.lengths.max()),
+            pad_to_multiple_of=multiple,
+        )
+    return collator.replaced(
+        loss_weighting=options.loss_weighting,
+        tensors_only=True,
+        shares_prefixes=shares and not (options.static_shapes or run.images.packs),
+        static_shapes=shapes,
+    )

@@ -1,12 +1,22 @@
-"""A run before it starts: its settings, and its data prepared exactly as the trainer does it."""
+"""A run before it starts: its settings, and its data prepared exactly as the trainer does it.
+
+a row          →  documents, by the trainer's code
+all rows       →  documents and counts                              →  what preparation loses
+all documents  →  `Sampling`, the trainer's, without its model      →  bins and optimizer steps
+
+The rows of a `train_dataset` that is a dictionary are numbered as one:
+
+    math    rows 0 … 799
+    chat    rows 800 … 1,299
+"""
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from datasets import (
     Dataset,
     IterableDataset,
@@ -21,12 +31,12 @@ from trl.data_utils import is_conversational
 from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.preparation import Unfitted, prepare, unfitted
+from trl_packing.data.preparation import Unfitted, fit, prepare, unfitted
 from trl_packing.data.prepared import records_of
 from trl_packing.data.rules import Preparation
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
 from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
-from trl_packing.tools.preview.source_rows import SourceRows
 from trl_packing.tools.training_command import (
     TrainerCall,
     config_from_settings,
@@ -42,6 +52,7 @@ from trl_packing.training.arguments import (
     reason_for_trl_path,
 )
 from trl_packing.training.run_data import prepare_sources, source_sets, trains_completions
+from trl_packing.training.sampling import Sampling
 from trl_packing.vision.choice import has_images
 from trl_packing.vision.run_images import RunImages
 
@@ -50,9 +61,44 @@ _NAME = "inspected"
 
 _BY_TRL = "TRL's own code prepares it; it cannot be shown here"
 
-
 # Rows of a stream that are read, unless the user names another number.
 STREAM_ROWS = 1000
+
+
+class SourceRows:
+    """The data sets of a dictionary, whose rows are numbered as one.
+
+    Args:
+        datasets: by the names of their sources.
+    """
+
+    def __init__(self, datasets: dict[str, Dataset]):
+        self.datasets = datasets
+        self.starts = np.cumsum([0, *map(len, datasets.values())])
+        of_sets = (rows.column_names for rows in datasets.values())
+        self.column_names = [*dict.fromkeys(name for names in of_sets for name in names)]
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """Return the source of a row, and its number there."""
+        at = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return [*self.datasets][at], row - int(self.starts[at])
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "SourceRows":
+        """Return some of the rows, source by source."""
+        of_source: dict[str, list[int]] = {}
+        for row in rows:
+            name, number = self.locate(int(row))
+            of_source.setdefault(name, []).append(number)
+        return SourceRows({name: self.datasets[name].select(of_source[name]) for name in of_source})
+
+    def add_column(self, name: str, column: Any) -> "SourceRows":
+        """Return the rows with one more column, of a value for each of them."""
+        parts = np.split(np.asarray(column), self.starts[1:-1])
+        sets = zip(self.datasets.items(), parts, strict=True)
+        return SourceRows({source: rows.add_column(name, part) for (source, rows), part in sets})
 
 
 @dataclass(frozen=True)
@@ -116,58 +162,51 @@ class PreviewedRun:
         Raises:
             ValueError: the arguments cannot be used, or TRL's code would prepare the data.
         """
-        args, dataset, collator = call.args, call.train_dataset, call.data_collator
+        args, given, collator = call.args, call.train_dataset, call.data_collator
         if not isinstance(args, SFTConfig):
             raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
-        if not isinstance(dataset, (dict, Dataset, IterableDataset)):
-            raise ValueError(f"train_dataset is {type(dataset).__name__}, which cannot be shown")
-        sets = source_sets(dataset, args, collator)
-        first = next(iter(sets.values())) if sets else dataset
+        if not isinstance(given, (dict, Dataset, IterableDataset)):
+            raise ValueError(f"train_dataset is {type(given).__name__}, which cannot be shown")
+        options = PackingOptions.of(args)
+        sets = source_sets(given, args, collator) or {"train": given}
+        first = next(iter(sets.values()))
         is_stream = isinstance(first, IterableDataset)
         check_arguments(args, first)
-        check_is_backend(PackingOptions.of(args).attention)
-        check_loss_options(PackingOptions.of(args), call.compute_loss_func, None)
+        check_is_backend(options.attention)
+        check_loss_options(options, call.compute_loss_func)
         images = RunImages()
         trl_path = reason_for_trl_path(first, collator, packs_images=True)
-        if not trl_path and has_images(dataset):
+        if not trl_path and has_images(given):
             if call.model is None:
                 raise ValueError("the data set has images, which some models pack; name the model")
-            trl_path = images.why_not_packed(call.model, dataset, None, args, call.processing_class)
+            trl_path = images.why_not_packed(call.model, given, None, args, call.processing_class)
         if trl_path:
             raise ValueError(f"{trl_path}: {_BY_TRL}")
-        images.check_options(PackingOptions.of(args))
+        images.check_options(options)
         processing_class, labeler = call.processing_class, None
         if isinstance(collator, DataCollatorForCompletionOnlyLM):
             processing_class, labeler = processing_class or collator.tokenizer, collator.labeler
         if processing_class is None:
             processing_class = processing_class_of(call.model, args)
         generation_config = None if call.model is None else generation_config_of(call.model, args)
-        if sets:
-            sets = {name: _loaded(rows, stream_rows) for name, rows in sets.items()}
-            rows: Any = SourceRows(sets)
-            first = next(iter(sets.values()))
-        else:
-            rows = first = _loaded(dataset, stream_rows)
+        loaded = {name: _loaded(rows, stream_rows) for name, rows in sets.items()}
+        first = next(iter(loaded.values()))
         tokenizer = configure_tokenizer(processing_class, args)
-        first = _first_row(first)
         template = _training_template(args, tokenizer, first)
-        completion_only = args.completion_only_loss
-        if completion_only is None:
-            completion_only = "prompt" in first and "completion" in first
         rules = Preparation.of_run(
             args,
             tokenizer,
             getattr(tokenizer, "tokenizer", tokenizer),
             packing=args.packing,
             chat_template=template,
-            completion_only=completion_only,
+            completion_only=trains_completions(first, args.completion_only_loss),
             generation_config=generation_config,
             by_trl=_refuse,
             labeler=labeler,
         )
         return cls(
             args,
-            rows,
+            SourceRows(loaded) if isinstance(given, dict) else first,
             rules,
             call.model,
             call.formatting_func,
@@ -178,17 +217,32 @@ class PreviewedRun:
             call.compute_loss_func,
         )
 
-    @property
-    def hidden_size(self) -> int | None:
-        """Hidden size of the model, which the balance of ranks depends on; None if unknown."""
-        return None if self.model is None else config_value(self.model, self.args, "hidden_size")
+    def number_of_model(self, name: str) -> int | None:
+        """Return a number of the model's config, such as "hidden_size"; None if unknown."""
+        return None if self.model is None else config_value(self.model, self.args, name)
 
-    @property
-    def max_positions(self) -> int | None:
-        """Positions of a document that the model's config names; None if unknown."""
-        if self.model is None:
-            return None
-        return config_value(self.model, self.args, "max_position_embeddings")
+    def sampling(self, ranks: int = 1) -> Sampling:
+        """Return what draws the micro-batches of the run on rank 0 of `ranks`."""
+        if ranks < 1:
+            raise ValueError(f"ranks={ranks} must be at least 1")
+        # An image belongs to one document.
+        groups = PackingOptions.of(self.args).prefix_sharing == "group" and not self.images.packs
+        return Sampling(
+            self.args,
+            self.args.packing,
+            batch_size=self.args.per_device_train_batch_size,
+            ranks=(ranks, 0),
+            hidden_size=self.number_of_model("hidden_size"),
+            draws_groups=lambda training: groups,
+            image_loads=self.images.loads,
+        )
+
+    def with_settings(self, **changes: object) -> "PreviewedRun":
+        """Return the run with some of its settings changed."""
+        args = copy.copy(self.args)
+        for name, value in changes.items():
+            setattr(args, name, value)
+        return replace(self, args=args, preparation=replace(self.preparation, args=args))
 
     def with_all_images(self) -> "PreviewedRun":
         """Return the run after the headers of all of its images are read, once for many calls.
@@ -200,6 +254,8 @@ class PreviewedRun:
         if isinstance(rows, SourceRows):
             return replace(self, dataset=SourceRows(self.images.take(rows.datasets, "train")))
         return replace(self, dataset=self.images.take(rows, "train"))
+
+    # --- documents ----------------------------------------------------------------------------
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost.
@@ -217,11 +273,10 @@ class PreviewedRun:
 
         None if the rows stay as they are, and for several data sets, which are prepared one by one.
         """
-        if self._skips_preparation or isinstance(self.dataset, SourceRows):
+        rows = self.dataset
+        if self._skips_preparation or isinstance(rows, SourceRows) or records_of(rows):
             return None
-        if records_of(self.dataset):
-            return None
-        rows = self._with_tokens_of_images(self.dataset, self.preparation, "train")
+        rows = self._with_tokens_of_images(rows, self.preparation, "train")
         whole = unfitted(rows, self.preparation, formatting_func=self.formatting_func)
         return None if whole.rows.are_packed else whole
 
@@ -234,36 +289,30 @@ class PreviewedRun:
         if isinstance(self.dataset, SourceRows):
             source, number = self.dataset.locate(row)
             return self.of_source(source).documents_of_row(number)
-        first, reason = self._documents_of_row_alone(0)
+        first, reason = self._documents_of_rows([0], 0)
         if row == 0:
             return first, reason
-        if reason:
-            return self._documents_of_row_alone(row)
-        try:
-            documents = self._documents_of_rows([0, row])[len(first) :]
-        except (ValueError, RuntimeError) as error:
-            return [], _renumber(str(error), [0, row], row)
-        if documents:
-            return documents, ""
-        return [], self._documents_of_row_alone(row)[1] or "preparation leaves nothing of it"
+        found, reason = self._documents_of_rows([row] if reason else [0, row], row)
+        if found[len(first) :] or reason:
+            return found[len(first) :], reason
+        reason = self._documents_of_rows([row], row)[1]
+        return [], reason or "preparation leaves nothing of it"
 
-    def _documents_of_row_alone(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
-        try:
-            return self._documents_of_rows([row]), ""
-        except (ValueError, RuntimeError) as error:
-            return [], _renumber(str(error), [row], row)
-
-    def _documents_of_rows(self, rows: list[int]) -> list[Mapping[str, Any]]:
-        in_order = copy.copy(self.args)
-        in_order.shuffle_dataset = False
-        in_order.dataset_num_proc = None
-        preparation = replace(self.preparation, args=in_order)
-        run = self
+    def _documents_of_rows(self, rows: list[int], row: int) -> tuple[list[Mapping[str, Any]], str]:
+        """Return the documents of some rows and "", or the reason, on `row`, why there are none."""
+        run = self.with_settings(shuffle_dataset=False, dataset_num_proc=None)
         if IMAGE_ROW not in self.dataset.column_names:  # read the headers of these rows alone
-            run = replace(self, images=self.images.without_files())
-        with _without_progress_bars():
-            documents, _ = run._prepare(run.dataset.select(rows), preparation, _NAME)
-        return [run._with_image_sizes(document) for document in documents]
+            run = replace(run, images=self.images.without_files())
+        shows_progress = not are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
+            documents, _ = run._prepare(run.dataset.select(rows), run.preparation, _NAME)
+            return [run._with_image_sizes(document) for document in documents], ""
+        except (ValueError, RuntimeError) as error:
+            return [], _renumber(str(error), rows, row)
+        finally:
+            if shows_progress:
+                enable_progress_bars()
 
     def _with_image_sizes(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a document with the sizes of the images of its row in place of its number."""
@@ -319,17 +368,13 @@ def _loaded(dataset: Dataset | IterableDataset, stream_rows: int) -> Dataset:
     return Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
 
 
-def _first_row(rows: Dataset) -> dict[str, Any]:
-    """Return the first row without its images, which need not be readable."""
-    images = [column for column in IMAGE_COLUMNS if column in rows.column_names]
-    texts = rows.remove_columns(images)
-    return texts[0] if texts.column_names else {}
-
-
-def _training_template(args: Any, tokenizer: Any, first: dict[str, Any]) -> str | None:
+def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:
     """Return the chat template that TRL's trainer takes instead of the tokenizer's, or None."""
     if not args.assistant_only_loss:
         return None
+    # Images need not be readable.
+    texts = rows.remove_columns([name for name in IMAGE_COLUMNS if name in rows.column_names])
+    first = texts[0] if texts.column_names else {}
     if not is_conversational(first):
         raise ValueError(
             "assistant_only_loss=True needs conversations in a column 'messages', as TRL reads "
@@ -344,18 +389,6 @@ def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
     raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Show no progress inside the block, which prepares a row or two."""
-    shows = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shows:
-            enable_progress_bars()
-
-
 def _renumber(message: str, rows: Sequence[int], row: int) -> str:
     """Return a message about the selection `rows` as one about `row` of the data set."""
     message = re.sub(
@@ -364,3 +397,59 @@ def _renumber(message: str, rows: Sequence[int], row: int) -> str:
         message,
     ).replace(f"the {_NAME} dataset", "the data set")
     return message.removeprefix(f"row {row} of the data set: ")
+
+
+# --- the row of each document ---------------------------------------------------------------------
+
+# Preparation drops, cuts, splits and shuffles. It carries one column along for every document, the
+# `source_column` of evaluation sets: this one, which holds the number of its row.
+ROW = "trl_packing_row"
+
+
+@dataclass(frozen=True, eq=False)
+class TracedDocuments:
+    """The documents of a run, as training reads them, and where they come from.
+
+    Attributes:
+        dataset: documents.
+        counts: of what was kept and lost; None for rows that were packed before.
+        rows: the row of the user's data set that each document comes from, ``(documents,)`` int64.
+        uncut: its tokens before it was cut to fit, ``(documents,)`` int64.
+    """
+
+    dataset: Dataset
+    counts: PreparationCounts | None
+    rows: np.ndarray
+    uncut: np.ndarray
+
+
+def with_row_numbers(run: PreviewedRun, rows: np.ndarray | None = None) -> PreviewedRun:
+    """Return `run` on `rows` of its data set (all by default), which carry their numbers."""
+    numbers = np.arange(len(run.dataset)) if rows is None else rows
+    dataset = run.dataset if rows is None else run.dataset.select(rows)
+    numbered = replace(run, dataset=dataset.add_column(ROW, numbers))
+    return numbered.with_settings(source_column=ROW)
+
+
+def trace_documents(run: PreviewedRun) -> TracedDocuments:
+    """Return the documents of the whole data set with the rows that they come from.
+
+    A row may be several documents (`train_on="every_turn"`), and a document several pieces. So the
+    documents are numbered once more before they are cut.
+    """
+    numbered = with_row_numbers(run)
+    whole = numbered.unfitted()
+    if whole is None:
+        dataset, counts = numbered.documents()
+        lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
+        return TracedDocuments(dataset.remove_columns(ROW), counts, _numbers(dataset), lengths)
+    documents: Any = whole.documents
+    rows, uncut = _numbers(documents), ArrowDocuments(documents, ["input_ids"]).lengths()
+    documents = documents.remove_columns(ROW).add_column(ROW, np.arange(len(rows)))
+    fitted, counts = fit(replace(whole, documents=documents), numbered.preparation)
+    numbers = _numbers(fitted)
+    return TracedDocuments(fitted.remove_columns(ROW), counts, rows[numbers], uncut[numbers])
+
+
+def _numbers(documents: Any) -> np.ndarray:
+    return np.asarray(documents.with_format("numpy")[ROW][:], np.int64)

@@ -1,10 +1,15 @@
-"""Show a document as text with its trained tokens marked.
+"""A document as text with its trained tokens marked, and the text of each of its tokens.
 
 document · 422 tokens · 1 image · 13 trained (3%) · ends in '<|im_end|>', trained
 <|im_start|>user
 <|vision_start|>[image 640×480, 391 tokens]<|vision_end|>Hi<|im_end|>
 <|im_start|>assistant
 ⟦Hello<|im_end|>⟧
+
+The texts of single tokens add up to the document:
+
+ids        [I] [ like] [ na] [ï] [ve]        " na" and not "na": a space may belong to a token
+bytes      [😀: byte 1] [2] [3] [4]           "" "" "" "😀": the last one completes the character
 """
 
 import re
@@ -20,6 +25,9 @@ from trl_packing.documents.weights import token_weights
 from trl_packing.formatting.printable import MARKS, escape_hidden, escape_text, quote
 
 _COLORS = ("\x1b[1;32m", "\x1b[0m")  # bold green
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# A decoder looks at few tokens before the current one: for a space, or the bytes of a character.
+CONTEXT = 4
 _FAKED_WEIGHT = re.compile(r"^([\d.e+-]+)×")  # text that looks like a weight
 
 
@@ -126,6 +134,32 @@ def _stretches(
     for start, stop in zip(starts.tolist(), [*starts.tolist(), len(ids)][1:], strict=True):
         # Decode from the start: the space before a word, or half of a character, may depend on it.
         text = tokenizer.decode(ids[:stop].tolist(), clean_up_tokenization_spaces=False)
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}") if stop < len(ids) else text
+        text = text.rstrip(_UNFINISHED) if stop < len(ids) else text
         yield float(weights[start]), words.get(start, "") if images[start] else text[len(shown) :]
         shown = text
+
+
+def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Return the text that each token adds to the document, "" for parts of a character.
+
+    Args:
+        ids: tokens of one document.
+        tokenizer: decodes them.
+    """
+    texts: list[str] = []
+    done = 0  # tokens whose text is known
+    for end in range(1, len(ids) + 1):
+        first = max(done - CONTEXT, 0)
+        before = _decode(ids[first:done], tokenizer)
+        text = _decode(ids[first:end], tokenizer)
+        is_last = end == len(ids)
+        if text.endswith(_UNFINISHED) and not is_last and end - done < 2 * CONTEXT:
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        done = end
+    return texts
+
+
+def _decode(ids: Sequence[int], tokenizer: Any) -> str:
+    return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) if len(ids) else ""

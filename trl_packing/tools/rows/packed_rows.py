@@ -30,10 +30,8 @@ from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.prefix_tree import PrefixTree
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.tree_row import tree_of_row
-from trl_packing.tools.preview.preview import sampler_of
-from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.preview.row_of_document import TracedDocuments, trace_documents
-from trl_packing.tools.preview.run_collator import collator_of
+from trl_packing.tools.preview.preview import collator_of
+from trl_packing.tools.preview.previewed_run import PreviewedRun, TracedDocuments, trace_documents
 from trl_packing.training.columns import documents_of
 
 
@@ -236,7 +234,7 @@ class PackedEpoch:
             )
         traced = trace_documents(run)
         documents = documents_of(traced.dataset, None)
-        sampler = sampler_of(run, documents, ranks=ranks)
+        sampler = run.sampling(ranks).for_training(documents)
         if sampler.draw is not None:
             raise ValueError(
                 "an epoch of a mixture draws some documents several times, which the page of rows "

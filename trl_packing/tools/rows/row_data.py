@@ -8,7 +8,7 @@ import numpy as np
 
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import quote
-from trl_packing.tools.preview.token_texts import CONTEXT, token_texts
+from trl_packing.tools.preview.show import CONTEXT, token_texts
 from trl_packing.tools.rows.packed_rows import PackedEpoch, PackedRow, RowDocument, levels_of
 
 

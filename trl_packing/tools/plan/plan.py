@@ -1,0 +1,453 @@
+"""The first epoch of a run, and the same documents under other settings, each really planned.
+
+plan = plan_run(run, ranks=8)
+plan.report               the report that `trl-packing plan` prints
+plan.what_if              documents of any length  →  the overflow policy at another max_length
+plan.ways                 documents that fit       →  padded | packed | documents_per_step
+plan.ranks                documents that fit       →  more ranks
+plan.sharing              documents that fit       →  prefix_sharing off | bin | group
+Path("plan.html").write_text(plan_page(plan))
+
+micro-batch     0    1  |  2    3  |  4        ranks × accumulation of them make a step
+documents       5    4  |  6    5  |  2
+tokens       1020 1019  | 998 1024 | 420
+cost         1104 1150  |1050 1120 | 440       tokens + c · Σ len², by which ranks are balanced
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from trl_packing.data.counting import count_without_cutting, pieces_of_documents
+from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.overflow import Overflow, Pieces
+from trl_packing.data.preparation import Unfitted, fit, shuffle_fitted
+from trl_packing.data.rules import Preparation
+from trl_packing.documents.arrow import ArrowDocuments, stored_rows
+from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.packing.bins import PackingPlan, find_strategy
+from trl_packing.packing.draw import LENGTH, column_of, document_order
+from trl_packing.packing.epoch import padded_batch_size
+from trl_packing.packing.prefix_index import PrefixIndex
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.tools.preview.preview import report_on, token_documents
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.mixture import Mixture
+from trl_packing.training.sampling import Sampling
+
+MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
+RANKS = (1, 2, 4, 8, 16, 64)
+
+# A smaller share of tokens that all documents could save together is not shown.
+_LEAST_SHARED = 0.01
+
+
+class PlannedEpoch:
+    """The micro-batches of all ranks in the epoch of a sampler, in the order of training.
+
+    Args:
+        sampler: draws the epoch.
+
+    Attributes:
+        members: documents of each micro-batch.
+        documents: their number, ``(micro-batches,)`` int64.
+        tokens: of each micro-batch, ``(micro-batches,)`` int64; with groups of documents, those
+            that it computes.
+        costs: of each micro-batch in tokens, ``(micro-batches,)`` float64.
+        ranks: data-parallel ranks.
+        slots: micro-batches of a full step.
+        patches: of each micro-batch, ``(micro-batches,)`` int64; None without images.
+    """
+
+    def __init__(self, sampler: PackedBatchSampler):
+        self.members = [np.asarray(batch, np.int64) for batch in sampler.micro_batches()]
+        self.documents = np.array([len(batch) for batch in self.members], np.int64)
+        squares = sampler.lengths.astype(np.int64) ** 2
+        squares = squares if sampler.groups is None else sampler.groups.squares
+        self.tokens = sampler.tokens_of(self.members)
+        self.costs = self.tokens + sampler.attention_cost * self._sums(squares)
+        loads = sampler.loads
+        self.patches = None if loads is None else self._sums(loads.patches)
+        self.ranks = sampler.num_ranks
+        self.slots = sampler.num_ranks * sampler.accumulation
+
+    def _sums(self, values: np.ndarray) -> np.ndarray:
+        """Return the sums of the values of the documents of each micro-batch."""
+        running = np.concatenate([[0], np.cumsum(values[np.concatenate(self.members)])])
+        ends = np.cumsum(self.documents)
+        return running[ends] - running[ends - self.documents]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return -(-len(self.members) // self.slots)
+
+    def by_step(self, values: np.ndarray) -> np.ndarray:
+        """Return sums of values of micro-batches over each step, ``(steps,)``."""
+        return np.add.reduceat(values, np.arange(0, len(values), self.slots))
+
+    def costs_by_rank(self) -> np.ndarray:
+        """Return the cost of each rank's micro-batches, ``(ranks,)``."""
+        return self.costs.reshape(-1, self.ranks).sum(axis=0)
+
+    def waiting(self) -> float:
+        """Return the share of all ranks' time in which they wait for the costliest one.
+
+        The micro-batches that run at the same moment take as long as the costliest of them.
+        """
+        together = self.costs.reshape(-1, self.ranks)
+        return float(1 - together.sum() / (together.max(axis=1).sum() * self.ranks))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The epoch of a run's documents under other settings.
+
+    Attributes:
+        name: of the settings.
+        steps: optimizer steps; 0 if the run would not start.
+        documents_per_step: mean over them.
+        tokens: real ones; with groups, those that their rows compute.
+        computed: the same with padding.
+        largest: of a micro-batch, padding included.
+        waiting: share of the ranks' time in which they wait for the costliest one.
+        bins: None where nothing is packed into bins.
+        is_run: the run has these settings.
+        refused: the reason why the run would not start.
+        max_length: None without a limit.
+        ranks: their number.
+        counts: losses of the overflow policy.
+        prefixes_per_step: mean number of groups in a step; None without groups.
+    """
+
+    name: str = ""
+    steps: int = 0
+    documents_per_step: float = 0.0
+    tokens: int = 0
+    computed: int = 0
+    largest: int = 0
+    waiting: float = 0.0
+    bins: int | None = None
+    is_run: bool = False
+    refused: str = ""
+    max_length: int | None = None
+    ranks: int = 1
+    counts: PreparationCounts = field(default_factory=PreparationCounts)
+    prefixes_per_step: float | None = None
+
+    @property
+    def padding(self) -> float:
+        """Share of padding in the computed tokens."""
+        return 1 - self.tokens / self.computed
+
+    @property
+    def utilization(self) -> float | None:
+        """Tokens / (bins × max_length); None without bins."""
+        if not self.bins or not self.max_length:
+            return None
+        return self.counts.after.tokens / (self.bins * self.max_length)
+
+    @property
+    def num_cut(self) -> int:
+        """Documents that are longer than max_length, and are therefore cut or dropped."""
+        return sum(stage.affected for stage in self.counts.stages if "max_length" in stage.why)
+
+
+def variant_of(sampling: Sampling, lengths: np.ndarray, facts: Any, **known: Any) -> Variant:
+    """Return the epoch of documents of these lengths.
+
+    Args:
+        sampling: with the settings.
+        lengths: of documents, or packed rows.
+        facts: what else is known of them, as `Sampling.facts` returns it.
+        known: attributes of the variant.
+
+    Raises:
+        ValueError: the run would not start.
+    """
+    sampler = sampling.sampler(lengths, **facts)
+    epoch = PlannedEpoch(sampler)
+    computed = computed_tokens(sampling, epoch.tokens)
+    return Variant(
+        steps=epoch.steps,
+        documents_per_step=int(epoch.documents.sum()) / epoch.steps,
+        tokens=int(epoch.tokens.sum()),
+        computed=int(computed.sum()),
+        largest=int(computed.max()),
+        waiting=epoch.waiting(),
+        bins=sampler.num_bins,
+        max_length=sampling.args.max_length,
+        ranks=sampling.ranks[0],
+        **known,
+    )
+
+
+def computed_tokens(sampling: Sampling, tokens: np.ndarray) -> np.ndarray:
+    """Return the tokens that micro-batches of `tokens` compute, with the padding of rows."""
+    multiple = sampling.static_tokens or sampling.args.pad_to_multiple_of or 1
+    return -(-np.maximum(tokens, 1) // multiple) * multiple
+
+
+# --- the plan of a run ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CutDocuments:
+    """The documents that the overflow policy cut or dropped.
+
+    Attributes:
+        documents: all documents of any length.
+        overflow: the policy.
+        pieces: those that the policy keeps of them.
+        rows: numbers of the documents of which a token is lost, or that are split.
+    """
+
+    documents: ArrowDocuments
+    overflow: Overflow
+    pieces: Pieces
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlan:
+    """The first epoch of a run, and the same documents under other settings.
+
+    Attributes:
+        run: the settings and the data.
+        report: the text report.
+        documents: prepared, in the order of the data set.
+        epoch: their micro-batches.
+        bins: the bins; None where nothing is packed into bins.
+        cut: documents of any length; None if the rows stay as they are.
+        what_if: plans with other values of max_length.
+        ways: plans of padded batches, bins, and a fixed number of documents a step.
+        ranks: plans on other numbers of ranks.
+        sharing: plans with each value of `prefix_sharing`; none where documents share nothing.
+        mixture: the sources of the documents; None if they are not known.
+    """
+
+    run: PreviewedRun
+    report: PackingReport
+    documents: ArrowDocuments
+    epoch: PlannedEpoch
+    bins: PackingPlan | None
+    cut: CutDocuments | None
+    what_if: tuple[Variant, ...]
+    ways: tuple[Variant, ...]
+    ranks: tuple[Variant, ...]
+    sharing: tuple[Variant, ...]
+    mixture: Mixture | None = None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether bins or steps hold groups of documents with a common prefix."""
+        return self.report.prefixes is not None and self.report.prefixes.per_step is not None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.run.preparation.eos.tokenizer
+
+    def lengths_before(self) -> np.ndarray:
+        """Return the tokens of each document before any was cut, ``(documents,)`` int64."""
+        if self.cut is not None:
+            return self.cut.documents.lengths()
+        if SEQ_LENGTHS not in self.documents.columns:
+            return self.documents.lengths()
+        return np.concatenate([row[SEQ_LENGTHS] for row in self.documents])
+
+
+def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
+    """Return the plan of the first epoch of `run`.
+
+    Args:
+        run: the settings and the data.
+        ranks: data-parallel processes.
+
+    Raises:
+        ValueError: `ranks` is below 1, or preparation refuses the data.
+    """
+    sampling, whole = run.sampling(ranks), run.unfitted()
+    prepared, counts = run.documents() if whole is None else fit(whole, run.preparation)
+    documents = token_documents(prepared)
+    lengths, facts = documents.lengths(), sampling.facts(documents)
+    sampler = sampling.sampler(lengths, **facts)
+    what_if: Iterable[Variant] = ()
+    # Documents of a mixture that are cut elsewhere have other numbers.
+    if whole is not None and sampler.draw is None:
+        own = run.args.max_length
+        limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
+        what_if = other_max_lengths(whole, run.preparation, sampling, limits)
+    return RunPlan(
+        run=run,
+        report=report_on(run, sampling, documents, sampler, counts),
+        documents=documents,
+        epoch=PlannedEpoch(sampler),
+        bins=None if sampler.rows else sampler.plan(),
+        cut=None if whole is None else _cut_documents(whole),
+        what_if=tuple(what_if),
+        ways=() if sampler.rows else ways_to_batch(lengths, sampling, facts),
+        ranks=tuple(_on_ranks(lengths, sampling, facts, sorted({*RANKS, ranks}))),
+        sharing=_ways_to_share(documents, sampling, facts),
+        mixture=sampling.mixture,
+    )
+
+
+def _cut_documents(whole: Unfitted) -> CutDocuments:
+    """Return the documents that the run's own policy cuts."""
+    documents = token_documents(whole.documents)
+    lengths, pieces = documents.lengths(), pieces_of_documents(documents, whole.overflow)
+    intact = pieces.rows[pieces.stops - pieces.starts == lengths[pieces.rows]]
+    rows = np.setdiff1d(np.arange(len(lengths)), intact)
+    return CutDocuments(documents, whole.overflow, pieces, rows)
+
+
+# --- other settings -------------------------------------------------------------------------------
+
+
+def other_max_lengths(
+    whole: Unfitted, rules: Preparation, sampling: Sampling, max_lengths: Iterable[int | None]
+) -> Iterator[Variant]:
+    """Yield the plan for each max_length; without groups and images, whose documents differ.
+
+    Args:
+        whole: documents before the overflow policy.
+        rules: by which they are prepared.
+        sampling: of the run.
+        max_lengths: most tokens of a document, and of a bin.
+    """
+    documents = token_documents(whole.documents)
+    longest = int(documents.lengths().max(initial=0))
+    policies = {limit: replace(whole.overflow, capacity=limit) for limit in max_lengths}
+    fits = [
+        policy
+        for limit, policy in policies.items()
+        if limit is None or policy.policy != "error" or longest <= limit
+    ]
+    counted = count_without_cutting(documents, fits, rules.eos.stop_ids)
+    by_length = column_of(sampling.options.curriculum or "") == LENGTH
+    for limit, policy in policies.items():
+        if policy not in fits:
+            yield Variant(refused=f"a document has {longest:,} tokens", max_length=limit)
+            continue
+        lengths, counts = next(counted)
+        if not counts.after.trained:
+            reason = "no trained token is left"
+            yield Variant(refused=reason, max_length=limit, counts=counts)
+            continue
+        shuffled = shuffle_fitted(Dataset.from_dict({"length": lengths}), rules)
+        lengths = lengths[stored_rows(shuffled)]
+        facts = {"numbers": lengths if by_length else None}
+        try:
+            found = variant_of(sampling.changed(max_length=limit), lengths, facts, counts=counts)
+        except ValueError as error:
+            found = Variant(refused=str(error), max_length=limit, counts=counts)
+        yield found
+
+
+def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[Variant, ...]:
+    """Return how padded batches, bins, and steps of a fixed number of documents compare.
+
+    Args:
+        lengths: tokens of the documents that fit, in the order of the data set.
+        sampling: of the run.
+        facts: what else is known of the documents.
+    """
+    args, given = sampling.args, sampling.options.documents_per_step
+    size = padded_batch_size(args.per_device_train_batch_size, packing=args.packing)
+    padded = sampling.changed(
+        packing=False, documents_per_step=None, per_device_train_batch_size=size
+    )
+    sampler = padded.sampler(lengths, **facts | {"groups": None})
+    ways = [_padded(lengths, sampler, padded)]
+    if args.max_length is not None:
+        packed = sampling.changed(packing=True, documents_per_step=None)
+        is_run = args.packing and given is None
+        ways.append(variant_of(packed, lengths, facts, name="packed into bins", is_run=is_run))
+    number = given or sampler.documents_per_step
+    fixed = sampling.changed(documents_per_step=number, static_shapes=False)
+    is_run = given is not None or not args.packing
+    name = f"documents_per_step={number}"
+    return (*ways, variant_of(fixed, lengths, facts, name=name, is_run=is_run))
+
+
+def _padded(lengths: np.ndarray, sampler: PackedBatchSampler, sampling: Sampling) -> Variant:
+    """Return the padded run of transformers: rows of a micro-batch are as long as the longest."""
+    per_step, size = sampler.documents_per_step, sampling.batch_size
+    assert per_step is not None
+    lengths = lengths if sampler.draw is None else lengths[sampler.draw.documents(0)]
+    order = document_order(
+        sampler.sampling,
+        lengths,
+        seed=sampler.seed,
+        epoch=0,
+        documents_per_rank=max(per_step // sampler.num_ranks, 1),
+    )[: sampler.num_used]
+    drawn = lengths[order]
+    starts = np.arange(0, len(drawn), size)
+    rows, multiple = np.diff(np.append(starts, len(drawn))), sampling.args.pad_to_multiple_of or 1
+    longest = -(-np.maximum.reduceat(drawn, starts) // multiple) * multiple
+    steps = -(-len(drawn) // per_step)
+    return Variant(
+        f"padded in batches of {size}, {quantity(per_step, 'document')} a step",
+        steps,
+        len(drawn) / steps,
+        int(drawn.sum()),
+        int((longest * rows).sum()),
+    )
+
+
+def _on_ranks(
+    lengths: np.ndarray, sampling: Sampling, facts: Any, numbers: Iterable[int]
+) -> Iterator[Variant]:
+    """Yield the plan for each number of ranks that has a document for every rank."""
+    for ranks in numbers:
+        try:
+            yield variant_of(sampling.changed(ranks=ranks), lengths, facts)
+        except ValueError:  # too few documents, or a fixed number of them for each step
+            continue
+
+
+def _ways_to_share(
+    documents: ArrowDocuments, sampling: Sampling, facts: Any
+) -> tuple[Variant, ...]:
+    """Return the epoch with each value; nothing if documents have hardly a prefix in common.
+
+    Nothing either for a mixture, which draws some documents several times, and for images: equal
+    tokens may stand for others.
+    """
+    known = facts["rows"], facts["draw"], facts["loads"]
+    if sampling.options.static_shapes or known != (False, None, None):
+        return ()
+    index, lengths = sampling.prefix_index(documents), documents.lengths()
+    in_one_row = index.computed_tokens(lengths, index.order, np.array([0, len(lengths)]))
+    if in_one_row[0] > (1 - _LEAST_SHARED) * lengths.sum():
+        return ()
+    names = ["off", "bin"]
+    if find_strategy(sampling.args.packing_strategy).shuffles:
+        names.append("group")
+    return tuple(_shared(name, index, documents, sampling, facts) for name in names)
+
+
+def _shared(
+    name: str, index: PrefixIndex, documents: ArrowDocuments, sampling: Sampling, facts: Any
+) -> Variant:
+    lengths = documents.lengths()
+    groups = sampling.groups(documents) if name == "group" else None
+    sampler = sampling.sampler(lengths, **facts | {"groups": groups})
+    epoch = PlannedEpoch(sampler)
+    drawn, offsets = np.concatenate(epoch.members), np.cumsum([0, *epoch.documents])
+    tokens = np.diff(np.concatenate([[0], np.cumsum(lengths[drawn])])[offsets])
+    computed = tokens if name == "off" else index.computed_tokens(lengths, drawn, offsets)
+    return Variant(
+        name,
+        epoch.steps,
+        tokens=int(tokens.sum()),
+        computed=int(computed.sum()),
+        largest=int(computed.max()),
+        is_run=name == sampling.options.prefix_sharing,
+        prefixes_per_step=sampler.groups_per_step(),
+    )
