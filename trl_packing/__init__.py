@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from trl_packing.attention.backends import resolve_attention
     from trl_packing.attention.calls import other_rows
     from trl_packing.config import PackedSFTConfig
-    from trl_packing.data.dataset import load_rows
-    from trl_packing.data.prepared import load_prepared
+    from trl_packing.data.prepared import load_prepared, load_rows
     from trl_packing.documents.boundaries import (
         block_diagonal_mask,
         cu_seqlens_from_lengths,
@@ -52,7 +51,7 @@ _HOME = {
     "block_diagonal_mask": "documents.boundaries",
     "resolve_attention": "attention.backends",
     "check_isolation": "isolation.check",
-    "load_rows": "data.dataset",
+    "load_rows": "data.prepared",
     "load_prepared": "data.prepared",
     "show_document": "tools.preview.show",
     "show_rows": "tools.preview.show_rows",

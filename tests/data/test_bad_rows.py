@@ -138,7 +138,8 @@ def test_conversations_without_messages_are_dropped_and_counted(tmp_path, usual,
         (
             PAIR,
             {"prompt": "Why? ", "completion": None},
-            "row 0 of the train dataset has no 'completion' (it is null); remove such rows",
+            "row 0 of the train dataset: its 'completion' is nothing (null); make it a string, or "
+            "remove the row",
         ),
         (
             {"messages": [user("Hi"), said("Yes?")]},
@@ -203,7 +204,7 @@ def test_messages_beside_a_text_of_nulls_are_trained(tmp_path):
     rows = [{"messages": [user("Hi"), said("Yes?")]}] * 4
     beside = trainer_for(tmp_path / "beside", [{**row, "text": None} for row in rows])
     assert documents(beside) == documents(trainer_for(tmp_path / "alone", rows))
-    with pytest.raises(ValueError, match=r"row 1 .* has no 'messages'"):
+    with pytest.raises(ValueError, match=r"row 1 .*'messages' is null"):
         trainer_for(tmp_path / "null", [rows[0], {"messages": None}, rows[1]])
 
 

@@ -7,7 +7,7 @@ from datasets import Dataset, concatenate_datasets
 from helpers.tiny import tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.data.eos import note_second_bos
+from trl_packing.data.stop_tokens import note_second_bos
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import TOKEN_COLUMNS
 

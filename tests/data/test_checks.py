@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 from helpers.tiny import tiny_tokenizer
 
-from trl_packing.data.checks import check_columns, check_eos, check_packed_rows
+from trl_packing.data.checks import check_columns, check_ends, check_packed_rows
 
 BAD_DATA = {
     "no column": (
@@ -84,17 +84,6 @@ def test_good_columns_pass(columns):
     check_columns(Dataset.from_dict(columns), "train", "text")
 
 
-@pytest.mark.parametrize("column", ["text", "prompt", "completion", "messages"])
-def test_a_missing_value_is_named_by_its_row(column):
-    value = [{"role": "user", "content": "a"}] if column == "messages" else "a"
-    pairs = {"prompt": ["p"] * 4, "completion": ["c"] * 4}
-    columns = (pairs if column in pairs else {}) | {column: [value, value, None, value]}
-    dataset = Dataset.from_dict(columns).select([1, 2, 3])
-    with pytest.raises(ValueError, match=f"row 1 of the train dataset has no '{column}'"):
-        check_columns(dataset, "train", "text")
-    check_columns(dataset.select([0, 2]), "train", "text")
-
-
 ROWS = [
     {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]},
     {"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [5]},
@@ -127,6 +116,6 @@ def test_plain_text_needs_an_eos_token():
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="the tokenizer has no eos_token, so documents of the"):
-        check_eos(Dataset.from_dict({"text": ["a"]}), tokenizer, "train")
-    check_eos(Dataset.from_dict({"input_ids": [[1]]}), tokenizer, "train")
-    check_eos(Dataset.from_dict({"text": ["a"]}), tiny_tokenizer(), "train")
+        check_ends(Dataset.from_dict({"text": ["a"]}), tokenizer, "train")
+    check_ends(Dataset.from_dict({"input_ids": [[1]]}), tokenizer, "train")
+    check_ends(Dataset.from_dict({"text": ["a"]}), tiny_tokenizer(), "train")

@@ -1,5 +1,6 @@
 """Documents end in a trained stop token, or are counted, or get one."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,16 +15,14 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.data.counting import fit_and_count
-from trl_packing.data.eos import (
+from trl_packing.data.fitting import Overflow, fit_and_count
+from trl_packing.data.stop_tokens import (
     EosRule,
-    append_eos_to_batch,
+    append_eos,
     append_eos_to_table,
-    documents_without_eos,
-    end_in_eos,
+    note_missing_eos,
     stop_token_ids,
 )
-from trl_packing.data.overflow import Overflow
 from trl_packing.data.stream import fit_stream
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import TOKEN_COLUMNS
@@ -93,7 +92,17 @@ def test_a_tokenizer_without_any_stop_token_has_none():
 
 def missing(dataset: Dataset, tokenizer=TOKENIZER, stop_ids=STOPS):
     rule = EosRule(tokenizer, frozenset(stop_ids))
-    return documents_without_eos(ArrowDocuments(dataset, TOKEN_COLUMNS), rule)
+    found = note_missing_eos(ArrowDocuments(dataset, TOKEN_COLUMNS), rule)
+    if found is None:
+        return None
+    a, b = re.match(r"([\d,]+) of ([\d,]+)", found[0]).groups()
+    return SimpleNamespace(
+        documents=int(a.replace(",", "")),
+        of=int(b.replace(",", "")),
+        row=int(re.search(r"is document (\d+)", found[1])[1]),
+        note=lambda append_eos: found[0],
+        warning=lambda append_eos: found[1],
+    )
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -148,9 +157,6 @@ def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
     assert warning.startswith(counted + set_it + ": the model may not learn to stop there")
     assert "(the first is document 12, ending '" in warning
     assert "say, but is it so?')" in warning
-    assert found.note(append_eos=True) == counted + (
-        "their last tokens are not trained: check the completion or assistant masks"
-    )
 
 
 def test_rows_are_counted_through_a_mapping_and_over_chunks():
@@ -201,7 +207,8 @@ def appended(rows, **settings) -> Dataset:
 
 def appended_by(rule: EosRule, dataset: Dataset, **settings) -> Dataset:
     rows = ArrowDocuments(dataset, TOKEN_COLUMNS)
-    return end_in_eos(rows, replace(rule, appends=True), **settings)[0].dataset
+    rule = replace(rule, appends=True)
+    return append_eos(rows, rule, **settings).dataset if note_missing_eos(rows, rule) else dataset
 
 
 ALL_IN = [document(*pair) for pair in (*(before for before, _ in APPENDED), *LEFT_ALONE)]
@@ -321,10 +328,6 @@ def test_an_eos_token_is_needed():
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="append_eos=True, but the tokenizer has no eos_token"):
         appended_by(EosRule(tokenizer, frozenset({END})), documents(([A, A], "xx")))
-    with pytest.raises(ValueError, match="append_eos=True, but the tokenizer has no eos_token"):
-        append_eos_to_batch(
-            documents(([A, A], "xx")).data.table, EosRule(tokenizer, frozenset({END}))
-        )
 
 
 def test_a_stream_gets_what_the_data_set_gets():

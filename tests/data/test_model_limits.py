@@ -9,7 +9,7 @@ from trl import SFTConfig
 
 from trl_packing import PackedDataset, PackedSFTConfig, enable_packing
 from trl_packing.config import check_options
-from trl_packing.data.model_limits import ModelLimits, limits_of
+from trl_packing.data.limits import ModelLimits, limits_of
 
 GOOD = {"input_ids": [7, 8, 9, 10], "labels": [-100, 8, 9, 10]}
 BAD = {

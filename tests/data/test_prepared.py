@@ -11,8 +11,8 @@ from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTConfig
 
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
-from trl_packing.data.document_rules import hash_of_tokenizer
 from trl_packing.data.prepared import is_prepared, records_of
+from trl_packing.data.rules import hash_of_tokenizer
 from trl_packing.tools.prepare import prepare_run
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall

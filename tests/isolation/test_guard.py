@@ -17,7 +17,7 @@ from helpers.tiny import tiny_tokenizer
 import trl_packing.isolation.fallback
 import trl_packing.isolation.guard
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
-from trl_packing.data.model_limits import NO_LIMITS
+from trl_packing.data.limits import NO_LIMITS
 
 LEAKS = "documents LEAK into each other"
 

@@ -83,7 +83,7 @@ def commands() -> list[Any]:
 def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
     if "4bit" in options or "qlora" in options:
         pytest.importorskip("bitsandbytes")
-    for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.dataset"):
+    for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.prepared"):
         monkeypatch.setattr(f"{name}.load_dataset", hub)
     monkeypatch.setattr(module("streaming"), "load_dataset", hub)
     monkeypatch.chdir(ROOT)

@@ -11,9 +11,8 @@ from helpers.streams import CAPACITY, LENGTHS, SOURCES, documents, names, sharde
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.data.counting import fit_and_count
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.overflow import Overflow
+from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.stream import fit_stream
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings

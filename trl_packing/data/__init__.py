@@ -3,5 +3,5 @@
 Belongs here: checks of rows and columns, end-of-sequence tokens, overflow policies, counts. Does
 not: how one row is rendered (formatting), and which documents share a bin (packing).
 
-Read `preparation.py` first.
+Read `stages.py` first.
 """

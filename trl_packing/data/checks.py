@@ -8,13 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
-from trl_packing.data.model_limits import NO_LIMITS
-from trl_packing.data.rules import AnyDataset, Preparation, UserRows
+from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import (
@@ -24,9 +21,6 @@ from trl_packing.documents.labels import (
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
 )
-from trl_packing.documents.weights import document_weights_from_rows
-from trl_packing.formatting.messages import has_flags
-from trl_packing.formatting.row_format import form_of, name_of_messages
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
@@ -39,7 +33,7 @@ def check_is_dataset(dataset: Any, name: str) -> None:
         )
 
 
-def check_not_empty(dataset: AnyDataset, name: str) -> None:
+def check_not_empty(dataset: Dataset | IterableDataset, name: str) -> None:
     """Raise ValueError if `dataset` has no rows."""
     is_map_style = isinstance(dataset, Dataset)
     if (len(dataset) == 0) if is_map_style else (next(iter(dataset), None) is None):
@@ -60,62 +54,15 @@ def check_is_one_set(dataset: Any, reason: str) -> None:
         )
 
 
-def check(rows: UserRows, rules: Preparation) -> None:
-    """Raise ValueError for anything that `rows` and the settings alone rule out."""
-    dataset, name, eos = rows.dataset, rows.name, rules.eos
-    check_weights_have_tokens(rows.columns, name)
-    if rows.formatting_func is None and rules.options.prompt_template is None:
-        check_columns(dataset, name, rules.args.dataset_text_field)
-    if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in rows.columns:
-        document_weights_from_rows(dataset, f"the {name} dataset")
-    if not rows.are_tokenized and rules.needs_trl:
-        _check_options_of_trl(rows, rules)
-        check_eos(dataset, eos.tokenizer, name)
-    if rows.are_tokenized:
-        _check_one_source_of_labels(rows, rules)
-    elif SEQ_LENGTHS in rows.columns and isinstance(dataset, Dataset) and not rules.packing:
-        raise ValueError(
-            f"the {name} dataset has {SEQ_LENGTHS!r}, which describes packed rows, but no "
-            f"'input_ids'; drop the column: dataset.remove_columns({SEQ_LENGTHS!r})"
-        )
-    if rows.are_packed:
-        check_packed_rows(dataset, rules.args.max_length, name, append_eos=eos.appends)
-    elif eos.appends:
-        _ = eos.eos_id  # raises without one
+def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str) -> None:
+    """Raise ValueError if `dataset` has no column to train on, or token columns do not match.
 
-
-def _check_options_of_trl(rows: UserRows, rules: Preparation) -> None:
-    """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
-    names = ("train_on", "response_template", "prompt_template")
-    given = {name: getattr(rules.options, name) for name in names}
-    ignored = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if rules.row_format.flags_decide and has_flags(rows.dataset, next(iter(rows.dataset))):
-        ignored.append("'train' or 'weight' of messages")
-    if ignored:
-        raise ValueError(
-            f"{ignored[0]} cannot be used on the {rows.name} dataset: "
-            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its "
-            "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
-        )
-
-
-def _check_one_source_of_labels(rows: UserRows, rules: Preparation) -> None:
-    template = None if rules.labeler is not None else rules.options.response_template
-    present = [column for column in ("labels", *MASK_COLUMNS) if column in rows.columns]
-    if template is not None and present:
-        raise ValueError(
-            f"the {rows.name} dataset has {present[0]!r} and response_template={template!r} is "
-            "set: both say what is trained; remove one"
-        )
-
-
-def check_columns(dataset: AnyDataset, name: str, text_field: str) -> None:
-    """Raise ValueError if `dataset` has no column to train on, or token columns do not match."""
+    Values of other columns are checked when they are rendered.
+    """
     columns = dataset.column_names
     if columns is None:  # a stream whose columns are known only by reading it
         return
-    known = {"input_ids", "messages", "conversations", "prompt", text_field}
-    if not known & set(columns):
+    if not {"input_ids", "messages", "conversations", "prompt", text_field} & set(columns):
         raise ValueError(
             f"the {name} dataset has no column to train on: it has {columns}; expected "
             f"{text_field!r}, 'messages', 'prompt' and 'completion', or 'input_ids' (or pass "
@@ -127,45 +74,19 @@ def check_columns(dataset: AnyDataset, name: str, text_field: str) -> None:
             f"the {name} dataset has a 'prompt' column but no 'completion' column: it has "
             f"{columns}; rename the column that holds the answers to 'completion'"
         )
-    if isinstance(dataset, Dataset):
-        if "input_ids" in columns:
-            _check_no_missing(dataset, name, ["input_ids"])
-            _check_token_columns(dataset, name)
-            return
-        rows = dataset.select_columns(sorted({*known, "completion"} & {*columns}))
-        _check_no_missing(dataset, name, _columns_read(rows, text_field))
-
-
-def _columns_read(rows: Dataset, text_field: str) -> list[str]:
-    """Return the columns that rows of the form of the first are made of; all if it has none."""
-    first = rows.with_format(None)[0]
-    try:
-        form = form_of(first, text_field)
-    except ValueError:
-        return rows.column_names
-    if form.startswith("prompt"):
-        return [name for name in ("prompt", "completion") if name in rows.column_names]
-    return [text_field] if form == "text" else [name_of_messages(first) or "messages"]
-
-
-def empty_completions(dataset: AnyDataset, column: str, name: str) -> str | None:
-    """Return a sentence on the rows whose `column` is an empty text.
-
-    None if there are none, and for a stream, whose rows are not known.
-    """
-    if isinstance(dataset, IterableDataset) or column not in dataset.column_names:
-        return None
-    values = dataset.data.column(column)
-    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-        return None
-    is_empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), False).to_numpy()
-    number = int(is_empty[stored_rows(dataset)].sum())
-    if not number:
-        return None
-    return (
-        f"{number:,} of {len(dataset):,} rows of the {name} dataset have an empty {column!r}: of "
-        "these, only the end (EOS) is trained"
-    )
+    if not isinstance(dataset, Dataset) or "input_ids" not in columns:
+        return
+    is_null = dataset.data.column("input_ids").is_null().to_numpy()[stored_rows(dataset)]
+    rows = np.flatnonzero(is_null)
+    if len(rows):
+        raise ValueError(
+            f"row {rows[0]} of the {name} dataset has no 'input_ids' (it is null); remove such "
+            f"rows{and_others(rows)}"
+        )
+    of_tokens = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS)
+    documents = ArrowDocuments(dataset, [column for column in of_tokens if column in columns])
+    NO_LIMITS.check_documents(documents, f"of the {name} dataset")  # no id is negative
+    check_entries(documents, f"of the {name} dataset")
 
 
 def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
@@ -178,7 +99,7 @@ def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
         )
 
 
-def check_eos(dataset: AnyDataset, tokenizer: Any, name: str) -> None:
+def check_ends(dataset: Dataset | IterableDataset, tokenizer: Any, name: str) -> None:
     """Raise ValueError if rows are plain text and `tokenizer` has no EOS token to end them."""
     if tokenizer.eos_token is not None:
         return
@@ -191,11 +112,7 @@ def check_eos(dataset: AnyDataset, tokenizer: Any, name: str) -> None:
 
 
 def check_packed_rows(
-    rows: AnyDataset,
-    capacity: int | None,
-    name: str,
-    *,
-    append_eos: bool = False,
+    rows: Dataset | IterableDataset, capacity: int | None, name: str, *, append_eos: bool = False
 ) -> None:
     """Raise ValueError if packed rows are longer than `capacity` or misstate their lengths.
 
@@ -231,31 +148,3 @@ def check_packed_rows(
             f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds "
             f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length to that length"
         )
-
-
-def _check_no_missing(dataset: Dataset, name: str, columns: list[str]) -> None:
-    for column in columns:
-        values = dataset.data.column(column)
-        if values.null_count:
-            rows = np.flatnonzero(values.is_null().to_numpy()[stored_rows(dataset)])
-            if len(rows):
-                raise ValueError(
-                    f"row {rows[0]} of the {name} dataset has no {column!r} (it is null); remove "
-                    f"such rows{and_others(rows)}"
-                )
-
-
-def _check_token_columns(dataset: Dataset, name: str) -> None:
-    columns = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS)
-    documents = ArrowDocuments(dataset, [c for c in columns if c in dataset.column_names])
-    NO_LIMITS.check_documents(documents, f"of the {name} dataset")  # no id is negative
-    expected = documents.lengths()
-    for column in documents.columns:
-        entries = documents.lengths(column)
-        wrong = np.flatnonzero(entries != expected)
-        if len(wrong):
-            row = int(wrong[0])
-            raise ValueError(
-                f"document {row} of the {name} dataset has {expected[row]} input_ids but "
-                f"{entries[row]} entries in {column!r}; give one per token{and_others(wrong)}"
-            )

@@ -3,7 +3,11 @@
 All classes are values; `str()` returns the words of the report.
 """
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 # Largest share of lost trained tokens, or of documents without their stop token, without warning.
 WARN_LOST_SHARE = 0.01
@@ -57,23 +61,23 @@ class Stage:
 
     def __add__(self, other: "Stage") -> "Stage":
         """Return the losses of the same stage on other documents too."""
-        return replace(
-            self,
-            affected=self.affected + other.affected,
-            lost=self.lost + other.lost,
-            lost_eos=self.lost_eos + other.lost_eos,
-            empty=self.empty + other.empty,
-            repeated=self.repeated + other.repeated,
-            remedy=min(
-                self.remedy, other.remedy, key=len
-            ),  # the shorter one helps the documents of both
-        )
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in ("affected", "lost", "lost_eos", "empty", "repeated")
+        }
+        # The shorter remedy helps the documents of both.
+        return replace(self, **sums, remedy=min(self.remedy, other.remedy, key=len))
 
     def __str__(self) -> str:
         empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
-        lost = f"; lost {self.lost}" * (self.lost.tokens > 0 or self.lost.trained > 0)
+        lost = f"; lost {self.lost}" * self.is_loss
         repeated = f"; {quantity(self.repeated, 'token')} repeated as context" * bool(self.repeated)
         return f"{quantity(self.affected, self.unit)} {self.why}{empty}{repeated}{lost}"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether tokens are lost, or are not trained any more."""
+        return self.lost.tokens > 0 or self.lost.trained > 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,20 @@ class Conversations:
     documents: int = 0
     silent: int = 0
     first_silent: int | None = None
+
+    @classmethod
+    def of(cls, turns: np.ndarray, *, names_row: bool = True) -> "Conversations":
+        """Return the conversations whose documents have these numbers.
+
+        Args:
+            turns: values of the column `TURN`, ``(documents,)``.
+            names_row: The documents are those of a whole data set, in its order.
+        """
+        starts = turns <= 0  # the first turn of a conversation, or a conversation without one
+        silent, first = turns < 0, None
+        if names_row and silent.any():
+            first = int(starts[: int(np.argmax(silent))].sum())
+        return cls(int(starts.sum()), int((~silent).sum()), int(silent.sum()), first)
 
     def __add__(self, other: "Conversations") -> "Conversations":
         return Conversations(
@@ -125,9 +143,17 @@ class PreparationCounts:
     notes: tuple[str, ...] = ()
     conversations: Conversations = field(default_factory=Conversations)
 
-    def adds_up(self) -> bool:
-        """Return whether `before` minus the losses of all stages is `after`."""
-        return self.before - sum((stage.lost for stage in self.stages), TokenCounts()) == self.after
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "PreparationCounts":
+        """Return the counts that `asdict` has stored."""
+        stages = ({**stage, "lost": TokenCounts(**stage["lost"])} for stage in stored["stages"])
+        return cls(
+            TokenCounts(**stored["before"]),
+            TokenCounts(**stored["after"]),
+            tuple(Stage(**stage) for stage in stages),
+            tuple(stored["notes"]),
+            Conversations(**stored["conversations"]),
+        )
 
     def __add__(self, other: "PreparationCounts") -> "PreparationCounts":
         """Return the counts of two parts of a data set; notes of the first that has any."""
@@ -142,34 +168,26 @@ class PreparationCounts:
             self.conversations + other.conversations,
         )
 
-    def with_note(self, note: str) -> "PreparationCounts":
-        return replace(self, notes=(*self.notes, note))
-
     def __str__(self) -> str:
         lines = [str(stage) for stage in self.stages]
-        if sum(stage.lost.tokens > 0 or stage.lost.trained > 0 for stage in self.stages) > 1:
+        if sum(stage.is_loss for stage in self.stages) > 1:
             lines.append(f"lost in all: {self.before - self.after}")
         return "\n".join(filter(None, [*lines, self._warning(), *self.notes]))
 
     def _warning(self) -> str:
         """Return a sentence if more than `WARN_LOST_SHARE` is lost, with the most useful remedy."""
-        shares = {
-            "{:.1%} of the trained tokens are lost": _share(
-                self.before.trained - self.after.trained, self.before.trained
-            ),
-            "{:.1%} of the documents lost a stop token": _share(
-                sum(stage.lost_eos for stage in self.stages), self.before.documents
-            ),
-        }
-        words = [text.format(n) for text, n in shares.items() if n > WARN_LOST_SHARE]
+        before = self.before
+        trained = (before.trained - self.after.trained) / max(before.trained, 1)
+        stops = sum(stage.lost_eos for stage in self.stages) / max(before.documents, 1)
+        words = []
+        if trained > WARN_LOST_SHARE:
+            words.append(f"{trained:.1%} of the trained tokens are lost")
+        if stops > WARN_LOST_SHARE:
+            words.append(f"{stops:.1%} of the documents lost a stop token")
         if not words:
             return ""
         most = max(self.stages, key=lambda stage: (stage.lost.trained, stage.lost_eos))
         return f"warning: {' and '.join(words)}{'; ' * bool(most.remedy)}{most.remedy}"
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
 
 
 def quantity(number: int, unit: str) -> str:

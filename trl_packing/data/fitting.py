@@ -1,148 +1,435 @@
-"""Documents of any length → documents that fit.
+"""Documents of any length → documents that fit, with every loss counted.
 
-    documents           input_ids, labels, any length
-        │  pieces_of    the tokens [start, stop) of each document that the policy keeps
-        │  is_kept      drops pieces without a trained token
+    lengths    3  6  4        capacity 4        policy "split"
+    rows       0  1  1  2
+    starts     0  0  4  0
+    stops      3  4  6  4     document 1 becomes [0, 4) and [4, 6)
+
+                              policy "overlap" by 2 tokens
+    starts     0  0  2  0
+    stops      3  4  6  4     document 1 becomes [0, 4) and [2, 6)
+    contexts   0  0  2  0     whose first 2 tokens are context, trained in [0, 4) alone
+
+    documents      before: tokens, trained tokens, stop tokens
+        │  pieces_of         the tokens that the policy keeps of each document
+        │  nothing to train  drops pieces without a trained token
         ▼
-    documents           each ≤ capacity, each with something to train
+    fitted         after = before − the losses of both stages
 
-`overflow.py` has the policies. A whole batch is cut at once.
+The pieces of all documents are computed and counted at once; then the table is cut along them. A
+piece is a document from then on. Batches of a stream pass the same functions (stream.py).
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from datasets import Dataset
+from trl import SFTConfig
 
-from trl_packing.data.overflow import (
-    Overflow,
-    gather,
-    mask_contexts,
-    pieces_of,
-    prompt_lengths,
-    too_long_error,
-)
-from trl_packing.data.whole_images import keep_images_whole
-from trl_packing.documents.arrow import (
-    ArrowDocuments,
-    FlatLists,
-    count_after_first,
-    list_column,
-    token_lists,
-)
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS
+from trl_packing.config import PackingOptions
+from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts, quantity
+from trl_packing.documents.arrow import ArrowDocuments, FlatLists, flat_lists, list_column
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, token_columns
+from trl_packing.packing.bins import find_strategy
+
+_VERB = {
+    "truncate": "cut at the end",
+    "truncate_start": "cut at the start",
+    "truncate_prompt": "prompt cut at the start",
+    "drop": "dropped",
+    "split": "split into pieces",
+    "overlap": "split into pieces that overlap",
+}
 
 
-def fit_documents(
-    documents: ArrowDocuments,
-    overflow: Overflow,
-    *,
-    num_proc: int | None = None,
-    name: str = "train",
-) -> ArrowDocuments:
-    """Return documents within capacity, each with something to train.
+# --- policies, as arithmetic on lengths -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Policy for documents that are longer than `capacity` tokens.
+
+    Attributes:
+        policy: one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
+            or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
+        capacity: most tokens of a document; None without a limit.
+        drops_as_padded: drop the documents that TRL's padded run drops: those without any label, if
+            there is a capacity. A label on the first token trains nothing, but such a document
+            takes a place in a step.
+        overlap_tokens: the setting; None for an eighth of `capacity`.
+        running_text: pieces of a document may make sense alone, unlike those of an answer.
+    """
+
+    policy: str
+    capacity: int | None
+    drops_as_padded: bool = False
+    overlap_tokens: int | None = None
+    running_text: bool = True
+
+    @classmethod
+    def from_args(cls, args: SFTConfig, packing: bool) -> "Overflow":
+        """Return the policy set by `args`, through TRL's settings or ours.
+
+        Raises:
+            ValueError: for a truncation_mode that does not exist.
+        """
+        if args.truncation_mode not in ("keep_start", "keep_end"):
+            raise ValueError(
+                f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or "
+                "'keep_end'"
+            )
+        implied = find_strategy(args.packing_strategy).overflow if packing else None
+        options = PackingOptions.of(args)
+        policy = options.overflow or implied or "truncate"
+        if implied == "wrapped":
+            policy = implied
+        if policy == "truncate" and args.truncation_mode == "keep_end":
+            policy = "truncate_start"
+        # With another policy the documents differ from TRL's anyway.
+        as_padded = not packing and policy in ("truncate", "truncate_start")
+        return cls(policy, args.max_length, as_padded, options.overlap_tokens)
+
+    @property
+    def makes_pieces(self) -> bool:
+        """Whether more than one piece of a document may survive."""
+        return self.policy in ("split", "overlap", "wrapped")
+
+    @property
+    def overlap(self) -> int | None:
+        """Return the tokens that a piece repeats of the one before it; None if none does."""
+        if self.policy != "overlap" or self.capacity is None:
+            return None
+        return min(self.overlap_tokens or max(self.capacity // 8, 1), self.capacity // 2)
+
+
+class Pieces(NamedTuple):
+    """Piece i is tokens ``[starts[i], stops[i])`` of document ``rows[i]``; ``(pieces,)`` int64.
+
+    Its first ``contexts[i]`` tokens are not trained. Pieces are in the order of the documents.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    contexts: np.ndarray
+
+    @classmethod
+    def of(cls, starts: np.ndarray, stops: np.ndarray) -> "Pieces":
+        """Return one piece of each document."""
+        return cls(np.arange(len(starts)), starts, stops, np.zeros_like(starts))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return self.stops - self.starts
+
+    def where(self, chosen: np.ndarray | slice) -> "Pieces":
+        """Return the pieces that are `chosen`, ``(pieces,)`` bool or a slice."""
+        return Pieces(*(values[chosen] for values in self))
+
+
+def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
+    """Return the pieces that the policy keeps; a document with images is kept whole, or dropped."""
+    lengths, capacity = documents.lengths(), overflow.capacity
+    zeros = np.zeros_like(lengths)
+    pieces = Pieces.of(zeros, lengths)
+    if capacity is None or overflow.policy == "error":
+        return pieces
+    drops = np.full(len(lengths), overflow.policy == "drop")
+    if IMAGE_IDS in documents.columns:
+        drops[documents.rows_where(IMAGE_IDS, lambda ids: ids > 0)] = True
+    if overflow.policy == "truncate":
+        pieces = Pieces.of(zeros, np.minimum(lengths, capacity))
+    elif overflow.policy == "truncate_start":
+        pieces = Pieces.of(np.maximum(lengths - capacity, 0), lengths)
+    elif overflow.policy == "truncate_prompt":
+        prompts = documents.in_order([_prompts(*c) for c in documents.readers["labels"].chunks])
+        # The last token of the prompt stays: a document's first token is never a target.
+        starts = np.minimum(np.maximum(lengths - capacity, 0), np.maximum(prompts - 1, 0))
+        pieces = Pieces.of(starts, np.minimum(starts + capacity, lengths))
+    elif overflow.makes_pieces:
+        before = np.cumsum(lengths) - lengths if overflow.policy == "wrapped" else zeros
+        pieces = _cut_at_strides(lengths, capacity, overflow.overlap or 0, before % capacity)
+    return pieces.where(~(drops & (lengths > capacity))[pieces.rows])
+
+
+def _prompts(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return how many tokens of each document come before its first trained one."""
+    trained = np.append(np.flatnonzero(labels != IGNORE_INDEX), len(labels))
+    first = trained[np.searchsorted(trained, offsets[:-1])]
+    return np.minimum(first, offsets[1:]) - offsets[:-1]
+
+
+def _cut_at_strides(lengths: np.ndarray, capacity: int, overlap: int, used: np.ndarray) -> Pieces:
+    """Return pieces of up to `capacity` tokens that begin with the last `overlap` before them.
 
     Args:
-        documents: `input_ids` and `labels`. Other columns of the data set are kept (and repeated
-            for pieces), and its `loss_weights` are cut with the tokens.
+        lengths: tokens of each document, ``(documents,)`` int64.
+        capacity: most tokens of a piece.
+        overlap: tokens of context.
+        used: tokens of the row before each document; 0 if each has a row of its own.
+    """
+    stride = capacity - overlap
+    per_row = 1 + np.maximum(-(-(used + lengths - capacity) // stride), 0)
+    rows = np.repeat(np.arange(len(lengths)), per_row)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    starts = nth * stride - used[rows]
+    stops = np.minimum(starts + capacity, lengths[rows])
+    return Pieces(rows, np.maximum(starts, 0), stops, np.where(nth > 0, overlap, 0))
+
+
+# --- documents that fit ---------------------------------------------------------------------------
+
+
+def fit_and_count(
+    dataset: Dataset,
+    overflow: Overflow,
+    *,
+    stop_ids: Iterable[int] = (),
+    num_proc: int | None = None,
+    name: str = "train",
+) -> tuple[Dataset, PreparationCounts]:
+    """Return documents within capacity, each with something to train, and the losses.
+
+    Args:
+        dataset: documents with `input_ids` and `labels`. Other columns are kept (and repeated for
+            pieces), and `loss_weights` are cut with the tokens.
         overflow: policy for documents that are too long.
+        stop_ids: trained tokens with these ids are counted as stop tokens.
         num_proc: processes that cut.
         name: of the data set, for messages.
 
     Raises:
         ValueError: if a document is too long under ``"error"``, or if nothing is left.
     """
-    dataset, lengths = documents.dataset, documents.lengths()
-    too_long = np.zeros(len(lengths), bool)
-    if overflow.capacity is not None:
-        too_long = lengths > overflow.capacity
-    if overflow.policy == "error" and too_long.any():
-        row = int(np.argmax(too_long))
-        raise too_long_error(
-            f"document {row} of the {name} dataset", lengths[row], overflow.capacity
-        )
-    if overflow.policy == "wrapped" or (overflow.policy != "drop" and too_long.any()):
-        # `map` caches by the function and its arguments, so a second run reads the result.
-        cut = dataset.with_format("arrow").map(
-            fit_table,
-            **_arguments_of_fit(lengths, overflow),
-            batched=True,
-            num_proc=num_proc,
-            desc=f"Fitting {name} dataset to max_length",
-        )
-        fitted = documents.with_dataset(cut.with_format(None))
-    else:
-        keeps = [is_kept(chunk, overflow) for chunk in documents.readers["labels"].chunks]
-        kept = np.flatnonzero(documents.in_order(keeps) & ~too_long)
-        fitted = documents
-        if len(kept) < len(dataset):
-            fitted = documents.with_dataset(dataset.select(kept))
-    if not len(fitted) or not fitted.num_trained().any():
+    documents, where = documents_of(dataset), f"of the {name} dataset"
+    check_length(documents, overflow, where)
+    pieces, counts = fit(documents, overflow, stop_ids)
+    lengths = documents.lengths()
+    if not counts.after.trained:
         if not lengths.any():
             raise ValueError(
-                f"all {len(lengths):,} rows of the {name} dataset are empty: they have no "
-                "messages or tokens; check how it was loaded"
+                f"all {len(lengths):,} rows {where} are empty: they have no messages or tokens; "
+                "check how it was loaded"
             )
+        too_long = 0 if overflow.capacity is None else int((lengths > overflow.capacity).sum())
         raise ValueError(
-            f"no document of the {name} dataset has a trained token left "
-            f"({len(lengths)} read, {int(too_long.sum())} longer than max_length="
-            f"{overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or check the "
-            "completion or assistant masks"
+            f"no document {where} has a trained token left ({len(lengths)} read, {too_long} longer "
+            f"than max_length={overflow.capacity}, overflow={overflow.policy!r}); raise max_length,"
+            " or check the completion or assistant masks"
         )
-    return fitted
+    words = f"Fitting {name} dataset to max_length"
+    columns = documents.columns
+    return cut_documents(dataset, lengths, pieces, columns, num_proc=num_proc, desc=words), counts
 
 
-def _arguments_of_fit(lengths: np.ndarray, overflow: Overflow) -> dict[str, Any]:
-    """Return arguments of `map` that make it call `fit_table`."""
-    if overflow.policy != "wrapped" or overflow.capacity is None:
-        return {"fn_kwargs": {"overflow": overflow}}
-    begins = (np.cumsum(lengths) - lengths) % overflow.capacity
-    return {"with_indices": True, "fn_kwargs": {"overflow": overflow, "begins": begins}}
+def documents_of(dataset: Dataset) -> ArrowDocuments:
+    """Return the tokens, labels, weights and images of `dataset`."""
+    return ArrowDocuments(dataset, token_columns(dataset.column_names))
 
 
-def fit_table(
-    table: pa.Table,
-    indices: Sequence[int] | None = None,
-    *,
+def check_length(
+    documents: ArrowDocuments,
     overflow: Overflow,
-    begins: np.ndarray | None = None,
-) -> pa.Table:
-    """Apply `overflow` to a table of documents and drop pieces without a trained token.
+    where: str,
+    numbers: Sequence[int] | None = None,
+) -> None:
+    """Raise ValueError for a document that the policy ``"error"`` refuses.
 
     Args:
-        table: documents.
-        indices: of these documents among all.
+        documents: of any length.
         overflow: the policy.
-        begins: with ``"wrapped"``, tokens of the row before each document of all, ``(all,)`` int64.
+        where: end of the name of a document, "of the train dataset".
+        numbers: of the documents; None: 0, 1, 2, …
     """
-    tokens = token_lists(table)
-    lengths = np.diff(tokens["input_ids"][1])
-    before = None if begins is None else begins[indices]
-    pieces = pieces_of(lengths, overflow, prompt_lengths(*tokens["labels"]), before)
-    if IMAGE_IDS in tokens and overflow.capacity is not None:
-        values, offsets = tokens[IMAGE_IDS]
-        images = np.concatenate([[0], np.cumsum(values > 0)])[offsets]
-        pieces = keep_images_whole(pieces, (np.diff(images) > 0) & (lengths > overflow.capacity))
-    cut = {name: gather(lists, pieces) for name, lists in tokens.items()}
-    if pieces.contexts is not None:
-        mask_contexts(*cut["labels"], pieces.contexts)
-    kept = pa.array(np.flatnonzero(is_kept(cut["labels"], overflow)))
-    columns = [
-        list_column(*cut[field.name], field).take(kept)
-        if field.name in cut
-        else table.column(field.name).take(pa.array(pieces.rows)).take(kept)
-        for field in table.schema
-    ]
+    if overflow.policy != "error" or overflow.capacity is None:
+        return
+    lengths = documents.lengths()
+    wrong = np.flatnonzero(lengths > overflow.capacity)
+    if len(wrong):
+        raise ValueError(
+            f"document {wrong[0] if numbers is None else numbers[wrong[0]]} {where} has "
+            f"{lengths[wrong[0]]} tokens but max_length is {overflow.capacity}; raise max_length "
+            "or set overflow='truncate' or 'drop'"
+        )
+
+
+def cut_documents(
+    dataset: Dataset,
+    lengths: np.ndarray,
+    pieces: Pieces,
+    by_token: Sequence[str],
+    *,
+    num_proc: int | None,
+    desc: str,
+) -> Dataset:
+    """Return `pieces` of the documents of `dataset`; a table is written only if any is cut.
+
+    Args:
+        dataset: documents.
+        lengths: their tokens, ``(documents,)``.
+        pieces: of them.
+        by_token: columns that are cut.
+        num_proc: processes that cut.
+        desc: of the progress bar.
+    """
+    if np.array_equal(pieces.sizes, lengths[pieces.rows]):
+        return dataset if len(pieces.rows) == len(lengths) else dataset.select(pieces.rows)
+    # `map` caches by the function and its arguments, so a second run reads the result.
+    cut = dataset.with_format("arrow").map(
+        _cut_batch,
+        with_indices=True,
+        fn_kwargs={"pieces": pieces, "by_token": by_token},
+        batched=True,
+        num_proc=num_proc,
+        desc=desc,
+    )
+    return cut.with_format(None)
+
+
+def _cut_batch(
+    table: pa.Table, indices: Sequence[int], pieces: Pieces, by_token: Sequence[str]
+) -> pa.Table:
+    first, last = np.searchsorted(pieces.rows, [indices[0], indices[-1] + 1])
+    mine = pieces.where(slice(first, last))
+    return cut_table(table, mine._replace(rows=mine.rows - indices[0]), by_token)
+
+
+def cut_table(table: pa.Table, pieces: Pieces, by_token: Sequence[str]) -> pa.Table:
+    """Return `pieces` of the documents of `table`, with their values in other columns."""
+    columns = []
+    for field in table.schema:
+        column = table.column(field.name)
+        if field.name not in by_token:
+            columns.append(column.take(pa.array(pieces.rows)))
+            continue
+        values, offsets = _gather(flat_lists(field.name, column), pieces)
+        if field.name == "labels" and pieces.contexts.any():
+            first = np.arange(len(values)) - np.repeat(offsets[:-1], pieces.sizes)
+            values[first < np.repeat(pieces.contexts, pieces.sizes)] = IGNORE_INDEX
+        columns.append(list_column(values, offsets, field))
     return pa.table(columns, names=table.column_names)
 
 
-def is_kept(labels: FlatLists, overflow: Overflow) -> np.ndarray:
-    """Return which documents have something to train and are kept, ``(documents,)`` bool."""
-    values, offsets = labels
-    if not overflow.drops_as_padded:
-        return count_after_first(values, offsets, IGNORE_INDEX) > 0
-    if overflow.capacity is None:
-        return np.diff(offsets) > 0
-    running = np.concatenate([[0], np.cumsum(values != IGNORE_INDEX)])
-    return running[offsets[1:]] > running[offsets[:-1]]
+def _gather(lists: FlatLists, pieces: Pieces) -> FlatLists:
+    """Return values and offsets of the pieces, given those of the documents."""
+    values, offsets = lists
+    ends = np.concatenate([[0], np.cumsum(pieces.sizes)])
+    first = offsets[pieces.rows] + pieces.starts
+    return values[np.arange(ends[-1]) + np.repeat(first - ends[:-1], pieces.sizes)], ends
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+class _Counted(NamedTuple):
+    """Tokens, trained tokens and trained stop tokens of each piece, ``(pieces,)`` int64."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    stops: np.ndarray
+    labelled: np.ndarray  # trained tokens and a labelled first token, which is never a target
+
+    def sums(self, chosen: np.ndarray | slice = slice(None)) -> TokenCounts:
+        """Return the sums over the `chosen` pieces."""
+        tokens, trained, stops = (values[chosen] for values in self[:3])
+        return TokenCounts(len(tokens), int(tokens.sum()), int(trained.sum()), int(stops.sum()))
+
+
+def fit(
+    documents: ArrowDocuments, overflow: Overflow, stop_ids: Iterable[int] = ()
+) -> tuple[Pieces, PreparationCounts]:
+    """Return the pieces that are trained, and what came in, what came out, and the losses between.
+
+    Args:
+        documents: of any length.
+        overflow: the policy.
+        stop_ids: trained tokens with these ids are counted as stop tokens.
+    """
+    lengths, stops = documents.lengths(), np.array(sorted(stop_ids), np.int64)
+    whole, pieces = Pieces.of(np.zeros_like(lengths), lengths), pieces_of(documents, overflow)
+    before = cut = _count(documents, whole, stops)
+    if not all(map(np.array_equal, pieces, whole)):
+        cut = _count(documents, pieces, stops)
+    kept = cut.trained > 0
+    if overflow.drops_as_padded:
+        kept = cut.tokens > 0 if overflow.capacity is None else cut.labelled > 0
+    stages = (
+        _overflow_stage(overflow, before, cut, pieces, kept),
+        *_drop_stages(overflow, before, cut, pieces, kept),
+    )
+    affected = tuple(stage for stage in stages if stage.affected)
+    return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), affected)
+
+
+def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _Counted:
+    """Count the tokens of every piece, one chunk of the Arrow table at a time."""
+    labels = documents.readers["labels"]
+    stored = documents.stored_rows(pieces.rows)
+    order = np.argsort(stored, kind="stable")
+    groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
+    counted = np.zeros((3, len(stored)), np.int64)
+    chunks = zip(labels.chunks, labels.first_row[:-1], groups, strict=False)
+    for (values, offsets), first, chosen in chunks:
+        starts, ends, contexts = (part[chosen] for part in pieces[1:])
+        zero = offsets[stored[chosen] - first]
+        stop = zero + ends
+        start = np.minimum(zero + starts + contexts, stop)
+        # The first token of a piece is never a target; behind a context, it is.
+        begin = np.minimum(np.maximum(start, zero + starts + 1), stop)
+        # A search costs less than a running sum over all tokens.
+        trained, stopping = (
+            np.flatnonzero(values != IGNORE_INDEX),
+            np.flatnonzero(np.isin(values, stop_ids)),
+        )
+        ways = ((trained, begin), (stopping, begin), (trained, start))
+        for result, (places, since) in zip(counted, ways, strict=True):
+            result[chosen] = np.searchsorted(places, stop) - np.searchsorted(places, since)
+    return _Counted(pieces.sizes, *counted)
+
+
+def _overflow_stage(
+    overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces, kept: np.ndarray
+) -> Stage:
+    number, intact = len(before.tokens), cut.tokens == before.tokens[pieces.rows]
+    why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
+    if overflow.policy == "wrapped":
+        why = f"cut where rows of max_length={overflow.capacity} end"
+    dropped = number - len(np.unique(pieces.rows))
+    if dropped and overflow.policy != "drop":
+        why += f" ({quantity(dropped, 'document')} with images dropped)"
+    # Conversations and answers have untrained tokens, or stop tokens between their turns.
+    changed = np.setdiff1d(np.arange(number), pieces.rows[intact])
+    is_text = (before.trained[changed] >= before.tokens[changed] - 1) & (before.stops[changed] < 2)
+    suggests_split = not overflow.makes_pieces and overflow.running_text and bool(is_text.all())
+    stops_left = np.bincount(pieces.rows, cut.stops, minlength=number)
+    return Stage(
+        number - int(intact.sum()),
+        why,
+        before.sums() - cut.sums(),
+        lost_eos=int((stops_left < before.stops).sum()),
+        remedy="raise max_length" + " or set overflow='split'" * suggests_split,
+        repeated=int(pieces.contexts[kept].sum()),
+    )
+
+
+def _drop_stages(
+    overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces, kept: np.ndarray
+) -> tuple[Stage, Stage]:
+    """Return losses of pieces with nothing to train: from the beginning, and because of the cut."""
+    never = ~kept & (before.trained[pieces.rows] == 0)
+    since_cut = ~kept & ~never
+    documents = np.unique(pieces.rows[never])
+    empty = int((before.tokens[documents] == 0).sum())
+    unit = "piece" if overflow.makes_pieces else "document"
+    return (
+        Stage(len(documents), "without a trained token: dropped", cut.sums(never), empty=empty),
+        Stage(
+            int(since_cut.sum()),
+            "with no trained token left: dropped",
+            cut.sums(since_cut),
+            unit=unit,
+        ),
+    )

@@ -1,4 +1,4 @@
-"""A folder of prepared documents, as `trl-packing prepare` writes it, read as a data set.
+"""Rows from a file, a folder or the hub; or a folder of prepared documents, read as a data set.
 
     OUT/
     ├── manifest.json    sets, rules, counts, options, versions
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from datasets import Dataset, DatasetInfo, IterableDataset, load_from_disk
+from datasets import Dataset, DatasetInfo, IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
-from trl_packing.data.counts import Conversations, PreparationCounts, Stage, TokenCounts
-from trl_packing.data.document_rules import DocumentRules
-from trl_packing.data.rules import Preparation
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.rules import DocumentRules, Rules
 from trl_packing.documents.labels import TOKEN_COLUMNS
 
 MANIFEST = "manifest.json"
@@ -50,21 +50,22 @@ class PreparedRecord:
     counts: PreparationCounts | None
 
     @classmethod
-    def from_text(cls, text: str) -> "PreparedRecord":
-        """Return the record that `text` stores."""
-        stored = json.loads(text.removeprefix(_MARK))
-        rules, counts = DocumentRules.from_json(stored["rules"]), counts_from_json(stored["counts"])
-        return cls(stored["folder"], stored["name"], stored["fingerprint"], rules, counts)
-
-    def to_text(self) -> str:
-        """Return the record as one line."""
-        return f"{_MARK}{json.dumps(asdict(self))}"
+    def from_json(cls, stored: Mapping[str, Any]) -> "PreparedRecord":
+        """Return the record that `asdict` has stored; other values are ignored."""
+        counts = stored["counts"]
+        return cls(
+            stored["folder"],
+            stored["name"],
+            stored["fingerprint"],
+            DocumentRules.from_json(stored["rules"]),
+            None if counts is None else PreparationCounts.from_json(counts),
+        )
 
     def is_whole(self, dataset: Any) -> bool:
         """Return whether nothing was selected from `dataset`, or changed, since it was loaded."""
         return isinstance(dataset, Dataset) and dataset._fingerprint == self.fingerprint
 
-    def check(self, rules: Preparation) -> None:
+    def check(self, rules: Rules) -> None:
         """Raise ValueError if a run with these rules would make other documents."""
         differences = "; ".join(self.rules.differences(rules))
         if differences:
@@ -89,26 +90,46 @@ def records_of(dataset: Any) -> list[PreparedRecord]:
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return []
     lines = (dataset.info.description or "").split("\n\n")
-    return [PreparedRecord.from_text(line) for line in lines if line.startswith(_MARK)]
+    texts = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    return [PreparedRecord.from_json(json.loads(text)) for text in texts]
 
 
-def counts_from_json(stored: Mapping[str, Any] | None) -> PreparationCounts | None:
-    """Return the counts that `asdict` has stored."""
-    if stored is None:
-        return None
-    stages = (
-        Stage(**{**stage, "lost": TokenCounts(**stage["lost"])}) for stage in stored["stages"]
-    )
-    return PreparationCounts(
-        TokenCounts(**stored["before"]),
-        TokenCounts(**stored["after"]),
-        tuple(stages),
-        tuple(stored["notes"]),
-        Conversations(**stored["conversations"]),
-    )
+LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-# --- reading --------------------------------------------------------------------------------------
+def load_rows(
+    data: str, split: str = "train", *, config: str | None = None, cache_dir: str | None = None
+) -> Dataset:
+    """Return the rows of a .json, .jsonl or .parquet file, a folder of them, or a hub id.
+
+    Of a folder that `trl-packing prepare` wrote, return the prepared documents.
+
+    Args:
+        data: file, folder or hub id.
+        split: a split, or a part of it: "train[:1000]". Prepared data are whole sets, which have
+            the split that they were made of, or the names "train" and "eval".
+        config: configuration (subset) of a data set on the hub that has several.
+        cache_dir: folder in which `datasets` caches; None: its default.
+
+    Raises:
+        ValueError: for a file that does not exist or cannot be read.
+    """
+    if is_prepared(data):
+        return load_prepared(data, split)
+    loader, files = LOADERS.get(Path(data).suffix), {}
+    if loader is not None:
+        if not Path(data).is_file():
+            raise ValueError(f"{data} does not exist")
+        files, config = {"data_files": data}, None
+    try:
+        return load_dataset(loader or data, config, split=split, cache_dir=cache_dir, **files)
+    except (DatasetGenerationError, StopIteration, ValueError) as error:
+        cause = error.__cause__ or error
+        reason = "it is empty" if isinstance(cause, StopIteration) else cause
+        raise ValueError(f"{data} cannot be read: {reason}") from error
+
+
+# --- prepared documents -------------------------------------------------------------------------
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -162,13 +183,8 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
     stored = manifest["sets"][name]
     text = json.dumps([manifest, name], sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    record = PreparedRecord(
-        str(folder),
-        name,
-        fingerprint,
-        DocumentRules.from_json(stored["rules"]),
-        counts_from_json(stored["counts"]),
-    )
+    place = {"folder": str(folder), "name": name, "fingerprint": fingerprint}
+    record = PreparedRecord.from_json(stored | place)
     path = Path(folder).expanduser() / folder_of(name)
     try:
         documents = load_from_disk(path)
@@ -177,7 +193,8 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
     if len(documents) != stored["stored_rows"]:  # an Arrow stream ends where zeros begin
         found = f"{len(documents):,} rows instead of {stored['stored_rows']:,}"
         raise ValueError(f"{path} has {found}; {_AGAIN}")
-    info = DatasetInfo(description=record.to_text(), features=documents.features)
+    text = f"{_MARK}{json.dumps(asdict(record))}"
+    info = DatasetInfo(description=text, features=documents.features)
     return Dataset(documents.data, info=info, fingerprint=fingerprint)
 
 

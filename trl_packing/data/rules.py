@@ -1,17 +1,27 @@
-"""The two inputs of preparation: the user's rows, and the rules of the run."""
+"""The rules that shape the documents of a run, and as values that can be stored and compared.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+    tokenizer    a hash of all of it that makes tokens of text
+    settings     max_length 2048, overflow "truncate", train_on "assistant", a chat template, …
+
+Two runs with equal rules make the same documents of the same rows. Some defaults depend on the
+rows: `completion_only_loss=None` is True for prompts with completions. A run on prepared documents
+does not have the rows any more, so `RowFacts` keeps what the defaults depend on.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig
-from trl.data_utils import get_dataset_column_names
 
-from trl_packing.config import PackingOptions
-from trl_packing.data.eos import EosRule
-from trl_packing.documents.labels import SEQ_LENGTHS
-from trl_packing.formatting.responses import ResponseLabeler
+from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.data.fitting import Overflow
+from trl_packing.data.stop_tokens import EosRule
+from trl_packing.formatting.messages import has_flags
+from trl_packing.formatting.responses import ResponseLabeler, ResponseTemplate
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import can_prepare
 
@@ -19,37 +29,7 @@ AnyDataset: TypeAlias = Dataset | IterableDataset
 
 
 @dataclass(frozen=True)
-class UserRows:
-    """A user's data set, of any form.
-
-    Attributes:
-        dataset: the rows.
-        name: of the data set, for messages.
-        formatting_func: the user's function from a row to its text.
-        columns: names of the columns.
-    """
-
-    dataset: AnyDataset
-    name: str
-    formatting_func: Any
-    columns: tuple[str, ...]
-
-    @classmethod
-    def from_dataset(cls, dataset: AnyDataset, name: str, formatting_func: Any) -> "UserRows":
-        """Return the rows of `dataset`. Columns of a stream may be known only by reading one."""
-        return cls(dataset, name, formatting_func, tuple(get_dataset_column_names(dataset)))
-
-    @property
-    def are_tokenized(self) -> bool:
-        return "input_ids" in self.columns
-
-    @property
-    def are_packed(self) -> bool:
-        return self.are_tokenized and SEQ_LENGTHS in self.columns
-
-
-@dataclass(frozen=True)
-class Preparation:
+class Rules:
     """Rules by which the data sets of one run become documents.
 
     Attributes:
@@ -83,7 +63,7 @@ class Preparation:
         generation_config: Any,
         by_trl: Callable[[AnyDataset, Any, str], AnyDataset],
         labeler: ResponseLabeler | None,
-    ) -> "Preparation":
+    ) -> "Rules":
         """Return the rules of a run: the trainer's, and those of a run that has not started.
 
         Args:
@@ -108,6 +88,140 @@ class Preparation:
         return PackingOptions.of(self.args)
 
     @property
+    def response_template(self) -> ResponseTemplate | None:
+        """The template of a completion-only collator, or that of the settings."""
+        return self.row_format.answers if self.labeler is None else self.labeler.templates
+
+    @property
     def needs_trl(self) -> bool:
         """Whether TRL must prepare rows: the class renders or tokenizes in its own way."""
         return not can_prepare(self.processing_class)
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """Facts of the rows on which defaults of settings depend.
+
+    Attributes:
+        form: "tokens", "text", "prompt", "messages", "prompt messages" or "fields".
+        are_completions: whether prompts are not trained by default.
+        are_flagged: whether messages have "train" or "weight".
+        are_formatted: whether a formatting function makes their text.
+    """
+
+    form: str
+    are_completions: bool = False
+    are_flagged: bool = False
+    are_formatted: bool = False
+
+    @classmethod
+    def of(cls, rows: Dataset, rules: Rules, formatting_func: Any = None) -> "RowFacts":
+        """Return the facts about the rows of a training set, whose first row decides them."""
+        first = next(iter(rows.with_format(None)))
+        completions = "prompt" in first and "completion" in first
+        if "input_ids" in first:
+            return cls("tokens", completions)
+        row_format = replace(rules.row_format, formatting_func=formatting_func)
+        try:
+            form = row_format.form(first)
+        except ValueError:  # preparation will name the row and the way out
+            form = "unknown"
+        return cls(form, completions, has_flags(rows, first), formatting_func is not None)
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """The rules that shape the documents of one data set.
+
+    Attributes:
+        facts: about its rows.
+        settings: values that JSON can hold, by the names of the settings.
+    """
+
+    facts: RowFacts
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, rules: Rules, facts: RowFacts) -> "DocumentRules":
+        """Return the rules of a run on rows with these facts."""
+        return cls(facts, _settings(rules, facts))
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "DocumentRules":
+        """Return the rules that `asdict` has stored."""
+        return cls(RowFacts(**stored["facts"]), stored["settings"])
+
+    def for_any_packing(self) -> "DocumentRules":
+        """Return rules that fit runs with and without packing, which may drop other documents."""
+        settings = {name: value for name, value in self.settings.items() if name != "packing"}
+        return replace(self, settings=settings)
+
+    def differences(self, rules: Rules) -> Iterator[str]:
+        """Yield each difference between these stored rules and those of a run."""
+        now = _settings(rules, self.facts)
+        for name, stored in self.settings.items():
+            # A setting that is missing here depends on one that differs, too.
+            value = now.get(name, stored)
+            # Documents may have a source that the run does not ask for.
+            if stored == value or (name == "source_column" and value is None):
+                continue
+            words = [repr(each) for each in (stored, value)]
+            if name in _BY_NAME or max(map(len, words)) > 60:
+                yield f"another {name.replace('_', ' ')}"
+            else:
+                yield f"{name}={words[0]} there and {words[1]} here"
+
+
+_BY_NAME = ("tokenizer", "chat_template", "data_collator")
+_AS_SET = (
+    *("assistant_only_loss", "shuffle_dataset"),
+    *("response_template", "instruction_template", "append_eos", "source_column"),
+)
+
+
+def _settings(rules: Rules, facts: RowFacts) -> dict[str, Any]:
+    """Return the settings that shape documents, by name, with their defaults resolved."""
+    args, options, row_format = rules.args, rules.options, rules.row_format
+    overflow, completion_only = Overflow.from_args(args, rules.packing), args.completion_only_loss
+    train_on = options.train_on
+    if train_on is None and facts.are_flagged and isinstance(args, PackedSFTConfig):
+        train_on = "assistant"
+    prompt, labeler, chat = row_format.prompt_template, rules.labeler, row_format.chat
+    markers = labeler and (labeler.templates.response, labeler.templates.instruction)
+    settings = {
+        "tokenizer": hash_of_tokenizer(chat.tokenizer),
+        "chat_template": chat.source if facts.form.endswith("messages") and chat.exists else None,
+        "max_length": overflow.capacity,
+        "overflow": overflow.policy,
+        "overlap_tokens": overflow.overlap,
+        "packing": rules.packing,
+        "train_on": train_on,
+        "completion_only_loss": facts.are_completions
+        if completion_only is None
+        else completion_only,
+        "prompt_template": prompt and [prompt.template, prompt.with_input],
+        "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
+    }
+    settings |= {name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET}
+    if args.shuffle_dataset:
+        settings["seed"] = args.seed
+    if facts.form == "text" and not facts.are_formatted:
+        settings["dataset_text_field"] = args.dataset_text_field
+    if options.append_eos:
+        settings["stop tokens"] = sorted(rules.eos.stop_ids)
+    return json.loads(json.dumps(settings))  # lists and tuples are the same once they are stored
+
+
+def hash_of_tokenizer(tokenizer: Any) -> str:
+    """Return a hash of everything that decides how `tokenizer` makes tokens of text."""
+    tokens = {**tokenizer.special_tokens_map}
+    tokens.pop("pad_token", None)  # none of a document's tokens
+    special = [tokens, getattr(tokenizer, "split_special_tokens", False)]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        state = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    else:  # without padding and truncation, which each call sets
+        state = backend.to_str()
+        state = state[state.index('"added_tokens":') :]
+    text = json.dumps(special, sort_keys=True, default=str) + state
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -16,34 +16,28 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from trl_packing.data.counting import count_conversations, count_losses
-from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.eos import EosRule, append_eos_to_batch, documents_without_eos
-from trl_packing.data.fitting import fit_table
-from trl_packing.data.model_limits import NO_LIMITS
-from trl_packing.data.overflow import Overflow
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.data.counts import Conversations, PreparationCounts
+from trl_packing.data.fitting import Overflow, check_length, cut_table, documents_of, fit
+from trl_packing.data.limits import NO_LIMITS, check_entries
+from trl_packing.data.stop_tokens import EosRule, append_eos_to_table, eos_ids, note_missing_eos
 from trl_packing.documents.bad_rows import check_same_columns, named_if_beyond_int64
-from trl_packing.documents.labels import (
-    SEQ_LENGTHS,
-    TOKEN_COLUMNS,
-    TURN,
-    document_columns,
-    token_columns,
-)
+from trl_packing.documents.labels import SEQ_LENGTHS, TURN, document_columns, token_columns
 
 logger = logging.getLogger(__name__)
 
-Batch = Mapping[str, Sequence[Any]]
+Document = dict[str, Any]
+
+NOTHING_TO_TRAIN = (
+    "the stream has no documents left to train on; check its source, max_length and the completion "
+    "or assistant masks"
+)
 
 # Documents in a row without a trained token: after so many a warning, and an error.
 _UNTRAINED, _MOST_UNTRAINED = 1_000, 50_000
 
 
 def fit_stream(
-    dataset: datasets.IterableDataset,
-    overflow: Overflow,
-    eos: EosRule | None = None,
+    dataset: datasets.IterableDataset, overflow: Overflow, eos: EosRule | None = None
 ) -> datasets.IterableDataset:
     """Return `dataset` with `eos` and `overflow` applied as it is read; tokens and weights stay.
 
@@ -52,7 +46,7 @@ def fit_stream(
         overflow: the policy.
         eos: tokens that end a document; None changes none.
 
-    Reading raises ValueError where `fit_documents` does, except that a stream may turn out to be
+    Reading raises ValueError where `fit_and_count` does, except that a stream may turn out to be
     empty.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
@@ -71,46 +65,40 @@ class StreamFit:
     Of the notes on documents without a stop token, the first is kept.
     """
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        overflow: Overflow,
-        eos: EosRule | None = None,
-    ):
+    def __init__(self, columns: Sequence[str], overflow: Overflow, eos: EosRule | None = None):
         self.columns = columns
         self.overflow = overflow
         self.eos = eos
         self._counts = PreparationCounts()
         self._num_untrained = 0  # documents in a row
 
-    def __call__(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[Any]]:
+    def __call__(
+        self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
+    ) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
         with named_if_beyond_int64(batch, rows):
             table = pa.table({name: pa.array(batch[name]) for name in self.columns})
-        documents = _documents_of(table)
-        NO_LIMITS.check_documents(documents, "of the stream", rows)
-        if self.eos is not None and self.eos.appends:
-            table = append_eos_to_batch(table, self.eos)
-            documents = _documents_of(table)
-        fitted = fit_table(table, overflow=self.overflow)
-        stop_ids = () if self.eos is None else self.eos.stop_ids
-        counts = count_losses(documents, _documents_of(fitted), self.overflow, stop_ids)
+        documents, where = documents_of(datasets.Dataset(table)), "of the stream"
+        NO_LIMITS.check_documents(documents, where, rows)
+        check_entries(documents, where, rows)
+        missing, stop_ids = None, frozenset[int]()
+        if self.eos is not None:
+            if self.eos.appends:
+                table = append_eos_to_table(table, **eos_ids(documents, self.eos))
+                documents = documents_of(datasets.Dataset(table))
+            stop_ids = self.eos.stop_ids
+            missing = None if self._counts.notes else note_missing_eos(documents, self.eos)
+        check_length(documents, self.overflow, where, rows)
+        pieces, counts = fit(documents, self.overflow, stop_ids)
+        if missing is not None:
+            counts = replace(counts, notes=(f"of the documents read first, {missing[0]}",))
         if TURN in batch:
-            turns = count_conversations(np.asarray(batch[TURN]), names_row=False)
+            turns = Conversations.of(np.asarray(batch[TURN]), names_row=False)
             counts = replace(counts, conversations=turns)
         self._counts += counts
-        self._note_missing_eos(documents)
-        self._note_untrained(len(rows), len(fitted))
-        found: dict[str, list[Any]] = fitted.to_pydict()
+        self._note_untrained(len(rows), len(pieces.rows))
+        found: dict[str, list[Any]] = cut_table(table, pieces, documents.columns).to_pydict()
         return found
-
-    def _note_missing_eos(self, documents: ArrowDocuments) -> None:
-        if self.eos is None or self._counts.notes:
-            return
-        missing = documents_without_eos(documents, self.eos)
-        if missing is not None:
-            note = f"of the documents read first, {missing.note(self.eos.appends)}"
-            self._counts = self._counts.with_note(note)
 
     def _note_untrained(self, read: int, kept: int) -> None:
         """Warn of many documents in a row that give nothing to train, and stop at too many."""
@@ -129,10 +117,6 @@ class StreamFit:
         """Return the counts since the last call, in this process."""
         counts, self._counts = self._counts, PreparationCounts()
         return counts
-
-
-def _documents_of(table: pa.Table) -> ArrowDocuments:
-    return ArrowDocuments(datasets.Dataset(table), TOKEN_COLUMNS)
 
 
 def take_counts(dataset: Any) -> PreparationCounts:
@@ -154,25 +138,13 @@ def _fits_of(dataset: Any) -> Iterator[StreamFit]:
     return (function for function in functions if isinstance(function, StreamFit))
 
 
-Document = dict[str, Any]
-
-
 def steps_of(documents: Iterable[Document]) -> Iterator[Any]:
     """Yield the iterables of which `datasets` composes a stream, the last one first."""
-    yield from _steps(getattr(documents, "_ex_iterable", None))
-
-
-def _steps(iterable: Any) -> Iterator[Any]:
-    yield iterable
-    inner = getattr(iterable, "ex_iterable", None)
-    for source in [inner] if inner is not None else getattr(iterable, "ex_iterables", []):
-        yield from _steps(source)
-
-
-NOTHING_TO_TRAIN = (
-    "the stream has no documents left to train on; check its source, max_length and the completion "
-    "or assistant masks"
-)
+    left = [getattr(documents, "_ex_iterable", None)]
+    while left:
+        yield (iterable := left.pop(0))
+        inner = getattr(iterable, "ex_iterable", None)
+        left[:0] = [inner] if inner is not None else getattr(iterable, "ex_iterables", [])
 
 
 def check_lengths(row: Document, number: int) -> None:

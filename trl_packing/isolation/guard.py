@@ -23,7 +23,7 @@ from trl_packing.attention.backends import PADDED, AttentionChoice, resolve_atte
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import rope_thresholds, text_config, unwrap_peft
 from trl_packing.attention.sharding import all_reduce_max, announce_head
-from trl_packing.data.model_limits import limits_of
+from trl_packing.data.limits import limits_of
 from trl_packing.isolation.check import check_fused_head
 from trl_packing.isolation.evidence import Checked
 from trl_packing.isolation.fallback import (

@@ -19,7 +19,7 @@ from trl_packing.attention.model_facts import (
     rope_thresholds,
     text_config,
 )
-from trl_packing.data.model_limits import learned_positions
+from trl_packing.data.limits import learned_positions
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
 SHORT = "short documents"

@@ -8,7 +8,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_packing.attention.model_facts import length_constants
-from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
+from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS

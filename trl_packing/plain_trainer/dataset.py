@@ -24,7 +24,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trl_packing.data.model_limits import ModelLimits
+from trl_packing.data.limits import ModelLimits
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,

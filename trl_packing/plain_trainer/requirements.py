@@ -11,7 +11,7 @@ from torch import nn
 
 from trl_packing.attention.model_facts import invokes_adapter, requires, text_config
 from trl_packing.attention.state import preserve_state
-from trl_packing.data.model_limits import limits_of
+from trl_packing.data.limits import limits_of
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
 from trl_packing.plain_trainer.dataset import PackedDataset

@@ -14,10 +14,9 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from trl_packing.data.counting import fit_and_count
-from trl_packing.data.dataset import load_rows
-from trl_packing.data.eos import stop_token_ids
-from trl_packing.data.overflow import Overflow
+from trl_packing.data.fitting import Overflow, fit_and_count
+from trl_packing.data.prepared import load_rows
+from trl_packing.data.stop_tokens import stop_token_ids
 from trl_packing.formatting.chat_template import ChatTemplate
 from trl_packing.formatting.prompt_template import PromptTemplate
 from trl_packing.formatting.row_format import RowFormat

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trl_packing.attention.sharding import all_reduce_max, gather_objects
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
+from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
 from trl_packing.documents.labels import SOURCE, SOURCE_IDS
 from trl_packing.streaming.reader import PackedStream, Place, StreamSettings, num_shards

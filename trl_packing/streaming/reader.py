@@ -23,7 +23,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
+from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, steps_of, take_counts
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.bins import pack

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from trl_packing.data.model_limits import NO_LIMITS, ModelLimits
+from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, check_lengths
 from trl_packing.documents.labels import TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight, token_weights

@@ -32,18 +32,17 @@ from datasets.fingerprint import Hasher
 from trl_packing.config import PackingOptions
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.counts import PreparationCounts, quantity
-from trl_packing.data.document_rules import DocumentRules, RowFacts
-from trl_packing.data.preparation import prepare
 from trl_packing.data.prepared import (
     FORMAT,
     FORMAT_KEY,
     MANIFEST,
-    counts_from_json,
     folder_of,
     is_prepared,
     read_manifest,
     records_of,
 )
+from trl_packing.data.rules import DocumentRules, RowFacts
+from trl_packing.data.stages import prepare
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     IMAGE_COLUMNS,
@@ -348,8 +347,9 @@ def _lines(sets: Mapping[str, Any], made: PreparedRun) -> Iterator[str]:
             f"{quantity(stored['rows'], 'row')} → {quantity(stored['documents'], 'document')} · "
             f"{stored['tokens']:,} tokens · {stored['trained']:,} trained ({share:.0%})",
         )
-        for sentence in str(counts_from_json(stored["counts"]) or "").splitlines():
-            yield _line("", sentence)
+        if stored["counts"] is not None:
+            for sentence in str(PreparationCounts.from_json(stored["counts"])).splitlines():
+                yield _line("", sentence)
     size = sum(file.stat().st_size for file in made.folder.rglob("*.arrow"))
     where = f"{made.folder} · {size / 1e6:,.1f} MB"
     if made.seconds is None:

@@ -21,7 +21,7 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_mixture_unit, check_options
 from trl_packing.data.checks import check_not_empty
-from trl_packing.data.overflow import Overflow
+from trl_packing.data.fitting import Overflow
 from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.documents.weights import check_some_weight

@@ -36,10 +36,10 @@ from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions
 from trl_packing.data.checks import check_is_dataset, check_is_one_set
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.model_limits import ModelLimits
-from trl_packing.data.preparation import prepare
+from trl_packing.data.limits import ModelLimits
 from trl_packing.data.prepared import records_of
-from trl_packing.data.rules import Preparation
+from trl_packing.data.rules import Rules
+from trl_packing.data.stages import prepare
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     IMAGE_IDS,
@@ -101,7 +101,7 @@ class RunData:
         options: PackingOptions,
         sampling: Sampling,
         sets: dict[str, Any] | None,
-        tokenize_images: Callable[[Any, Preparation, str | None, str], Any],
+        tokenize_images: Callable[[Any, Rules, str | None, str], Any],
     ):
         self.trainer = trainer
         self.options = options
@@ -237,14 +237,14 @@ class RunData:
 
     def _rules(
         self, dataset: Any, name: str, processing_class: Any, args: Any, by_trl: Callable[..., Any]
-    ) -> Preparation:
+    ) -> Rules:
         trainer = self.trainer
         if name == "train" and records_of(dataset):  # TRL does not see the rows, which decide it
             trainer.completion_only_loss = trains_completions(dataset, args.completion_only_loss)
         only = trainer.completion_only_loss
         if self.sets is not None:  # TRL decides once, by the first row of the first of them
             only = trains_completions(dataset, args.completion_only_loss)
-        return Preparation.of_run(
+        return Rules.of_run(
             args,
             processing_class,
             trainer._tokenizer,

@@ -23,7 +23,7 @@ from trl import SFTTrainer
 
 from trl_packing.attention.model_facts import layer_values, text_config
 from trl_packing.config import PackingOptions
-from trl_packing.data.overflow import Overflow
+from trl_packing.data.fitting import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.draw import MixtureDraw, numbers_of, order_seed, packing_seed, stages_of

@@ -212,6 +212,40 @@ def keys_of(sizes: np.ndarray) -> list[Size]:
     return [(int(height), int(width), min(len(sizes), 2)) for height, width in sizes]
 
 
+# --- images of a document ---------------------------------------------------------------------
+
+
+class ImageTokens(NamedTuple):
+    """Tokens ``[start, stop)`` of a document that stand for an image, separators included.
+
+    Attributes:
+        image: number of the image in the user's row, from 0.
+        start: its first token in the document.
+        stop: the token after its last one.
+    """
+
+    image: int
+    start: int
+    stop: int
+
+
+def images_of(document: Mapping[str, Any]) -> list[ImageTokens]:
+    """Return the images of a document in their order; none without the column `image_ids`.
+
+    Examples:
+        >>> images_of({"input_ids": [5, 9, 9, 6], "image_ids": [0, 2, 2, 0]})
+        [ImageTokens(image=1, start=1, stop=3)]
+    """
+    ids = np.asarray(document.get(IMAGE_IDS, ()), np.int64)
+    at = np.flatnonzero(ids)
+    firsts = np.flatnonzero(np.diff(ids[at], prepend=0))
+    lasts = np.append(firsts[1:], len(at)) - 1 if len(at) else firsts
+    return [
+        ImageTokens(int(ids[start]) - 1, int(start), int(stop) + 1)
+        for start, stop in zip(at[firsts], at[lasts], strict=True)
+    ]
+
+
 # --- a whole data set -----------------------------------------------------------------------------
 
 

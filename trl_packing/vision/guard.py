@@ -17,12 +17,12 @@ from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.model_facts import text_config
-from trl_packing.data.whole_images import images_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
 from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.isolation.probes import random_tokens
+from trl_packing.vision.documents import images_of
 from trl_packing.vision.image_check import check_images
 from trl_packing.vision.image_store import ImageStore
 

@@ -8,13 +8,13 @@ from datasets import Dataset
 from transformers import ProcessorMixin
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.rules import Preparation
+from trl_packing.data.rules import Rules
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.vision.documents import keys_of
 from trl_packing.vision.placeholders import Placeholder, Placeholders, Size
 
 
-def check_settings(dataset: Dataset, rules: Preparation, name: str) -> None:
+def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
     """Raise ValueError for settings and columns that rows with images cannot serve."""
     options: PackingOptions = rules.options
     if SEQ_LENGTHS in dataset.column_names:

@@ -17,7 +17,7 @@ from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.checks import check_is_one_set, check_weights_have_tokens
-from trl_packing.data.rules import Preparation
+from trl_packing.data.rules import Rules
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_ROW, document_columns
 from trl_packing.formatting.chat_template import ChatTemplate
@@ -209,9 +209,7 @@ class RunImages:
         if self._tower is not None:
             self._tower.measure(batches)
 
-    def tokenize(
-        self, dataset: Any, rules: Preparation, chat_template: str | None, name: str
-    ) -> Any:
+    def tokenize(self, dataset: Any, rules: Rules, chat_template: str | None, name: str) -> Any:
         """Return the documents of a data set with images; any other data set as it is.
 
         Args:

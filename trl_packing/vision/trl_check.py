@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from datasets import Dataset
 
-from trl_packing.data.rules import Preparation
+from trl_packing.data.rules import Rules
 from trl_packing.documents.labels import IMAGE_ROW
 from trl_packing.vision.image_store import ImageStore, NoImages
 from trl_packing.vision.trl_path import collator_of_trl
@@ -21,7 +21,7 @@ def difference_from_trl(
     dataset: Dataset,
     documents: Dataset,
     store: ImageStore,
-    rules: Preparation,
+    rules: Rules,
     chat_template: str | None,
     name: str,
 ) -> str | None:

@@ -104,7 +104,7 @@ def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, settings):
     (own,) = [row for row in plan.what_if if row.max_length == 24]
     for shown, expected in compared(own, plan):
         assert shown == expected
-    whole = run.unfitted()
+    whole = run.whole_documents()
     rows = list(other_max_lengths(whole, run.preparation, run.sampling(2), [16, 40, 4096]))
     assert rows[0].steps > rows[-1].steps or rows[0].counts.stages
     for row in rows:
@@ -116,14 +116,14 @@ def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, settings):
 
 def test_a_max_length_that_the_run_refuses_says_why():
     run = previewed(texts(), "--overflow", "error", limit=4096)
-    whole, setup = run.unfitted(), run.sampling()
+    whole, setup = run.whole_documents(), run.sampling()
     refused, fits = other_max_lengths(whole, run.preparation, setup, [16, 4096])
     longest = max(map(len, whole.documents["input_ids"]))
     assert refused.refused == f"a document has {longest} tokens"
     assert (fits.refused, fits.steps > 0) == ("", True)
     nothing = next(
         other_max_lengths(
-            previewed(texts(), "--overflow", "drop", limit=512).unfitted(),
+            previewed(texts(), "--overflow", "drop", limit=512).whole_documents(),
             run.preparation,
             setup,
             [1],

@@ -14,7 +14,7 @@ from helpers.tiny import save_tiny_model, tiny_dataset, tiny_model, tiny_tokeniz
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.cli import main
-from trl_packing.data.dataset import load_rows
+from trl_packing.data.prepared import load_rows
 from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import config_from_settings, processing_class_of

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.counts import quantity
-from trl_packing.data.fitting import is_kept
-from trl_packing.data.whole_images import images_of
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.page import escape
 from trl_packing.tools.plan.plan import CutDocuments, RunPlan
 from trl_packing.tools.preview.show import token_texts
+from trl_packing.vision.documents import images_of
 
 # Tokens shown around each end of a long document, and around each place where it changes.
 _AROUND = 90
@@ -58,15 +57,11 @@ def _cut_documents(cut: CutDocuments, tokenizer: Any) -> Iterator[str]:
         row = int(order[at])
         document, mine = cut.documents[row], np.flatnonzero(pieces.rows == row)
         kinds = np.full(lengths[row], _LOST)
-        kept = 0
         for start, stop in zip(pieces.starts[mine], pieces.stops[mine], strict=True):
-            labels = _labels(document)[start:stop]
-            if is_kept((labels, np.array([0, len(labels)])), cut.overflow)[0]:
-                kinds[start:stop] = _kinds(labels)
-                kept += 1
+            kinds[start:stop] = _kinds(_labels(document)[start:stop])
         name = f"Too long: document {row:,} before the cut"
         words = [f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"]
-        words += [f"kept in {kept:,} pieces"] * (kept > 1)
+        words += [f"kept in {len(mine):,} pieces"] * (len(mine) > 1)
         starts = pieces.starts[mine][1:].tolist()
         yield _document(name, document, kinds, tokenizer, starts, words)
 

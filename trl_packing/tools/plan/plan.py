@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from trl_packing.data.counting import count_without_cutting, pieces_of_documents
 from trl_packing.data.counts import PreparationCounts, quantity
-from trl_packing.data.overflow import Overflow, Pieces
-from trl_packing.data.preparation import Unfitted, fit, shuffle_fitted
-from trl_packing.data.rules import Preparation
+from trl_packing.data.fitting import Pieces, fit, pieces_of
+from trl_packing.data.rules import Rules
+from trl_packing.data.stages import WholeDocuments, fit_documents, shuffle
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.bins import PackingPlan, find_strategy
@@ -201,13 +200,11 @@ class CutDocuments:
 
     Attributes:
         documents: all documents of any length.
-        overflow: the policy.
-        pieces: those that the policy keeps of them.
+        pieces: those that are trained of them.
         rows: numbers of the documents of which a token is lost, or that are split.
     """
 
     documents: ArrowDocuments
-    overflow: Overflow
     pieces: Pieces
     rows: np.ndarray
 
@@ -270,8 +267,8 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
     """
-    sampling, whole = run.sampling(ranks), run.unfitted()
-    prepared, counts = run.documents() if whole is None else fit(whole, run.preparation)
+    sampling, whole = run.sampling(ranks), run.whole_documents()
+    prepared, counts = run.documents() if whole is None else fit_documents(whole, run.preparation)
     documents = token_documents(prepared)
     lengths, facts = documents.lengths(), sampling.facts(documents)
     sampler = sampling.sampler(lengths, **facts)
@@ -296,20 +293,20 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     )
 
 
-def _cut_documents(whole: Unfitted) -> CutDocuments:
+def _cut_documents(whole: WholeDocuments) -> CutDocuments:
     """Return the documents that the run's own policy cuts."""
     documents = token_documents(whole.documents)
-    lengths, pieces = documents.lengths(), pieces_of_documents(documents, whole.overflow)
-    intact = pieces.rows[pieces.stops - pieces.starts == lengths[pieces.rows]]
-    rows = np.setdiff1d(np.arange(len(lengths)), intact)
-    return CutDocuments(documents, whole.overflow, pieces, rows)
+    lengths, pieces = documents.lengths(), pieces_of(documents, whole.overflow)
+    intact = pieces.rows[pieces.sizes == lengths[pieces.rows]]
+    trained, _ = fit(documents, whole.overflow)
+    return CutDocuments(documents, trained, np.setdiff1d(np.arange(len(lengths)), intact))
 
 
 # --- other settings -------------------------------------------------------------------------------
 
 
 def other_max_lengths(
-    whole: Unfitted, rules: Preparation, sampling: Sampling, max_lengths: Iterable[int | None]
+    whole: WholeDocuments, rules: Rules, sampling: Sampling, max_lengths: Iterable[int | None]
 ) -> Iterator[Variant]:
     """Yield the plan for each max_length; without groups and images, whose documents differ.
 
@@ -322,24 +319,18 @@ def other_max_lengths(
     documents = token_documents(whole.documents)
     longest = int(documents.lengths().max(initial=0))
     policies = {limit: replace(whole.overflow, capacity=limit) for limit in max_lengths}
-    fits = [
-        policy
-        for limit, policy in policies.items()
-        if limit is None or policy.policy != "error" or longest <= limit
-    ]
-    counted = count_without_cutting(documents, fits, rules.eos.stop_ids)
     by_length = column_of(sampling.options.curriculum or "") == LENGTH
     for limit, policy in policies.items():
-        if policy not in fits:
+        if limit is not None and policy.policy == "error" and longest > limit:
             yield Variant(refused=f"a document has {longest:,} tokens", max_length=limit)
             continue
-        lengths, counts = next(counted)
+        pieces, counts = fit(documents, policy, rules.eos.stop_ids)
         if not counts.after.trained:
             reason = "no trained token is left"
             yield Variant(refused=reason, max_length=limit, counts=counts)
             continue
-        shuffled = shuffle_fitted(Dataset.from_dict({"length": lengths}), rules)
-        lengths = lengths[stored_rows(shuffled)]
+        numbered = Dataset.from_dict({"length": pieces.sizes})
+        lengths = pieces.sizes[stored_rows(shuffle(numbered, rules, fitted=True))]
         facts = {"numbers": lengths if by_length else None}
         try:
             found = variant_of(sampling.changed(max_length=limit), lengths, facts, counts=counts)

@@ -31,9 +31,14 @@ from trl.data_utils import is_conversational
 from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.preparation import Unfitted, fit, prepare, unfitted
 from trl_packing.data.prepared import records_of
-from trl_packing.data.rules import Preparation
+from trl_packing.data.rules import Rules
+from trl_packing.data.stages import (
+    WholeDocuments,
+    fit_documents,
+    prepare,
+    whole_documents,
+)
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
 from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
@@ -120,7 +125,7 @@ class PreviewedRun:
 
     args: Any
     dataset: Any
-    preparation: Preparation
+    preparation: Rules
     model: Any = None
     formatting_func: Any = None
     is_stream: bool = False
@@ -193,7 +198,7 @@ class PreviewedRun:
         first = next(iter(loaded.values()))
         tokenizer = configure_tokenizer(processing_class, args)
         template = _training_template(args, tokenizer, first)
-        rules = Preparation.of_run(
+        rules = Rules.of_run(
             args,
             tokenizer,
             getattr(tokenizer, "tokenizer", tokenizer),
@@ -268,7 +273,7 @@ class PreviewedRun:
         check_weights_and_sources(documents, [], options, self.compute_loss_func)
         return documents, counts
 
-    def unfitted(self) -> Unfitted | None:
+    def whole_documents(self) -> WholeDocuments | None:
         """Return the documents before the overflow policy.
 
         None if the rows stay as they are, and for several data sets, which are prepared one by one.
@@ -277,7 +282,7 @@ class PreviewedRun:
         if self._skips_preparation or isinstance(rows, SourceRows) or records_of(rows):
             return None
         rows = self._with_tokens_of_images(rows, self.preparation, "train")
-        whole = unfitted(rows, self.preparation, formatting_func=self.formatting_func)
+        whole = whole_documents(rows, self.preparation, formatting_func=self.formatting_func)
         return None if whole.rows.are_packed else whole
 
     def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
@@ -330,12 +335,12 @@ class PreviewedRun:
         dataset = self.dataset.datasets[source]
         return replace(self, dataset=dataset, preparation=self._rules(dataset, self.preparation))
 
-    def _rules(self, dataset: Dataset, rules: Preparation) -> Preparation:
+    def _rules(self, dataset: Dataset, rules: Rules) -> Rules:
         only = trains_completions(dataset, self.args.completion_only_loss)
         return replace(rules, row_format=replace(rules.row_format, completion_only=only))
 
     def _prepare(
-        self, dataset: Any, preparation: Preparation, name: str
+        self, dataset: Any, preparation: Rules, name: str
     ) -> tuple[Dataset, PreparationCounts | None]:
         if isinstance(dataset, SourceRows):
             return prepare_sources(
@@ -353,7 +358,7 @@ class PreviewedRun:
             )
         return dataset, None
 
-    def _with_tokens_of_images(self, dataset: Dataset, preparation: Preparation, name: str) -> Any:
+    def _with_tokens_of_images(self, dataset: Dataset, preparation: Rules, name: str) -> Any:
         """Return the documents of rows with images; other rows as they are."""
         documents = self.images.tokenize(dataset, preparation, self.chat_template, name)
         if self.images.contradiction is not None:
@@ -438,7 +443,7 @@ def trace_documents(run: PreviewedRun) -> TracedDocuments:
     documents are numbered once more before they are cut.
     """
     numbered = with_row_numbers(run)
-    whole = numbered.unfitted()
+    whole = numbered.whole_documents()
     if whole is None:
         dataset, counts = numbered.documents()
         lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
@@ -446,7 +451,7 @@ def trace_documents(run: PreviewedRun) -> TracedDocuments:
     documents: Any = whole.documents
     rows, uncut = _numbers(documents), ArrowDocuments(documents, ["input_ids"]).lengths()
     documents = documents.remove_columns(ROW).add_column(ROW, np.arange(len(rows)))
-    fitted, counts = fit(replace(whole, documents=documents), numbered.preparation)
+    fitted, counts = fit_documents(replace(whole, documents=documents), numbered.preparation)
     numbers = _numbers(fitted)
     return TracedDocuments(fitted.remove_columns(ROW), counts, rows[numbers], uncut[numbers])
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.data.eos import ends_in_stop_token
-from trl_packing.data.whole_images import ImageTokens, images_of
+from trl_packing.data.stop_tokens import ends_in_stop_token
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -33,6 +32,7 @@ from trl_packing.packing.tree_row import tree_of_row
 from trl_packing.tools.preview.preview import collator_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun, TracedDocuments, trace_documents
 from trl_packing.training.columns import documents_of
+from trl_packing.vision.documents import ImageTokens, images_of
 
 
 @dataclass(frozen=True)
@@ -388,5 +388,5 @@ def _without_stop(documents: ArrowDocuments, run: PreviewedRun) -> np.ndarray:
     eos = run.preparation.eos
     if not eos.stop_ids or is_packed(documents) or "labels" not in documents.columns:
         return np.zeros(len(documents), bool)
-    ended = documents.in_order(ends_in_stop_token(documents.readers["labels"].chunks, eos))
+    ended = ends_in_stop_token(documents, eos)
     return ~ended & (documents.num_trained() > 0)

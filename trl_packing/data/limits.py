@@ -9,7 +9,7 @@ device assert on CUDA, and silently gives a wrong number in some kernels. So eve
 checked before a model runs on it: in one pass over the Arrow table, or document by document.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_COLUMNS
 
 # Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}
@@ -43,10 +43,9 @@ class ModelLimits:
         """
         if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
             return
-        present = set(dataset.column_names)
-        columns = [c for c in ("input_ids", "labels", SEQ_LENGTHS) if c in present]
-        if "input_ids" in columns:
-            self.check_documents(ArrowDocuments(dataset, columns), f"of the {name} dataset")
+        present = [c for c in (*TOKEN_COLUMNS, SEQ_LENGTHS) if c in dataset.column_names]
+        if "input_ids" in present:
+            self.check_documents(ArrowDocuments(dataset, present), f"of the {name} dataset")
 
     def check_first(self, stream: datasets.IterableDataset, name: str) -> None:
         """Raise ValueError if one of the first documents of a stream exceeds a limit."""
@@ -64,47 +63,42 @@ class ModelLimits:
             where: end of the name of a document, "of the train dataset".
             numbers: of the documents; None: 0, 1, 2, …
         """
-        numbers = range(len(documents)) if numbers is None else numbers
-        for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
-            if column in documents.columns:
-                wrong = documents.rows_where(column, is_beyond)
-                if len(wrong):
-                    values = documents[int(wrong[0])][column]
-                    problem = self._problem(column, values[is_beyond(values)][0])
-                    which = f"document {numbers[wrong[0]]} {where}"
-                    raise ValueError(f"{which} {problem}{and_others(wrong)}")
-        if self.positions is not None:
-            column = SEQ_LENGTHS if is_packed(documents) else "input_ids"
-            wrong, length = self._too_long(documents, column)
+        checks: dict[str, Callable[[Any], Any]]
+        checks = {"input_ids": self._no_ids, "labels": self._no_labels}
+        if is_packed(documents):
+            checks[SEQ_LENGTHS] = self._no_lengths
+        found = [
+            documents.rows_where(column, is_beyond)
+            for column, is_beyond in checks.items()
+            if column in documents.columns
+        ]
+        if self.positions is not None and not is_packed(documents):
+            found.append(np.flatnonzero(self._no_lengths(documents.lengths())))
+        for wrong in found:
             if len(wrong):
-                raise ValueError(
-                    f"document {numbers[wrong[0]]} {where} {self._problem('length', length)}"
-                    f"{and_others(wrong)}"
-                )
+                number = wrong[0] if numbers is None else numbers[wrong[0]]
+                which = f"document {number} {where}"
+                self.check_document(documents[int(wrong[0])], which, and_others(wrong))
 
-    def check_document(self, document: Mapping[str, Any], which: str) -> None:
-        """Raise ValueError if a document from a stream exceeds a limit."""
+    def check_document(self, document: Mapping[str, Any], which: str, others: str = "") -> None:
+        """Raise ValueError if a document exceeds a limit; `others` ends the sentence."""
         for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
             values = np.asarray(document.get(column, ()))
             if values.size and (wrong := is_beyond(values)).any():
-                raise ValueError(f"{which} {self._problem(column, values[wrong][0])}")
+                problem = self._wrong_id(column, values[wrong][0])
+                raise ValueError(f"{which} has {problem}{others}")
         lengths = document.get(SEQ_LENGTHS)
         longest = len(document["input_ids"]) if lengths is None else max(lengths, default=0)
-        if self.positions is not None and longest > self.positions:
-            raise ValueError(f"{which} {self._problem('length', longest)}")
+        if self._no_lengths(longest):
+            raise ValueError(
+                f"{which} has {longest:,} tokens, but the model has learned {self.positions:,} "
+                f"positions; set max_length={self.positions}{others}"
+            )
 
     def checked(self, document: dict[str, Any], number: int) -> dict[str, Any]:
         """Return document `number` of a stream, for `IterableDataset.map`, or raise ValueError."""
         self.check_document(document, f"document {number} of the stream")
         return document
-
-    def _too_long(self, documents: ArrowDocuments, column: str) -> tuple[np.ndarray, int]:
-        if column == "input_ids":
-            lengths = documents.lengths()
-            wrong = np.flatnonzero(lengths > self.positions)
-            return wrong, int(lengths[wrong[0]]) if len(wrong) else 0
-        wrong = documents.rows_where(column, lambda lengths: lengths > self.positions)
-        return wrong, int(documents[int(wrong[0])][column].max()) if len(wrong) else 0
 
     def _no_ids(self, values: np.ndarray) -> np.ndarray:
         if self.vocabulary is None:
@@ -116,25 +110,22 @@ class ModelLimits:
     def _no_labels(self, values: np.ndarray) -> np.ndarray:
         return self._no_ids(values) & (values != IGNORE_INDEX)
 
-    def _problem(self, column: str, value: Any) -> str:
-        if column == "length":
-            return (
-                f"has {value:,} tokens, but the model has learned {self.positions:,} positions; "
-                f"set max_length={self.positions}"
-            )
+    def _no_lengths(self, lengths: Any) -> Any:
+        return lengths > (np.inf if self.positions is None else self.positions)
+
+    def _wrong_id(self, column: str, value: Any) -> str:
+        is_label = column == "labels"
+        name = "label" if is_label else "token id"
         if self.vocabulary is None:
             allowed = "an id is 0 or more"
-            if column == "labels":
+            if is_label:
                 allowed = f"a label is a token id, or {IGNORE_INDEX} where nothing is trained"
-            return f"has {_NAMES[column]} {value}, but {allowed}"
-        beside = f" (and {IGNORE_INDEX} for what is not trained)" * (column == "labels")
+            return f"{name} {value}, but {allowed}"
+        beside = f" (and {IGNORE_INDEX} for what is not trained)" * is_label
         return (
-            f"has {_NAMES[column]} {value}, but the model's vocabulary has {self.vocabulary} ids"
-            f"{beside}; was it tokenized with another tokenizer?"
+            f"{name} {value}, but the model's vocabulary has {self.vocabulary} ids{beside}; was it "
+            "tokenized with another tokenizer?"
         )
-
-
-_NAMES = {"input_ids": "token id", "labels": "label"}
 
 
 NO_LIMITS = ModelLimits()
@@ -142,14 +133,13 @@ NO_LIMITS = ModelLimits()
 
 def limits_of(model: Any) -> ModelLimits:
     """Return the limits of `model`, which must not be wrapped or sharded yet."""
-    return ModelLimits(_vocabulary(model), learned_positions(model))
-
-
-def _vocabulary(model: Any) -> int | None:
     weight = getattr(model.get_input_embeddings(), "weight", None)
     if weight is None:
-        return getattr(text_config(model), "vocab_size", None)
-    return getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the local shape is empty
+        return ModelLimits(
+            getattr(text_config(model), "vocab_size", None), learned_positions(model)
+        )
+    # Under ZeRO-3 the local shape is empty.
+    return ModelLimits(getattr(weight, "ds_shape", weight.shape)[0], learned_positions(model))
 
 
 def learned_positions(model: Any) -> int | None:
@@ -161,3 +151,20 @@ def learned_positions(model: Any) -> int | None:
             if rows == stated:  # not those of an image encoder
                 return rows
     return None
+
+
+def check_entries(
+    documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
+) -> None:
+    """Raise ValueError for a column without one entry per token; arguments as `check_documents`."""
+    expected = documents.lengths()
+    for column in documents.columns:
+        entries = documents.lengths(column)
+        wrong = np.flatnonzero(entries != expected)
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"document {row if numbers is None else numbers[row]} {where} has {expected[row]} "
+                f"input_ids but {entries[row]} entries in {column!r}; give one per token"
+                f"{and_others(wrong)}"
+            )

@@ -12,7 +12,7 @@ They should begin with one BOS, too. Where a tokenizer adds one to a text that a
 rendered, there are two, which are counted; TRL trains them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ import pyarrow as pa
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
-from trl_packing.documents.arrow import ArrowDocuments, FlatLists, list_column, token_lists
-from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS
+from trl_packing.documents.arrow import ArrowDocuments, list_column, token_lists
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
 from trl_packing.formatting.printable import quote
 
 # A text that no chat template contains.
@@ -99,103 +99,67 @@ def _end_of_turn(tokenizer: Any, chat_template: str | None) -> int | None:
 # --- the check ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MissingEos:
-    """`documents` of `of` documents do not end in a trained stop token; `row` is the first."""
+def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> tuple[str, str] | None:
+    """Return a sentence on documents that do not end in a trained stop token, and its details.
 
-    documents: int
-    of: int
-    row: int
-    ending: str
-    stop_tokens: tuple[str, ...]
-
-    def __str__(self) -> str:
-        names = ", ".join(map(quote, self.stop_tokens))
-        return (
-            f"{self.documents:,} of {self.of:,} documents ({self.documents / self.of:.1%}) do not "
-            f"end in a trained stop token ({'one of ' * (len(self.stop_tokens) > 1)}{names})"
-        )
-
-    def note(self, append_eos: bool) -> str:
-        """Return the sentence with the way out: short, for the report."""
-        remedy = (
-            "their last tokens are not trained: check the completion or assistant masks"
-            if append_eos
-            else "set append_eos=True, or end them in one"
-        )
-        return f"{self}; {remedy}"
-
-    def warning(self, append_eos: bool) -> str:
-        """Return the same with what it means, and the end of the first such document."""
-        return (
-            f"{self.note(append_eos)}: the model may not learn to stop there (the first is "
-            f"document {self.row}, ending {quote(self.ending)})"
-        )
-
-
-def documents_without_eos(documents: ArrowDocuments, eos: EosRule) -> MissingEos | None:
-    """Return how many `documents` do not end in a trained stop token; None if all do.
-
-    Documents without a trained token are left out. None, too, if there is no stop token.
+    None if all do. Documents without a trained token are left out. None, too, if there is no stop
+    token.
     """
     if not eos.stop_ids:
         return None
-    labels = documents.readers["labels"].chunks
-    trained = documents.in_order([_last(*chunk, [IGNORE_INDEX]) >= 0 for chunk in labels])
-    wrong = np.flatnonzero(trained & ~documents.in_order(ends_in_stop_token(labels, eos)))
+    chunks = documents.readers["labels"].chunks
+    trained = documents.in_order([_last(*chunk, [IGNORE_INDEX]) >= 0 for chunk in chunks])
+    wrong = np.flatnonzero(trained & ~ends_in_stop_token(documents, eos))
     if not len(wrong):
         return None
-    row = int(wrong[0])
-    names = (
-        eos.tokenizer.convert_ids_to_tokens(stop) or str(stop) for stop in sorted(eos.stop_ids)
-    )
-    return MissingEos(
-        documents=len(wrong),
-        of=int(trained.sum()),
-        row=row,
-        ending=eos.tokenizer.decode(documents[row]["input_ids"][-20:].tolist())[-40:],
-        stop_tokens=tuple(names),
-    )
-
-
-def ends_in_stop_token(labels: Iterable[FlatLists], eos: EosRule) -> list[np.ndarray]:
-    """Return whether the last trained token of each document is a stop token.
-
-    Args:
-        labels: chunks of (values, offsets), a list of labels for each document.
-        eos: the stop tokens, and the tokenizer that tells white space, which is skipped.
-
-    Returns:
-        One array for each chunk, ``(documents,)`` bool.
-    """
     stops = sorted(eos.stop_ids)
-    whitespace = _WhitespaceTokens(eos.tokenizer, stops)
-    return [
-        _holds(values, whitespace.last(values, offsets, IGNORE_INDEX), stops)
-        for values, offsets in labels
-    ]
+    names = ", ".join(quote(eos.tokenizer.convert_ids_to_tokens(n) or str(n)) for n in stops)
+    remedy = (
+        "their last tokens are not trained: check the completion or assistant masks"
+        if eos.appends
+        else "set append_eos=True, or end them in one"
+    )
+    note = (
+        f"{len(wrong):,} of {trained.sum():,} documents ({len(wrong) / trained.sum():.1%}) do not "
+        f"end in a trained stop token ({'one of ' * (len(stops) > 1)}{names}); {remedy}"
+    )
+    ending = eos.tokenizer.decode(documents[int(wrong[0])]["input_ids"][-20:].tolist())[-40:]
+    return note, (
+        f"{note}: the model may not learn to stop there (the first is document {wrong[0]}, ending "
+        f"{quote(ending)})"
+    )
 
 
-class _WhitespaceTokens:
-    """The white-space tokens met at the ends of documents; only ids that are met are decoded."""
+def ends_in_stop_token(documents: ArrowDocuments, eos: EosRule) -> np.ndarray:
+    """Return whether the last trained token of each document is a stop token, ``(documents,)``.
 
-    def __init__(self, tokenizer: Any, stop_ids: Iterable[int]):
-        self.tokenizer = tokenizer
-        self.is_whitespace = dict.fromkeys(stop_ids, False)
+    White space behind it is skipped.
+    """
+    skipped = [IGNORE_INDEX, *whitespace_at_ends(documents, eos, ["labels"])]
+    return documents.in_order(
+        [
+            _holds(labels, _last(labels, offsets, skipped), eos.stop_ids)
+            for labels, offsets in documents.readers["labels"].chunks
+        ]
+    )
 
-    @property
-    def ids(self) -> list[int]:
-        return sorted(token for token, is_space in self.is_whitespace.items() if is_space)
 
-    def last(self, values: np.ndarray, offsets: np.ndarray, *ignored: int) -> np.ndarray:
-        """Return where the last value of each list is that is neither `ignored` nor white space."""
-        while True:
-            last = _last(values, offsets, [*ignored, *self.ids])
-            met = set(np.unique(values[last[last >= 0]]).tolist()) - self.is_whitespace.keys()
-            decoded = {token: not self.tokenizer.decode([token]).strip() for token in met}
-            self.is_whitespace |= decoded
-            if not any(decoded.values()):
-                return last
+def whitespace_at_ends(
+    documents: ArrowDocuments, eos: EosRule, columns: Iterable[str] = TOKEN_COLUMNS
+) -> list[int]:
+    """Return the tokens of white space met at the ends of documents, which alone are decoded."""
+    is_space = dict.fromkeys(eos.stop_ids, False)
+    for column in columns:
+        for values, offsets in documents.readers[column].chunks:
+            found = True
+            while found:
+                spaces = [token for token, is_one in is_space.items() if is_one]
+                last = _last(values, offsets, [IGNORE_INDEX, *spaces])
+                met = set(np.unique(values[last[last >= 0]]).tolist()) - is_space.keys()
+                new = {token: not eos.tokenizer.decode([token]).strip() for token in met}
+                is_space |= new
+                found = any(new.values())
+    return sorted(token for token, is_one in is_space.items() if is_one)
 
 
 def _last(values: np.ndarray, offsets: np.ndarray, ignored: Iterable[int]) -> np.ndarray:
@@ -215,41 +179,21 @@ def _holds(values: np.ndarray, places: np.ndarray, wanted: Iterable[int]) -> np.
 # --- appending ------------------------------------------------------------------------------------
 
 
-def end_in_eos(
-    documents: ArrowDocuments,
-    eos: EosRule,
-    *,
-    num_proc: int | None = None,
-    name: str = "train",
-) -> tuple[ArrowDocuments, MissingEos | None]:
-    """Return `documents`, ended in EOS if the rule appends it, and those still without stop token.
+def append_eos(
+    documents: ArrowDocuments, eos: EosRule, *, num_proc: int | None = None, name: str = "train"
+) -> ArrowDocuments:
+    """Return `documents` ended in EOS.
 
     EOS is appended, trained, to documents that are trained to their end. If an untrained stop token
     follows the last trained token, it is trained instead. Documents that end in a trained stop
     token, in other untrained tokens, or have none, do not change.
 
     Raises:
-        ValueError: if EOS is to be appended and the tokenizer has none.
+        ValueError: the tokenizer has no EOS token.
     """
-    missing = documents_without_eos(documents, eos)
-    if missing is None or not eos.appends:
-        return documents, missing
-    documents = _append_eos(documents, eos, num_proc, name)
-    return documents, documents_without_eos(documents, eos)
-
-
-def _append_eos(
-    documents: ArrowDocuments, eos: EosRule, num_proc: int | None, name: str
-) -> ArrowDocuments:
-    whitespace = _WhitespaceTokens(eos.tokenizer, eos.stop_ids)
-    for column, ignored in (("input_ids", ()), ("labels", (IGNORE_INDEX,))):
-        for chunk in documents.readers[column].chunks:
-            whitespace.last(*chunk, *ignored)
-    # Ids and not the tokenizer: its hash, by which `map` caches, changes when it is used.
-    ids = {"stop_ids": sorted(eos.stop_ids), "whitespace_ids": whitespace.ids}
     appended = documents.dataset.with_format("arrow").map(
         append_eos_to_table,
-        fn_kwargs={"eos_id": eos.eos_id, **ids},
+        fn_kwargs=eos_ids(documents, eos),
         batched=True,
         num_proc=num_proc,
         desc=f"Appending EOS to {name} dataset",
@@ -257,13 +201,13 @@ def _append_eos(
     return documents.with_dataset(appended.with_format(None))
 
 
-def append_eos_to_batch(table: pa.Table, eos: EosRule) -> pa.Table:
-    """Return a batch of a stream, changed as `end_in_eos` changes documents."""
-    lists = token_lists(table)
-    whitespace = _WhitespaceTokens(eos.tokenizer, eos.stop_ids)
-    whitespace.last(*lists["input_ids"])
-    whitespace.last(*lists["labels"], IGNORE_INDEX)
-    return append_eos_to_table(table, eos.eos_id, sorted(eos.stop_ids), whitespace.ids)
+def eos_ids(documents: ArrowDocuments, eos: EosRule) -> Mapping[str, Any]:
+    """Return what `append_eos_to_table` needs beside the documents.
+
+    Ids and not the tokenizer: its hash, by which `map` caches, changes when it is used.
+    """
+    spaces = whitespace_at_ends(documents, eos)
+    return {"eos_id": eos.eos_id, "stop_ids": sorted(eos.stop_ids), "whitespace_ids": spaces}
 
 
 def append_eos_to_table(
@@ -303,40 +247,20 @@ def append_eos_to_table(
 
 
 def note_second_bos(documents: ArrowDocuments, tokenizer: Any, name: str) -> str | None:
-    """Return a sentence on documents that begin with two BOS tokens, None if there are none.
-
-    Args:
-        documents: `input_ids` of a data set.
-        tokenizer: names BOS; None is returned if it has none.
-        name: of the data set, for the sentence.
-    """
-    bos = getattr(tokenizer, "bos_token_id", None)
+    """Return a sentence on documents that begin with two BOS tokens, None if there are none."""
+    bos, found = getattr(tokenizer, "bos_token_id", None), []
     if bos is None:
         return None
-    chunks = documents.readers["input_ids"].chunks
-    found = np.flatnonzero(documents.in_order([_begins_with_two(*chunk, bos) for chunk in chunks]))
-    if not len(found):
+    for values, offsets in documents.readers["input_ids"].chunks:
+        begins = np.diff(offsets) >= 2
+        first = offsets[:-1][begins]
+        begins[begins] = (values[first] == bos) & (values[first + 1] == bos)
+        found.append(begins)
+    rows = np.flatnonzero(documents.in_order(found))
+    if not len(rows):
         return None
     return (
-        f"{name} dataset: {len(found):,} of {len(documents):,} documents begin with two BOS tokens "
-        f"({quote(tokenizer.bos_token)}; the first is document {found[0]}): the text has one, "
+        f"{name} dataset: {len(rows):,} of {len(documents):,} documents begin with two BOS tokens "
+        f"({quote(tokenizer.bos_token)}; the first is document {rows[0]}): the text has one, "
         "and the tokenizer adds one; pass messages instead of text, or leave BOS out of the text"
     )
-
-
-def _begins_with_two(values: np.ndarray, offsets: np.ndarray, bos: int) -> np.ndarray:
-    """Return which lists begin with `bos` twice, ``(lists,)`` bool.
-
-    Args:
-        values: token ids of all lists.
-        offsets: boundaries of the lists, ``(lists + 1,)``.
-        bos: the token id.
-
-    Examples:
-        >>> _begins_with_two(np.array([1, 1, 7, 1, 7, 1]), np.array([0, 3, 5, 6]), 1)
-        array([ True, False, False])
-    """
-    found = np.diff(offsets) >= 2
-    first = offsets[:-1][found]
-    found[found] = (values[first] == bos) & (values[first + 1] == bos)
-    return found

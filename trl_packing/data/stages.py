@@ -1,0 +1,378 @@
+"""A user's data set → documents that fit, with every loss counted.
+
+    rows           of any form, tokenized before, or packed before
+        │  check       everything that rows and settings alone rule out
+        │  tokenize    text → tokens and labels, by us or by TRL              (formatting)
+        │  EOS         appended if asked for                                  (stop_tokens)
+        │  fit         cut, split or dropped, and counted                     (fitting)
+        ▼
+    documents      each ≤ max_length, each with something to train
+
+A stream passes the same stages; the last two run while it is read (stream). Documents that
+`trl-packing prepare` wrote stay as they are, if the run has the rules that made them (prepared).
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from trl.data_utils import get_dataset_column_names
+
+from trl_packing.data.checks import (
+    check_columns,
+    check_ends,
+    check_not_empty,
+    check_packed_rows,
+    check_weights_have_tokens,
+)
+from trl_packing.data.counts import Conversations, PreparationCounts
+from trl_packing.data.fitting import Overflow, fit_and_count
+from trl_packing.data.prepared import records_of
+from trl_packing.data.rules import AnyDataset, Rules
+from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
+from trl_packing.data.stream import fit_stream
+from trl_packing.data.unpack import cut_padding
+from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    MASK_COLUMNS,
+    SEQ_LENGTHS,
+    TOKEN_COLUMNS,
+    TURN,
+    document_columns,
+    token_columns,
+)
+from trl_packing.documents.weights import document_weights_from_rows
+from trl_packing.formatting.formatting_func import format_per_example
+from trl_packing.formatting.messages import has_flags
+from trl_packing.formatting.prompt_template import column_among
+from trl_packing.formatting.responses import label_tokenized
+from trl_packing.formatting.tokenize_rows import documents_from_rows
+
+logger = get_logger(__name__)
+
+# Beside one of these columns, a `text` holds a prompt and its answer, as in tatsu-lab/alpaca.
+_COLUMNS_OF_PROMPTS = {
+    *("prompt", "messages", "conversations"),
+    *("instruction", "question", "query", "response", "answer", "output"),
+}
+
+# A sentence for the report, and one for the log; "" where there is none.
+Note = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A user's data set, of any form.
+
+    Attributes:
+        dataset: the rows.
+        name: of the data set, for messages.
+        formatting_func: the user's function from a row to its text.
+        columns: names of the columns. Those of a stream may be known only by reading a row.
+    """
+
+    dataset: AnyDataset
+    name: str
+    formatting_func: Any
+    columns: tuple[str, ...]
+
+    @property
+    def are_tokenized(self) -> bool:
+        return "input_ids" in self.columns
+
+    @property
+    def are_packed(self) -> bool:
+        return self.are_tokenized and SEQ_LENGTHS in self.columns
+
+
+@dataclass(frozen=True)
+class WholeDocuments:
+    """Documents of any length, ended in EOS if asked for, before the overflow policy.
+
+    Attributes:
+        rows: the user's rows.
+        documents: the documents; a stream gets its EOS when it is fitted.
+        overflow: the policy of the run.
+        notes: sentences on the documents.
+        conversations: those of a data set that were divided into turns.
+    """
+
+    rows: Rows
+    documents: AnyDataset
+    overflow: Overflow
+    notes: tuple[Note, ...] = ()
+    conversations: Conversations = field(default_factory=Conversations)
+
+
+def prepare(
+    dataset: AnyDataset, rules: Rules, *, formatting_func: Any = None, name: str = "train"
+) -> tuple[AnyDataset, PreparationCounts | None]:
+    """Return the documents of `dataset`, and counts of what was kept and lost.
+
+    There are no counts of packed rows, which do not change, nor of a stream, which is counted as it
+    is read (`stream.take_counts`).
+
+    Args:
+        dataset: the user's rows, of any form.
+        rules: of the run.
+        formatting_func: the user's function from a row to its text.
+        name: of the data set, for messages.
+
+    Raises:
+        ValueError: in one sentence, for data that cannot be prepared.
+    """
+    records = records_of(dataset)
+    if len(records) == 1 and records[0].is_whole(dataset):
+        records[0].check(rules)
+        return dataset, records[0].counts
+    whole = whole_documents(dataset, rules, formatting_func=formatting_func, name=name)
+    return fit_documents(whole, rules)
+
+
+def whole_documents(
+    dataset: AnyDataset, rules: Rules, *, formatting_func: Any = None, name: str = "train"
+) -> WholeDocuments:
+    """Return the documents of `dataset` before the overflow policy; arguments as `prepare`."""
+    check_not_empty(dataset, name)
+    rows = Rows(dataset, name, formatting_func, tuple(get_dataset_column_names(dataset)))
+    overflow = Overflow.from_args(rules.args, rules.packing)
+    if records := records_of(dataset):  # a selection, or several sets
+        for record in records:
+            record.check(rules)
+            record.check_columns(dataset)
+        return WholeDocuments(rows, dataset, overflow)
+    _check(rows, rules)
+    documents, notes = _tokenize(rows, rules)
+    found = [_note_empty_completions(rows, rules), *notes]
+    if isinstance(documents, Dataset) and rows.are_packed:
+        packed = ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS))
+        found.append(_note_not_found(packed, rows, rules))
+    has_template = rules.options.prompt_template or rules.options.response_template
+    if has_template or formatting_func is not None or {*rows.columns} & _COLUMNS_OF_PROMPTS:
+        overflow = replace(overflow, running_text=False)
+    if isinstance(documents, IterableDataset) or rows.are_packed:
+        return WholeDocuments(rows, documents, overflow, _logged(found))
+    conversations = Conversations()
+    if TURN in documents.column_names:
+        turns = documents.data.column(TURN).to_numpy()  # in the order of the rows, also if shuffled
+        documents, conversations = documents.remove_columns(TURN), Conversations.of(turns)
+    if rules.packing:  # only what training reads
+        kept = document_columns(documents.column_names, rules.options.named_columns())
+        documents = documents.select_columns([*token_columns(documents.column_names), *kept])
+    whole = ArrowDocuments(documents, TOKEN_COLUMNS)
+    found.append(_note_not_found(whole, rows, rules))
+    found.append(note_second_bos(whole, rules.eos.tokenizer, name))
+    hint = _hint_at_train_on(whole, rows, rules)
+    missing = note_missing_eos(whole, rules.eos)
+    if missing is not None and rules.eos.appends:
+        whole = append_eos(whole, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
+        missing = note_missing_eos(whole, rules.eos)
+    said = _logged(found)
+    if missing is not None:
+        said = ((missing[0], f"{name} dataset: {missing[1]}"), *said)
+    if hint is not None:
+        said = (*said, (hint, ""))
+    return WholeDocuments(rows, whole.dataset, overflow, said, conversations)
+
+
+def fit_documents(
+    whole: WholeDocuments, rules: Rules
+) -> tuple[AnyDataset, PreparationCounts | None]:
+    """Return the documents that fit, and counts of what was kept and lost."""
+    documents, counts = whole.documents, None
+    if whole.rows.are_packed:
+        pass
+    elif isinstance(documents, IterableDataset):
+        documents = fit_stream(documents, whole.overflow, rules.eos)
+        documents = shuffle(documents, rules, fitted=True)
+    else:
+        documents, counts = fit_and_count(
+            documents,
+            whole.overflow,
+            stop_ids=rules.eos.stop_ids,
+            num_proc=rules.args.dataset_num_proc,
+            name=whole.rows.name,
+        )
+        notes = tuple(reported for reported, _ in whole.notes)
+        counts = replace(counts, notes=notes, conversations=whole.conversations)
+        documents = shuffle(documents, rules, fitted=True)
+    for _, logged in whole.notes:
+        if logged:
+            logger.warning(logged)
+    return documents, counts
+
+
+def shuffle(documents: AnyDataset, rules: Rules, *, fitted: bool) -> AnyDataset:
+    """Return `documents`, shuffled if the config asks for it and TRL would shuffle them here.
+
+    Without packing, TRL drops the documents that do not fit before it shuffles.
+
+    Args:
+        documents: of the run.
+        rules: of the run.
+        fitted: They fit already.
+    """
+    drops_first = not rules.packing and not is_packed(documents)
+    # Without a capacity TRL drops nothing, so its stream has no counterpart of `fit_stream`, and
+    # `datasets` shuffles the results of a function in another order than tables.
+    if isinstance(documents, IterableDataset) and rules.args.max_length is None:
+        drops_first = False
+    if not rules.args.shuffle_dataset or drops_first != fitted:
+        return documents
+    return documents.shuffle(seed=rules.args.seed)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _check(rows: Rows, rules: Rules) -> None:
+    """Raise ValueError for anything that `rows` and the settings alone rule out."""
+    dataset, name, eos = rows.dataset, rows.name, rules.eos
+    check_weights_have_tokens(rows.columns, name)
+    if rows.formatting_func is None and rules.options.prompt_template is None:
+        check_columns(dataset, name, rules.args.dataset_text_field)
+    if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in rows.columns:
+        document_weights_from_rows(dataset, f"the {name} dataset")
+    if not rows.are_tokenized and rules.needs_trl:
+        _check_options_of_trl(rows, rules)
+        check_ends(dataset, eos.tokenizer, name)
+    if rows.are_tokenized:
+        template = None if rules.labeler is not None else rules.options.response_template
+        present = [column for column in ("labels", *MASK_COLUMNS) if column in rows.columns]
+        if template is not None and present:
+            raise ValueError(
+                f"the {name} dataset has {present[0]!r} and response_template={template!r} is "
+                "set: both say what is trained; remove one"
+            )
+    elif SEQ_LENGTHS in rows.columns and isinstance(dataset, Dataset) and not rules.packing:
+        raise ValueError(
+            f"the {name} dataset has {SEQ_LENGTHS!r}, which describes packed rows, but no "
+            f"'input_ids'; drop the column: dataset.remove_columns({SEQ_LENGTHS!r})"
+        )
+    if rows.are_packed:
+        check_packed_rows(dataset, rules.args.max_length, name, append_eos=eos.appends)
+    elif eos.appends:
+        _ = eos.eos_id  # raises without one
+
+
+def _check_options_of_trl(rows: Rows, rules: Rules) -> None:
+    """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
+    names = ("train_on", "response_template", "prompt_template")
+    given = {name: getattr(rules.options, name) for name in names}
+    ignored = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if rules.row_format.flags_decide and has_flags(rows.dataset, next(iter(rows.dataset))):
+        ignored.append("'train' or 'weight' of messages")
+    if ignored:
+        raise ValueError(
+            f"{ignored[0]} cannot be used on the {rows.name} dataset: "
+            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its "
+            "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
+        )
+
+
+# --- tokenize -------------------------------------------------------------------------------------
+
+
+def _tokenize(rows: Rows, rules: Rules) -> tuple[AnyDataset, list[str | None]]:
+    """Return documents of any length with `input_ids` and `labels`, and notes on them."""
+    num_proc, name, template = rules.args.dataset_num_proc, rows.name, rules.response_template
+    if rows.are_tokenized:
+        if rows.formatting_func is not None:
+            logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
+        documents, padding = cut_padding(rows.dataset, num_proc=num_proc, name=name)
+        only = rules.row_format.completion_only
+        documents = label_tokenized(
+            documents, completion_only=only, template=template, num_proc=num_proc, name=name
+        )
+        return shuffle(documents, rules, fitted=False), [padding]
+    formatting_func = format_per_example(rows.formatting_func, rows.dataset)
+    if rules.needs_trl:
+        documents = rules.by_trl(rows.dataset, formatting_func, name)
+        if template is not None:
+            documents = label_tokenized(
+                documents, completion_only=False, template=template, num_proc=num_proc
+            )
+        return documents, []
+    documents = documents_from_rows(
+        rows.dataset,
+        replace(rules.row_format, formatting_func=formatting_func, answers=template),
+        keeps_columns=not rules.packing,
+        document_columns=document_columns(rows.columns, rules.options.named_columns()),
+        num_proc=num_proc,
+        name=name,
+    )
+    return shuffle(documents, rules, fitted=False), []
+
+
+# --- notes ----------------------------------------------------------------------------------------
+
+
+def _logged(notes: list[str | None]) -> tuple[Note, ...]:
+    return tuple((note, note) for note in notes if note)
+
+
+def _note_not_found(documents: ArrowDocuments, rows: Rows, rules: Rules) -> str | None:
+    """Return a sentence on documents without the response template, if there are any.
+
+    Raises ValueError if none has it.
+    """
+    template = rules.response_template
+    if template is None:
+        return None
+    not_found = np.flatnonzero(documents.num_trained() == 0)
+    if rules.labeler is not None:
+        rules.labeler.num_seen += documents.num_documents
+        rules.labeler.num_not_found += len(not_found)
+    if not len(not_found):
+        return None
+    if len(not_found) < len(documents) and rows.are_packed:
+        return None  # nobody has counted its documents
+    ids = documents[int(not_found[0])]["input_ids"]
+    words = template.not_found(len(not_found), len(documents), ids)
+    if len(not_found) == len(documents):
+        raise ValueError(
+            f"no document of the {rows.name} dataset has a trained token left: {words}"
+        )
+    return f"{rows.name} dataset: {words}"
+
+
+def _hint_at_train_on(documents: ArrowDocuments, rows: Rows, rules: Rules) -> str | None:
+    """Return a sentence on messages of which every token is trained, the user's too, or None."""
+    decided = (rules.options.train_on, rules.options.response_template, rules.labeler)
+    if rows.are_tokenized or rows.formatting_func is not None or any(decided):
+        return None
+    if not ({"messages", "conversations"} & {*rows.columns} and rules.row_format.flags_decide):
+        return None
+    if documents.num_trained().sum() < np.maximum(documents.lengths() - 1, 0).sum():
+        return None
+    return (
+        "every token of the messages is trained, those of users too, as in TRL; "
+        "train_on='assistant' trains the answers alone ('all' keeps this, without the hint)"
+    )
+
+
+def _note_empty_completions(rows: Rows, rules: Rules) -> str | None:
+    """Return a sentence on rows whose completion is an empty text, or None; not of a stream."""
+    dataset, column = rows.dataset, "completion"
+    if rows.formatting_func is not None or rows.are_tokenized:
+        return None
+    if rules.options.prompt_template is not None:
+        column = column_among(rows.columns, "response")
+    if isinstance(dataset, IterableDataset) or column not in rows.columns:
+        return None
+    values = dataset.data.column(column)
+    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+        return None
+    is_empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), False).to_numpy()
+    number = int(is_empty[stored_rows(dataset)].sum())
+    if not number:
+        return None
+    return (
+        f"{number:,} of {len(dataset):,} rows of the {rows.name} dataset have an empty {column!r}: "
+        "of these, only the end (EOS) is trained"
+    )
