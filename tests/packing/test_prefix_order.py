@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.packing import prefix_index as prefix_order_module
-from trl_packing.packing.prefix_index import prefix_order, prefix_order_of_rows
+from trl_packing.packing import prefix_index
 
 SHARED = [0] * 20  # more than a narrow block
 DOCUMENTS = st.lists(
@@ -32,38 +31,27 @@ def common_by_hand(a, b):
     )
 
 
-@settings(max_examples=300, deadline=None)
-@given(DOCUMENTS, st.sampled_from([1, 3, prefix_order_module._COMPARED]))
-def test_order_and_common_tokens_are_those_of_sorted_lists(documents, at_once):
-    with mock.patch.object(prefix_order_module, "_COMPARED", at_once):
-        order, common = prefix_order(*flat(documents))
-    ordered = [documents[i] for i in order]
-    # Any order of single tokens sorts documents so that those with a common prefix are neighbors.
-    by_bytes = [np.array(document, np.int64).tobytes() for document in documents]
-    assert order.tolist() == sorted(range(len(documents)), key=by_bytes.__getitem__)
-    expected = [common_by_hand(*pair) for pair in pairwise(ordered)]
-    assert common.tolist() == [0, *expected]
-    assert sum(expected) == sum(common_by_hand(*pair) for pair in pairwise(sorted(documents)))
-
-
-@settings(max_examples=100, deadline=None)
-@given(DOCUMENTS, st.integers(1, 4), st.data())
-def test_rows_of_a_column_in_chunks_are_ordered_alike(documents, size, data):
-    """Documents are some rows of the column, in any order, also few of many and none."""
+@settings(max_examples=200, deadline=None)
+@given(DOCUMENTS, st.integers(1, 12), st.sampled_from([1, 3, 32_768]), st.data())
+def test_order_and_common_tokens_are_those_of_sorted_lists(documents, size, at_once, data):
+    """Documents are some rows of a column in chunks, in any order, also few of many and none."""
     parts = [documents[i : i + size] for i in range(0, len(documents), size)]
     rows = st.integers(0, len(documents) - 1)
     stored = np.array(data.draw(st.lists(rows, max_size=20)), np.int64)
-    order, common = prefix_order_of_rows([flat(part) for part in parts], stored)
-    chosen = [documents[n] for n in stored]
-    expected = prefix_order(*flat(chosen)) if chosen else ([], [])
-    assert sorted(order.tolist()) == list(range(len(chosen)))
-    assert [chosen[n] for n in order] == [chosen[n] for n in expected[0]]
-    assert common.tolist() == list(expected[1])
+    with mock.patch.object(prefix_index, "_COMPARED", at_once):
+        order, common = prefix_index.prefix_order([flat(part) for part in parts], stored)
+    assert sorted(order.tolist()) == list(range(len(stored)))
+    chosen = [documents[n] for n in stored[order]]
+    # Any order of single tokens sorts documents so that those with a common prefix are neighbors.
+    assert chosen == sorted(chosen, key=lambda document: np.array(document, np.int64).tobytes())
+    expected = [common_by_hand(*pair) for pair in pairwise(chosen)]
+    assert common.tolist() == [0, *expected][: len(stored)]
+    assert sum(expected) == sum(common_by_hand(*pair) for pair in pairwise(sorted(chosen)))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 def test_ids_of_any_width_share_whole_tokens(dtype):
     """256 and 0 begin with the same byte."""
     values = np.array([1, 256 % (np.iinfo(dtype).max + 1), 1, 0], dtype)
-    _order, common = prefix_order(values, np.array([0, 2, 4]))
+    _order, common = prefix_index.prefix_order([(values, np.array([0, 2, 4]))], np.arange(2))
     assert common.tolist() == [0, 2 if dtype == np.uint8 else 1]

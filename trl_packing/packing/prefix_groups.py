@@ -6,12 +6,15 @@ bins                    S Q a b T d e | S R c ...                    of whole gr
 
 Sorted neighbors are linked if they share a substantial part of the shorter one, beyond the
 background: the longest prefix that over half of all documents share. The background links nobody,
-because nearly every bin shares it anyway. Linked documents are a cluster if they fit into a bin and
-are not too many.
+because nearly every bin shares it anyway. Linked documents that fit into a bin, and are not too
+many, are a cluster.
 
-Larger sets are searched again, and the tokens that all documents of a set share are its background.
-The clusters of a set then join at random. Documents that share tool definitions thus meet at
-random, and not by the first words of their questions.
+    linked, too many        S T ...                              a set, which is searched again
+    its clusters            S T Q a  S T Q b | S T R c | ...     its background is S T
+    in random order         S T R c | S T Q a  S T Q b | ...     and filled into groups one by one
+
+Documents that share tool definitions thus meet at random, and not by the first words of their
+questions.
 
 An order of documents may keep groups in one optimizer step:
 
@@ -23,18 +26,19 @@ An order of documents may keep groups in one optimizer step:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from trl_packing.packing.bins import PackingPlan, checked_lengths, pack
-from trl_packing.packing.prefix_index import PrefixIndex, shared_depths
-from trl_packing.packing.tree_row import MIN_SHARED
+from trl_packing.packing.bins import PackingPlan, checked_lengths, numbered_by_jumps, pack, ranges
+from trl_packing.packing.prefix_index import MIN_SHARED, PrefixIndex, shared_depths
 
 # Most tokens that the documents of a bin have, for each token of its capacity. Kernels gather the
 # keys of each document: 100 branches of 80 tokens behind a prompt of 8,192 would take 19 GiB in one
 # layer of an 8B model.
 _MOST_KEYS = 8
+
+_SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
+_DEEPEST = 100  # documents of sets that are searched more often than that stay in sorted order
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,31 +50,33 @@ class PrefixGroups:
         lengths: tokens of every document, ``(N,)`` integers.
         documents: documents group by group, in the order of the index within a group, ``(N,)``.
         offsets: group g is ``documents[offsets[g]:offsets[g + 1]]``, ``(G + 1,)``.
-        tokens: tokens that a row of each group computes, ``(G,)`` int64.
     """
 
     index: PrefixIndex
     lengths: np.ndarray
     documents: np.ndarray
     offsets: np.ndarray
-    tokens: np.ndarray
 
     @cached_property
     def numbers(self) -> np.ndarray:
         """The group of each document, ``(N,)`` int64."""
         numbers = np.empty(len(self.documents), np.int64)
-        numbers[self.documents] = np.repeat(np.arange(len(self.tokens)), np.diff(self.offsets))
+        numbers[self.documents] = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
         return numbers
 
     @cached_property
     def depths(self) -> np.ndarray:
         """Tokens that each document takes from the one before it in its group, ``(N,)`` int64."""
         before, after = self.documents[:-1], self.documents[1:]
+        found = self.index.depths(self.lengths, before, after)
         depths = np.zeros(len(self.documents), np.int64)
-        common = self.index.common_between(before, after)
-        found = shared_depths(common, self.lengths[before])
         depths[after] = np.where(self.numbers[before] == self.numbers[after], found, 0)
         return depths
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Tokens that a row of each group computes, ``(G,)`` int64."""
+        return self.index.computed_tokens(self.lengths, self.documents, self.offsets)
 
     @cached_property
     def squares(self) -> np.ndarray:
@@ -97,8 +103,7 @@ class PrefixGroups:
         least = np.minimum(-(-keys * room // (_MOST_KEYS * capacity)), room)
         plan = pack(np.maximum(self.tokens - common, least), room, strategy, seed)
         sizes = np.diff(self.offsets)[plan.indices]
-        within = np.arange(len(self.documents)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        indices = self.documents[np.repeat(self.offsets[plan.indices], sizes) + within]
+        indices = self.documents[ranges(self.offsets[plan.indices], sizes)]
         offsets = np.concatenate([[0], np.cumsum(sizes)])[plan.offsets]
         tokens = self.index.computed_tokens(self.lengths, indices, offsets)
         return PackingPlan(indices, offsets, tokens, capacity)
@@ -116,183 +121,101 @@ def group_documents(
             group of its own.
         most: documents that a group may have.
     """
-    number_of = prefix_clusters(index.common, lengths[index.order], capacity, most)
-    if capacity is not None:
-        number_of = _with_few_keys(number_of, lengths[index.order], _MOST_KEYS * capacity)
-    order = np.argsort(number_of, kind="stable")
-    documents, sizes = index.order[order], np.bincount(number_of)
-    firsts = np.cumsum(sizes) - sizes
+    number, of_order = len(lengths), lengths[index.order].astype(np.int64)
+    if not number:
+        return PrefixGroups(index, lengths, index.order, np.zeros(1, np.int64))
+    limit = capacity or int(of_order.sum())
+    order, sets = _clusters(index.common.astype(np.int64), of_order, limit, most)
+    documents = index.order[order]
+    # Clusters fill groups in this order, until the next one does not fit or is of another family.
+    firsts = np.flatnonzero(np.diff(sets[:, 1], prepend=-1))
+    depths = np.zeros(number, np.int64)
+    depths[1:] = index.depths(lengths, documents[:-1], documents[1:])
+    stops = np.searchsorted(sets[:, 0], sets[firsts, 0], side="right")
+    for given, room in ((depths, limit), (0 * depths, _MOST_KEYS * limit)):
+        before = np.concatenate([[0], np.cumsum(lengths[documents] - given)])
+        reached = before[firsts] - given[firsts] + room
+        stops = np.minimum(stops, np.searchsorted(before, reached, side="right") - 1)
+    stops = np.minimum(stops, firsts + most)
+    jumps = np.searchsorted(np.append(firsts, number), stops, side="right") - 1
+    group = numbered_by_jumps(np.maximum(jumps, np.arange(1, len(firsts) + 1)))
+    group = np.repeat(group, np.diff(firsts, append=number))
     # Groups in the order of their first document, as evaluation and "sequential" keep it.
-    first = np.minimum.reduceat(documents, firsts) if len(firsts) else firsts
-    documents = documents[np.argsort(np.repeat(first, sizes), kind="stable")]
-    offsets = np.concatenate([[0], np.cumsum(sizes[np.argsort(first)])])
-    tokens = index.computed_tokens(lengths, documents, offsets)
-    return PrefixGroups(index, lengths, documents, offsets, tokens)
+    documents = documents[np.lexsort((index.ranks[documents], group))]
+    sizes = np.bincount(group)
+    starts = np.cumsum(sizes) - sizes
+    by_first = np.argsort(np.minimum.reduceat(documents, starts))
+    documents = documents[ranges(starts[by_first], sizes[by_first])]
+    return PrefixGroups(index, lengths, documents, np.append(0, np.cumsum(sizes[by_first])))
 
 
-def _with_few_keys(number_of: np.ndarray, lengths: np.ndarray, most: int) -> np.ndarray:
-    """Return `number_of` ``(N,)`` with groups cut where their documents have `most` tokens."""
-    order = np.argsort(number_of, kind="stable")
-    before = np.cumsum(lengths[order]) - lengths[order]  # tokens
-    group = number_of[order]
-    part = (before - before[np.searchsorted(group, group)]) // most
-    is_first = np.append(True, (np.diff(group) != 0) | (np.diff(part) != 0))[: len(group)]
-    numbers = np.empty_like(number_of)
-    numbers[order] = np.cumsum(is_first) - 1
-    return numbers
-
-
-# --- the search for groups ------------------------------------------------------------------------
-
-
-_SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
-_DEEPEST = 100  # documents of sets that are searched more often than that join at random
-_SCALE = 1 << 16  # of one document, in shares of a full cluster
-
-
-class _Clusters(NamedTuple):
-    """Documents in C clusters.
-
-    Attributes:
-        of: number of the cluster of each document, ``(documents,)``.
-        sizes: documents of each cluster, ``(C,)``.
-        tokens: tokens that a row of each cluster computes, at most, ``(C,)``.
-        sets: the set that each cluster is a part of, ``(C,)``.
-    """
-
-    of: np.ndarray
-    sizes: np.ndarray
-    tokens: np.ndarray
-    sets: np.ndarray
-
-
-def prefix_clusters(
-    common: np.ndarray, lengths: np.ndarray, capacity: int | None, most: int
-) -> np.ndarray:
-    """Return the number of the cluster of each document, ``(N,)`` int64; O(N log N) in a search.
+def _clusters(
+    common: np.ndarray, lengths: np.ndarray, capacity: int, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return sorted documents with their clusters next to each other, O(N log N) in a search.
 
     Args:
         common: tokens that sorted documents share with the one before, ``(N,)``.
         lengths: tokens of the sorted documents, ``(N,)``.
-        capacity: tokens that a row of a cluster may compute; None sets no limit. A longer document
-            is a cluster of its own.
+        capacity: tokens that a row of a cluster may compute.
         most: documents of a cluster.
+
+    Returns:
+        Their order, ``(N,)``; and for each, the documents linked to it in the first search, and its
+        cluster, as ascending numbers, ``(N, 2)``.
     """
-    search = _Search(common.astype(np.int64), lengths.astype(np.int64), capacity, most)
-    return search.clusters_of_sets(
-        np.arange(len(common)), np.zeros(len(common), np.int64), background(common, lengths)
-    ).of
+    rng, order = np.random.default_rng(0), np.arange(len(common))
+    depths = np.append(0, shared_depths(common[1:], lengths[:-1]))
+    own = np.concatenate([[0], np.cumsum(lengths - depths)])
+    keys = np.concatenate([[0], np.cumsum(lengths)])
+    starts_family, starts_cluster = np.zeros((2, len(common)), bool)
+    places = order  # in `order` of documents that are in no cluster yet, set by set
+    sets, base = np.zeros(len(common), np.int64), background(common, lengths)
+    for level in range(_DEEPEST + 1):
+        documents = order[places]
+        is_linked = np.zeros(len(places), bool)
+        if level < _DEEPEST:
+            least = np.minimum(base[1:], base[:-1])
+            beyond = common[documents[1:]] - least
+            shorter = np.minimum(lengths[documents[1:]], lengths[documents[:-1]]) - least
+            is_linked[1:] = (beyond >= MIN_SHARED) & (beyond * _SUBSTANTIAL >= shorter)
+            is_linked[1:] &= sets[1:] == sets[:-1]
+        firsts = np.flatnonzero(~is_linked)
+        sizes, first = np.diff(firsts, append=len(places)), documents[firsts]
+        # The first document of a cluster shares with nobody.
+        tokens = own[first + sizes] - own[first] + depths[first]
+        held = keys[first + sizes] - keys[first]
+        fits = (sizes <= most) & (tokens <= capacity) & (held <= _MOST_KEYS * capacity)
+        fits |= sizes == 1
+        # Clusters of a set change places at random, but not two, such as turns of a conversation.
+        of_set = sets[firsts]
+        moves = (np.bincount(of_set)[of_set] > 2) & (0 < level < _DEEPEST)
+        by_chance = np.lexsort((rng.random(len(firsts)) * moves, of_set))
+        order[places] = documents[ranges(firsts[by_chance], sizes[by_chance])]
+        sizes, fits = sizes[by_chance], fits[by_chance]
+        firsts = places[np.cumsum(sizes) - sizes]
+        if not level:
+            starts_family[firsts] = True
+        starts_cluster[firsts[fits]] = True
+        places = places[np.repeat(~fits, sizes)]
+        if not len(places):
+            break
+        sizes = sizes[~fits]
+        sets, start = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
+        shared = common[order[places]]
+        shared[start] = lengths[order[places[start]]]
+        base = np.minimum.reduceat(shared, start)[sets]
+    return order, np.stack([np.cumsum(starts_family), np.cumsum(starts_cluster)], 1)
 
 
 def background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the first tokens of each document that over half of all documents share, ``(N,)``."""
-    if not len(common):
-        return lengths
     middle = len(common) // 2  # over half of all places include the middle
     before = np.minimum.accumulate(common[middle:0:-1])[::-1]
     behind = np.minimum.accumulate(common[middle + 1 :])
     with_middle = np.concatenate([before, lengths[middle : middle + 1], behind])
     shared = np.partition(with_middle, -(middle + 1))[-(middle + 1)]
     return np.where(with_middle >= shared, shared, 0)
-
-
-class _Search:
-    """Finds clusters among sorted documents, which it calls by their places."""
-
-    def __init__(self, common: np.ndarray, lengths: np.ndarray, capacity: int | None, most: int):
-        self.common = common
-        self.lengths = lengths
-        self.capacity = capacity
-        self.most = most
-        self.rng = np.random.default_rng(0)
-        self.depths = np.zeros(len(lengths), np.int64)
-        self.depths[1:] = shared_depths(common[1:], lengths[:-1])
-        self.own = np.concatenate([[0], np.cumsum(lengths - self.depths)])
-
-    def clusters_of_sets(
-        self, places: np.ndarray, sets: np.ndarray, base: np.ndarray, level: int = 0
-    ) -> _Clusters:
-        """Return all of `places` in clusters.
-
-        Args:
-            places: the documents of some sets, ascending.
-            sets: number of the set of each, ascending.
-            base: tokens of each that link nobody.
-            level: searches before this one.
-        """
-        is_linked = np.zeros(len(places), bool)
-        if level < _DEEPEST:
-            is_linked[1:] = self._links(places, base) & (sets[1:] == sets[:-1])
-        firsts = np.flatnonzero(~is_linked)
-        sizes, first = np.diff(firsts, append=len(places)), places[firsts]
-        # The first document of a cluster shares with nobody.
-        tokens = self.own[first + sizes] - self.own[first] + self.depths[first]
-        fits = sizes <= self.most
-        if self.capacity is not None:
-            fits &= (tokens <= self.capacity) | (sizes == 1)
-        number = np.repeat(np.cumsum(fits) - 1, sizes)
-        if fits.all():
-            return _Clusters(number, sizes, tokens, sets[firsts])
-
-        is_large = np.repeat(~fits, sizes)
-        large, size = places[is_large], sizes[~fits]
-        shared = self.common[large]
-        start = np.cumsum(size) - size
-        shared[start] = self.lengths[large[start]]
-        shared = np.minimum.reduceat(shared, start)
-        within = np.repeat(np.arange(len(size)), size)
-        found = self.clusters_of_sets(large, within, shared[within], level + 1)
-        joined = self._joined(found, shared)
-        number[is_large] = fits.sum() + joined.of
-        return _Clusters(
-            number,
-            np.concatenate([sizes[fits], joined.sizes]),
-            np.concatenate([tokens[fits], joined.tokens]),
-            np.concatenate([sets[firsts[fits]], sets[firsts[~fits][joined.sets]]]),
-        )
-
-    def _links(self, places: np.ndarray, base: np.ndarray) -> np.ndarray:
-        """Return whether each document but the first is linked to the one before it."""
-        base = np.minimum(base[1:], base[:-1])
-        beyond = self.common[places[1:]] - base
-        shorter = np.minimum(self.lengths[places[1:]], self.lengths[places[:-1]]) - base
-        return (beyond >= MIN_SHARED) & (beyond * _SUBSTANTIAL >= shorter)
-
-    def _joined(self, clusters: _Clusters, shared: np.ndarray) -> _Clusters:
-        """Join clusters of each set, large ones first, equal ones in random order (next fit).
-
-        Args:
-            clusters: of sets of documents.
-            shared: tokens that the documents of each set share.
-        """
-        _, sizes, tokens, sets = clusters
-        # Each cluster but the first adds at most what is behind these tokens.
-        saved = np.where(shared > MIN_SHARED, shared - 1, 0)[sets]
-        full = self.most * _SCALE
-        weights = sizes * _SCALE
-        if self.capacity is not None:
-            room = np.maximum(self.capacity - saved, 1)
-            weights = np.maximum(weights, -(-(tokens - saved) * full // room))
-        weights = np.minimum(weights, full)  # a document that is too long is refused later
-        order = np.lexsort((self.rng.random(len(sets)), -weights, sets))
-        filled = np.concatenate([[0], np.cumsum(weights[order])])
-        jump = np.searchsorted(filled, filled[:-1] + full, side="right") - 1
-        ends = np.searchsorted(sets[order], sets[order], side="right")
-        jump, at, starts = np.minimum(jump, ends).tolist(), 0, []
-        while at < len(order):
-            starts.append(at)
-            at = jump[at]
-        is_start = np.zeros(len(order), np.int64)
-        is_start[starts] = 1
-        joined = np.empty(len(order), np.int64)
-        joined[order] = np.cumsum(is_start) - 1
-        computed = np.add.reduceat((tokens - saved)[order], starts) + saved[order][starts]
-        return _Clusters(
-            joined[clusters.of],
-            np.add.reduceat(sizes[order], starts),
-            computed,
-            sets[order][starts],
-        )
 
 
 # --- groups in optimizer steps --------------------------------------------------------------------

@@ -28,10 +28,8 @@ from trl_packing.documents.labels import (
     TARGET_COUNTS,
     TOKEN_WEIGHTS,
 )
+from trl_packing.packing.prefix_index import MIN_SHARED
 from trl_packing.packing.prefix_tree import PrefixTree, build_prefix_tree
-
-# A shorter prefix costs more as a segment of its own than it saves.
-MIN_SHARED = 16
 
 
 class TreeRow(NamedTuple):
