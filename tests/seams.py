@@ -21,44 +21,31 @@ METHODS = {
     "evaluation_loop": (
         "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"
     ),
-    "get_eval_dataloader": "self, eval_dataset",
-    "get_test_dataloader": "self, test_dataset",
-    "get_train_dataloader": "self",
     "log": "self, logs, start_time",
-    "predict": "self, test_dataset, ignore_keys, metric_key_prefix",
     "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
     "save_model": "self, output_dir, _internal_call",
     "set_initial_training_values": "self, args, dataloader",
     "train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",
     "training_step": "self, args, kwargs",
     # --- private ---
-    "_finalize_training": "self, trial, num_train_samples, start_time",
-    "_get_eval_sampler": "self, eval_dataset",
+    "_get_dataloader": (
+        "self, dataset, description, batch_size, sampler_fn, is_training, dataloader_key"
+    ),
     "_get_train_sampler": "self, train_dataset",
     "_init_training_state": (
         "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, "
         "trial"
     ),
-    "_load_best_model": "self",
-    "_load_from_checkpoint": "self, resume_from_checkpoint, model",
-    "_maybe_log_save_evaluate": (
-        "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
-        "learning_rate"
-    ),
     "_prepare_dataset": (
         "self, dataset, processing_class, args, packing, formatting_func, dataset_name"
     ),
     "_prepare_inputs": "self, inputs",
-    "_reject_skip_prepare_without_labels": "self, datasets, data_collator",
-    "_remove_unused_columns": "self, dataset, description",
     "_run_epoch": (
         "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
         "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
         "steps_trained_in_current_epoch"
     ),
     "_save_checkpoint": "self, model, trial",
-    "_save_rng_state": "self, output_dir",
-    "_set_signature_columns_if_needed": "self",
     "_track_num_input_tokens": "self, inputs",
 }
 
@@ -102,6 +89,8 @@ FUNCTIONS = {
     "trl.data_utils.maybe_convert_to_chatml": "example",
     "trl.data_utils.prepare_multimodal_messages": "messages, images",
     "trl.kernels.chunked_logprob._use_triton": "device",
+    "trl.SFTTrainer._get_eval_sampler": "self, eval_dataset",
+    "trl.SFTTrainer._reject_skip_prepare_without_labels": "self, datasets, data_collator",
     "trl.trainer.utils.add_fused_lm_head": "model, temperature, cast_lm_head_to_fp32, outputs",
     "trl.trainer.utils.global_then_local_main_first": "",
     "trl.trainer.utils.maybe_gather_lm_head_ctx": "params",
@@ -116,7 +105,6 @@ FUNCTIONS = {
 
 ATTRIBUTES = {
     "_formatting_func": "trl.SFTTrainer",
-    "_is_vision_dataset": "trl.SFTTrainer",
     "_metrics": "trl.SFTTrainer",
     "_skip_prepare_dataset": "trl.SFTTrainer",
     "_tokenizer": "trl.SFTTrainer",
@@ -126,8 +114,6 @@ ATTRIBUTES = {
     "completion_only_loss": "trl.SFTTrainer",
     "chat_template": "trl.SFTTrainer",
     "padding_free": "trl.SFTTrainer",
-    "_globalstep_last_logged": "transformers.Trainer",
-    "_signature_columns": "transformers.Trainer",
     "_train_batch_size": "transformers.Trainer",
     "current_gradient_accumulation_steps": "transformers.Trainer",
     "label_smoother": "transformers.Trainer",

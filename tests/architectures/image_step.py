@@ -104,7 +104,7 @@ def compare_with_images(model: Any, processor: Any, **options: Any) -> WithImage
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
             first_line, *_ = str(refusal).splitlines() or [type(refusal).__name__]
             return WithImages("refused", tolerance=tolerance, reason=first_line)
-    if reason := trainer._run_path.reason:
+    if reason := trainer._trl_path:
         return WithImages("trl", reason=reason)
     error = _distance(_Step(loss, gradients), reference, parts)
     choice = trainer.attention

@@ -11,13 +11,13 @@ from helpers.drop_in import (
     both_modes,
     config,
     logged,
+    packed_only,
     parameters,
     sgd_run,
     train_moves_all,
     trainer_for,
 )
-from helpers.tiny import tiny_dataset, tiny_model
-from trl import SFTTrainer
+from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 
 IN_ANY_MODE = [
     {"neftune_noise_alpha": 5.0},
@@ -215,21 +215,12 @@ def test_liger_fused_loss_is_refused(tmp_path, monkeypatch):
         )
 
 
+@packed_only
 @both_modes
-def test_context_parallelism_refuses_packing(tmp_path, monkeypatch, packing):
-    import accelerate
-
-    sharded = types.SimpleNamespace(
-        cp_enabled=True, sp_enabled=False, sp_backend=None, tp_size=1, cp_size=2, sp_size=1
-    )
-    create = SFTTrainer.create_accelerator_and_postprocess
-
-    def create_sharded(trainer):
-        create(trainer)
-        monkeypatch.setattr(
-            accelerate.Accelerator, "parallelism_config", property(lambda self: sharded)
-        )
-
-    monkeypatch.setattr(SFTTrainer, "create_accelerator_and_postprocess", create_sharded)
+def test_context_parallelism_refuses_packing(tmp_path, packing):
+    args = config(tmp_path, packing=packing, eval_packing=True)
+    args.parallelism_config = types.SimpleNamespace(cp_enabled=True, sp_enabled=False)
     with pytest.raises(ValueError, match="not compatible with context parallelism"):
-        trainer_for(tmp_path, packing=packing, eval_packing=True)
+        PackedSFTTrainer(
+            tiny_model(), args, train_dataset=tiny_dataset(), processing_class=tiny_tokenizer()
+        )

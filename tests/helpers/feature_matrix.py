@@ -211,7 +211,7 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
                 _trainer(folder, first, second, max_steps=2).train(checkpoint)
     except ValueError as error:
         return Outcome("✗", " ".join(str(error).split()))
-    if trainer._run_path.reason:
+    if trainer._trl_path:
         return Outcome("T")
     asked = trains and trainer._options.prefix_sharing != "off"
     return Outcome("A" if asked and not _shares(trainer) else "✓")

@@ -103,4 +103,4 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
     module(recipe).main(words)
     assert trained
     assert all(0 < trainer.state.global_step <= 2 for trainer in trained)
-    assert all(trainer._run_path.reason is None for trainer in trained)
+    assert all(trainer._trl_path is None for trainer in trained)

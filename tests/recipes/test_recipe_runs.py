@@ -270,7 +270,7 @@ def test_vision_adapts_the_language_model_and_the_tower_if_asked(tower, tmp_path
             *("--train_tower", tower, "--dataloader_num_workers", "0"),
         ]
     )
-    assert trainer._run_path.reason is None
+    assert trainer._trl_path is None
     adapter = weights(tmp_path / "out", "adapter_model.safetensors")
     parts = ("language_model", "vision_tower", "multi_modal_projector")
     found = [part for part in parts if any(part in name for name in adapter)]

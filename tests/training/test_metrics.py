@@ -20,9 +20,9 @@ from transformers.trainer_callback import ProgressCallback
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.attention.flops import model_flops
 from trl_packing.training import metrics as measured
+from trl_packing.training.loaders import RunIsolation
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.progress_bar import ThroughputOnBar
-from trl_packing.training.run_isolation import RunIsolation
 from trl_packing.training.run_record import RunRecord
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]

@@ -12,7 +12,6 @@ from trl import SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.attention.calls import restore_current_row, set_current_row
-from trl_packing.trainer import packed_runs_only
 
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)
 
@@ -49,14 +48,6 @@ def test_a_mixin_below_our_class_is_called_on_trls_path_too(tmp_path):
             processing_class=tiny_tokenizer(),
         )
         assert trainer._prepare_inputs({"input_ids": torch.tensor([[5]])})["seen"]
-
-
-def test_decorated_methods_keep_their_names_and_docstrings():
-    def method(self):
-        """Does a thing."""
-
-    assert packed_runs_only(method).__name__ == "method"
-    assert packed_runs_only(method).__doc__ == "Does a thing."
 
 
 def test_a_stream_that_was_trained_before_is_forgotten(tmp_path, capsys):

@@ -15,7 +15,6 @@ from trl_packing.packing import tree_row
 from trl_packing.packing.collator import DataCollatorWithFlattening
 from trl_packing.packing.prefix_tree import PrefixTree
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.user_loss import UserLoss
 
 FAMILIES = fast(["llama", "deepseek_v3", "gemma2"], ("llama",))
 
@@ -190,7 +189,7 @@ def test_a_loss_of_the_user_counts_each_document(tmp_path, caplog):
     assert "the loss is your own" in caplog.text
 
 
-def test_a_step_of_the_user_that_calls_the_model_itself_counts_each_document(tmp_path, caplog):
+def test_a_step_of_the_user_that_calls_the_model_itself_is_refused(tmp_path):
     """It would compute the loss of a row, in which a shared token counts once."""
 
     class Own(PackedSFTTrainer):
@@ -204,9 +203,8 @@ def test_a_step_of_the_user_that_calls_the_model_itself_counts_each_document(tmp
         def training_step(self, model, inputs, num_items_in_batch=None):
             return super().training_step(model, inputs, num_items_in_batch)
 
-    own = train(tmp_path / "a", trainer=Own, evaluates=False, prefix_sharing="bin")
-    assert not own.data_collator.shares_prefixes
-    assert "the loss is your own" in caplog.text
+    with pytest.raises(RuntimeError, match=r"training_step of Own .*set prefix_sharing='off'"):
+        train(tmp_path / "a", trainer=Own, evaluates=False, prefix_sharing="bin")
     assert train(tmp_path / "b", trainer=Timed, prefix_sharing="bin").data_collator.shares_prefixes
 
 
@@ -232,8 +230,8 @@ def test_dropout_for_each_document_is_not_shared(place, tmp_path):
     trainer = train(tmp_path, model, prefix_sharing="bin")
     assert "=0.25 draws for each document" in trainer._isolation.sharing.reason
     assert not trainer.data_collator.shares_prefixes
-    with trainer._loaders.evaluating(padded=False):  # evaluation drops nothing
-        assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
+    # evaluation drops nothing
+    assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
 
 
 @pytest.mark.parametrize("kind", ["all", "non_padding"])
@@ -259,7 +257,7 @@ def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_pat
         )
 
     monkeypatch.setattr(PrefixSharing, "_failure", failing)
-    monkeypatch.setattr(UserLoss, "is_ours", lambda self: True)
+    monkeypatch.setattr(PackedSFTTrainer, "_loss_is_ours", lambda self: True)
     rows = {True: [], False: []}
 
     class Seen(PackedSFTTrainer):

@@ -244,7 +244,7 @@ def test_a_meter_counts_the_rows_of_a_run_without_a_trainer():
     _, logs = meter.take_logs()
     assert (logs["tokens_per_second"], logs["utilization"]) == (10, 10 / 16)
     assert meter.take_logs() == ({}, {})
-    assert meter.log_run(means, num_samples=2, first_step=0) == 4 / (1 / 4)
+    meter.log_run(means)
     assert meter.take_logs()[0]["train_documents"] == 4
     assert not meter.is_running
 

@@ -33,7 +33,7 @@ def trainer_of(model, processor, folder, **options):
 def test_a_step_equals_its_documents_one_at_a_time(model, processor, tmp_path):
     options = LAYOUTS["three of a bin"] | {"curriculum": "length"}
     found = packed(model, processor, image_dataset(), tmp_path, **options)
-    assert found[2]._run_path.reason is None
+    assert found[2]._trl_path is None
     assert_exact(found, alone(model, processor, image_dataset(), completion_only_loss=True))
 
 

@@ -67,7 +67,7 @@ def test_packed_step_equals_documents_one_at_a_time(name, layout, tmp_path):
     processor, dataset = tiny_processor(name), image_dataset()
     model = tiny_vision_model(name, processor)
     found = packed(model, processor, dataset, tmp_path, **LAYOUTS[layout])
-    assert found[2]._run_path.reason is None
+    assert found[2]._trl_path is None
     harness.assert_exact(found, alone(model, processor, dataset, completion_only_loss=True))
 
 

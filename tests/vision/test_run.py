@@ -100,7 +100,7 @@ def test_lora_trains_with_images(model, processor, tmp_path):
         peft_config=LoraConfig(target_modules=["q_proj", "qkv"], r=2),
     )
     trainer.train()
-    assert trainer._run_path.reason is None
+    assert trainer._trl_path is None
 
 
 def test_assistant_turns_are_trained_as_in_text(model, processor, tmp_path):
@@ -170,7 +170,7 @@ def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tm
         eval_dataset=changes.get("eval_dataset"),
         processing_class=processor,
     )
-    assert reason in trainer._run_path.reason
+    assert reason in trainer._trl_path
     assert isinstance(trainer.data_collator, collator)
 
 

@@ -71,6 +71,7 @@ class StepLoss:
         self._scale: Tensor | None = None  # of the weights of the step
         self._num_tokens: Tensor | None = None  # of the step, padding included, float32
         self._hidden_num_items: Any = None
+        self._was_computed = False  # the loss of the micro-batch that is trained
         self._evaluated: LossSums | None = None
 
     # --- a step -------------------------------------------------------------------------------
@@ -102,6 +103,16 @@ class StepLoss:
         sums = self.trainer.accelerator.gather(sums[None]).sum(0) / self.trainer.get_tp_size()
         self._num_tokens = sums[0].float()
         self._scale = scale_of_weights(num_items, sums[1]) if weighted else None
+
+    def check_was_computed(self, batch: Mapping[str, Any], trainer: SFTTrainer) -> None:
+        """Raise RuntimeError if a user's step has trained shared prefixes by a loss of its own."""
+        was_computed, self._was_computed = self._was_computed, False
+        if not was_computed and "key_index" in batch:
+            raise RuntimeError(
+                f"training_step of {type(trainer).__name__} computes the loss of a row with shared "
+                "prefixes, in which a shared token counts once; set prefix_sharing='off', or take "
+                "the loss from compute_loss"
+            )
 
     def forget(self) -> None:
         """Forget the step: none is trained."""
@@ -143,7 +154,7 @@ class StepLoss:
             num_items: trained tokens of the step; None for a mean over this batch.
             padded: whether an evaluation on padded rows runs.
         """
-        trainer, smooths = self.trainer, self._smooths()
+        trainer, smooths, self._was_computed = self.trainer, self._smooths(), True
         num_items, divided_by = self._num_items_and_divisor(num_items)
         if padded:
             self._mask_repeated_rows(batch)

@@ -1,26 +1,30 @@
-"""Checks of the arguments of `PackedSFTTrainer`, and their meaning beside TRL's.
+"""Checks of the arguments of `PackedSFTTrainer`, and the path of a run: ours, or TRL's.
 
 a user's data_collator, with_transform, images       TRL's path, unchanged
+context or sequence parallelism                      the same
 DataCollatorForCompletionOnlyLM                      ours: it finds the trained tokens
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
-packing_strategy, overflow, truncation_mode          one overflow policy
 split_batches, dispatch_batches                      refused by name on several processes
 loss_weights, loss_weight, source_column             refused where no loss can use them
+
+The path is decided before anything else exists. Afterwards another training set is prepared as the
+first was, and another collator is refused.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate import ParallelismConfig
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
-from trl.data_utils import get_dataset_column_names
 
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_mixture_unit, check_options
-from trl_packing.data.checks import check_not_empty
+from trl_packing.data.checks import check_is_one_set, check_not_empty
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
@@ -34,7 +38,7 @@ from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 logger = get_logger(__name__)
 
-_OURS = (PackedCollator, DataCollatorForCompletionOnlyLM)
+# Settings of ours that TRL's path would silently ignore.
 _PREPARATION_OPTIONS = (
     "append_eos",
     "curriculum",
@@ -51,25 +55,57 @@ _PREPARATION_OPTIONS = (
 )
 
 
-def reason_for_trl_path(
-    train_dataset: Any, data_collator: Any, *, packs_images: bool = False
-) -> str | None:
-    """Return why a run takes TRL's path unchanged, or None if it is ours."""
-    if data_collator is not None and not isinstance(data_collator, _OURS):
+# --- TRL's path -----------------------------------------------------------------------------------
+
+
+def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
+    """Return why a run takes TRL's path, images and parallelism aside; None if it is ours."""
+    ours = (PackedCollator, DataCollatorForCompletionOnlyLM)
+    if data_collator is not None and not isinstance(data_collator, ours):
         return f"data_collator is your own ({type(data_collator).__name__})"
     if isinstance(train_dataset, (Dataset, IterableDataset)):
         check_not_empty(train_dataset, "train")
-        columns = get_dataset_column_names(train_dataset) or []
-        if {*IMAGE_COLUMNS} & set(columns) and not packs_images:
-            return "the data set has images"
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
         return "the data set has a transform (with_transform), so lengths are unknown"
     return None
 
 
-def refuse_options(options: PackingOptions, reason: str) -> None:
-    """Raise ValueError for a setting of ours that TRL's path would silently ignore."""
-    default = PackingOptions()
+def reason_to_keep_rows_apart(args: Any) -> str | None:
+    """Return that context or sequence parallelism cuts rows, or None.
+
+    Raises:
+        ValueError: packed or padding-free rows are asked for all the same.
+    """
+    parallelism = getattr(args, "parallelism_config", None)
+    if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        parallelism = ParallelismConfig()
+    if parallelism is None or not (parallelism.cp_enabled or parallelism.sp_enabled):
+        return None
+    packs = getattr(args, "packing", False) and not packs_by_default(args)
+    if packs or getattr(args, "eval_packing", False) or getattr(args, "padding_free", False):
+        raise ValueError(
+            "Packing is not compatible with context parallelism (`cp_size > 1`) or sequence "
+            "parallelism: sharding a row drops the boundaries between its documents. Set "
+            "`packing=False` and `padding_free=False` for padded rows, or disable it."
+        )
+    return "context or sequence parallelism drops document boundaries"
+
+
+def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: Any) -> None:
+    """Make the settings of a run those of TRL's path, with a warning.
+
+    Args:
+        args: the settings; `packing` is turned off if it has our default.
+        reason: for TRL's path.
+        train: the training set. One that was prepared for packing may not fit there.
+        evaluated: the evaluation sets, which may be None.
+        collator: the user's, which may use weights by itself; None without one.
+
+    Raises:
+        ValueError: a setting or weights would be ignored there.
+    """
+    check_is_one_set(train, reason)
+    options, default = PackingOptions.of(args), PackingOptions()
     for name in _PREPARATION_OPTIONS:
         value = getattr(options, name)
         if value != getattr(default, name):
@@ -77,20 +113,25 @@ def refuse_options(options: PackingOptions, reason: str) -> None:
                 f"{name}={value!r}, but {reason}, which takes TRL's path, where it does nothing; "
                 f"leave {name} out"
             )
-
-
-def refuse_prepared(datasets: Iterable[Any], reason: str) -> None:
-    """Raise ValueError for prepared data on TRL's path, where nothing checks that they fit."""
-    for record in (record for dataset in datasets for record in records_of(dataset)):
+    if collator is None:
+        sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+        check_nothing_is_weighted([train, *sets], reason)
+    for record in records_of(train):
         raise ValueError(
             f"{record.folder} holds documents for packed runs, but {reason}, which takes TRL's "
             "path; pass the rows that they were prepared from"
         )
+    if packs_by_default(args):
+        args.packing = False
+    logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
 
 
 def packs_by_default(args: Any) -> bool:
     """Return whether `packing` has the default of `PackedSFTConfig`, which is not TRL's."""
     return getattr(args, "_packing_is_default", False)
+
+
+# --- our path -------------------------------------------------------------------------------------
 
 
 def unpack_without_capacity(args: Any) -> None:
@@ -114,8 +155,9 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
 
 
 def check_arguments(args: Any, train_dataset: Any) -> None:
-    """Raise ValueError for settings that packing cannot serve, and for an empty data set."""
-    if getattr(args, "assistant_only_loss", False) and records_of(train_dataset):
+    """Raise ValueError for settings that packing cannot serve with this training set."""
+    records = records_of(train_dataset)
+    if getattr(args, "assistant_only_loss", False) and records:
         raise ValueError(
             "assistant_only_loss=True needs conversations, but the train dataset is prepared; "
             "leave it out, and prepare the data with train_on='assistant'"
@@ -125,13 +167,12 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         check_mixture_unit(PackingOptions.of(args))
         Overflow.from_args(args, args.packing)
     curriculum = PackingOptions.of(args).curriculum
-    for record in records_of(train_dataset):
-        column = curriculum and column_of(curriculum)
-        if column not in (None, LENGTH, *(train_dataset.column_names or ())):
-            raise ValueError(
-                f"curriculum={curriculum!r}, but {record.folder} was prepared without this column; "
-                f"run `trl-packing prepare` again with curriculum={curriculum!r}"
-            )
+    column = curriculum and column_of(curriculum)
+    if records and column not in (None, LENGTH, *(train_dataset.column_names or ())):
+        raise ValueError(
+            f"curriculum={curriculum!r}, but {records[0].folder} was prepared without this column; "
+            f"run `trl-packing prepare` again with curriculum={curriculum!r}"
+        )
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
         raise ValueError(
             f"curriculum={curriculum!r} needs to know all documents before the first step, and a "
@@ -158,55 +199,36 @@ def check_loss_options(
         compute_loss_func: a user's loss, which may be None.
         trl_path: why the run takes TRL's path; None if it is ours.
     """
+    reason = f"{trl_path}, which takes TRL's path;" if trl_path else None
     if compute_loss_func is not None:
         reason = "compute_loss_func computes the loss; leave that out, or"
-    elif trl_path:
-        reason = f"{trl_path}, which takes TRL's path;"
-    else:
-        return
-    if options.loss_weighting != "token":
+    if reason and options.loss_weighting != "token":
         raise ValueError(
             f"loss_weighting={options.loss_weighting!r} cannot weigh tokens where {reason} leave "
             "loss_weighting='token'"
         )
-    if options.source_column is not None:
+    if reason and options.source_column is not None:
         raise ValueError(
             f"source_column={options.source_column!r} cannot tell losses apart where {reason} "
             "leave source_column out"
         )
 
 
-def is_sharding_sequences(accelerator: Any) -> bool:
-    """Return whether context or sequence parallelism cuts rows."""
-    parallelism = accelerator.parallelism_config
-    return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
-
-
-def check_parallelism(
+def check_ranks_and_padding(
     args: SFTConfig,
     options: PackingOptions,
     *,
-    packs: bool,
-    shards_sequences: bool,
     balances_experts: bool,
     pad_to_multiple_of: int | None,
 ) -> None:
-    """Raise ValueError for settings that documents in one row, or unequal ranks, cannot serve.
+    """Raise ValueError for settings that padded rows, or unequal ranks, cannot serve.
 
     Args:
         args: the settings of the run.
         options: the settings of packing.
-        packs: whether packed or padding-free rows were requested.
-        shards_sequences: whether context or sequence parallelism cuts rows.
         balances_experts: whether the loss has a term for the balance of experts.
         pad_to_multiple_of: of rows.
     """
-    if shards_sequences and packs:
-        raise ValueError(
-            "Packing is not compatible with context parallelism (`cp_size > 1`) or sequence "
-            "parallelism: sharding a row drops the boundaries between its documents. Set "
-            "`packing=False` and `padding_free=False` for padded rows, or disable it."
-        )
     settings = {"pad_to_multiple_of": pad_to_multiple_of, "static_shapes": options.static_shapes}
     for name, value in settings.items():
         if balances_experts and value:
@@ -221,16 +243,15 @@ def check_parallelism(
         )
 
 
-def check_nothing_is_weighted(datasets: Iterable[Any], options: PackingOptions) -> None:
-    """Raise ValueError for weights where context or sequence parallelism cuts rows."""
+def check_nothing_is_weighted(datasets: Iterable[Any], reason: str) -> None:
+    """Raise ValueError for weights that TRL's path would silently ignore, for this reason."""
     columns = {column for dataset in datasets for column in columns_of(dataset)}
     for column in WEIGHT_COLUMNS:
         if column in columns:
             raise ValueError(
-                f"{column} are not applied under context or sequence parallelism; disable "
-                f"it, or drop the column: dataset.remove_columns({column!r})"
+                f"the data set has {column!r}, but {reason}, which takes TRL's path, where "
+                f"weights do nothing; drop the column: dataset.remove_columns({column!r})"
             )
-    check_loss_options(options, None, "context or sequence parallelism drops document boundaries")
 
 
 def check_weights_and_sources(
@@ -251,21 +272,19 @@ def check_nothing_is_skipped(
     options: PackingOptions, completion_only: Any, datasets: Iterable[Any]
 ) -> None:
     """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
-    if any(records_of(dataset) for dataset in datasets):
-        raise ValueError(
-            "skip_prepare_dataset=True skips the check that prepared data fit this run; leave it "
-            "out (they are not prepared again)"
-        )
-    if completion_only is not None:
-        raise ValueError(
-            "skip_prepare_dataset=True skips the labels that DataCollatorForCompletionOnlyLM "
-            "finds; leave it out (a tokenized data set is not tokenized again)"
-        )
-    if options.append_eos:
-        raise ValueError(
-            "skip_prepare_dataset=True skips append_eos=True; leave one of them out (a "
-            "tokenized data set is not tokenized again)"
-        )
+    skipped = {
+        "the check that prepared data fit this run; leave it out (they are not prepared again)": (
+            any(records_of(dataset) for dataset in datasets)
+        ),
+        "the labels that DataCollatorForCompletionOnlyLM finds; leave it out (a tokenized data set "
+        "is not tokenized again)": completion_only is not None,
+        "append_eos=True; leave one of them out (a tokenized data set is not tokenized again)": (
+            options.append_eos
+        ),
+    }
+    for words, is_skipped in skipped.items():
+        if is_skipped:
+            raise ValueError(f"skip_prepare_dataset=True skips {words}")
 
 
 def check_some_weights(datasets: Iterable[Any], compute_loss_func: Any) -> None:
@@ -273,6 +292,39 @@ def check_some_weights(datasets: Iterable[Any], compute_loss_func: Any) -> None:
     for dataset in datasets:
         if isinstance(dataset, Dataset) and has_weights(dataset):
             check_some_weight(documents_of(dataset, compute_loss_func))
+
+
+def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> None:
+    """Raise ValueError for a collator or a training set that a built trainer cannot take.
+
+    Args:
+        collator: `data_collator` of the trainer.
+        ours: the one that the trainer was built with.
+        dataset: `train_dataset` of the trainer.
+    """
+    if collator is not ours:
+        raise ValueError(
+            f"data_collator was set to a {type(collator).__name__} on a built trainer, whose rows "
+            "are packed by its own. To train on answers alone, set train_on='assistant' or "
+            "response_template in the config (labels of a data set are kept); to change batches, "
+            "pass a subclass of PackedCollator to the constructor, or any other collator for TRL's "
+            "padded rows"
+        )
+    if dataset is None:
+        return
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise ValueError(
+            f"train_dataset was set to a {type(dataset).__name__} on a built trainer; set a "
+            "Dataset or an IterableDataset of `datasets`, or pass it to the constructor"
+        )
+    reason = reason_for_trl_path(dataset, None)
+    if ours.images is None and {*IMAGE_COLUMNS} & {*columns_of(dataset)}:
+        reason = "the data set has images"
+    if reason:
+        raise ValueError(
+            f"train_dataset was set on a built trainer, but {reason}: pass it to the constructor, "
+            "which takes TRL's path for it"
+        )
 
 
 def generation_config_of(model: Any, args: Any) -> Any:

@@ -31,12 +31,16 @@ class RunCollators:
         guard: knows the model and the attention in use.
         sampling: knows the size of a micro-batch.
         options: settings of packing.
-        collator: the user's, or a default one.
+        collator: the user's, or a default one. Rows are made by a copy of it.
         pad_to_multiple_of: of rows; None leaves their length as it is.
 
     Attributes:
         padded: TRL's collator.
         packed: ours.
+
+    Raises:
+        ValueError: the collator has another `loss_weighting` than the config, or shares prefixes
+            although the config does not.
     """
 
     def __init__(
@@ -48,25 +52,8 @@ class RunCollators:
         collator: PackedCollator,
         pad_to_multiple_of: int | None,
     ):
-        self.trainer = trainer
-        self.guard = guard
-        self.sampling = sampling
-        self.options = options
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.padded = trainer.data_collator
-        self.packed: PackedCollator
-        self._shares_in_evaluation = False
-        self.use(collator)
-
-    def use(self, collator: PackedCollator) -> None:
-        """Train on rows of a copy of `collator` that weights documents as the config says.
-
-        Raises:
-            ValueError: the collator has another `loss_weighting` than the config, or shares
-                prefixes although the config does not.
-        """
-        weighting = self.options.loss_weighting
-        if collator.shares_prefixes and self.options.prefix_sharing == "off":
+        weighting = options.loss_weighting
+        if collator.shares_prefixes and options.prefix_sharing == "off":
             raise ValueError(
                 "the data_collator has shares_prefixes=True, which is exact on some models only; "
                 "set prefix_sharing='bin' in the config, which checks yours"
@@ -76,11 +63,18 @@ class RunCollators:
                 f"the data_collator has loss_weighting={collator.loss_weighting!r}, but the config "
                 f"has {weighting!r}; set it in the config, which evaluation reads too"
             )
+        self.trainer = trainer
+        self.guard = guard
+        self.sampling = sampling
+        self.options = options
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.padded = trainer.data_collator
         # No prefixes are shared until `PrefixSharing` has decided.
-        collator = collator.replaced(
+        self.packed = collator.replaced(
             loss_weighting=weighting, tensors_only=True, shares_prefixes=False
         )
-        self.packed = self.trainer.data_collator = collator
+        trainer.data_collator = self.packed
+        self._shares_in_evaluation = False
         self.hold_shapes()
 
     def for_evaluation(self, *, padded: bool) -> Any:
@@ -95,8 +89,13 @@ class RunCollators:
         if self.packed.static_shapes is None:
             return self.packed.replaced(shares_prefixes=self._shares_in_evaluation)
         if self.sampling.eval_packing:
-            return self.with_shapes(self.trainer.args.eval_batch_size)
+            return self._with_shapes(self.trainer.args.eval_batch_size)
         return self.packed.replaced(static_shapes=None)
+
+    def for_probes(self) -> PackedCollator:
+        """Return the collator of the isolation check: probes fill one bin or two."""
+        shaped = self.packed if self.packed.static_shapes is None else self._with_shapes(bins=1)
+        return shaped.replaced(shares_prefixes=False)  # `PrefixSharing` has a check of its own
 
     # --- shared prefixes ----------------------------------------------------------------------
 
@@ -112,11 +111,6 @@ class RunCollators:
         if training or not self.makes_rows_unchanged:
             # In place, because the data loader already holds the collator.
             self.packed.shares_prefixes = shares
-
-    def for_probes(self) -> PackedCollator:
-        """Return the collator of the isolation check: probes fill one bin or two."""
-        shaped = self.packed if self.packed.static_shapes is None else self.with_shapes(bins=1)
-        return shaped.replaced(shares_prefixes=False)  # `PrefixSharing` has a check of its own
 
     # --- static shapes ------------------------------------------------------------------------
 
@@ -135,19 +129,11 @@ class RunCollators:
             documents = documents_of(dataset, self.trainer.compute_loss_func)
             sampler = self.sampling.for_training(documents)
             most, longest = sampler.most_documents(), int(sampler.lengths.max())
-        shaped = self.with_shapes(self.sampling.batch_size, most, longest)
+        shaped = self._with_shapes(self.sampling.batch_size, most, longest)
         self.packed = self.trainer.data_collator = shaped
         self.drop_shapes_of_padded_rows()
 
-    def follow_batch_size(self) -> None:
-        """Hold the shapes of another batch size, if `auto_find_batch_size` has changed it."""
-        if self.tokens_per_micro_batch is None:
-            return
-        shapes = self.with_shapes(self.sampling.batch_size).static_shapes
-        if shapes is not None and shapes.num_tokens != self.tokens_per_micro_batch:
-            self.hold_shapes()
-
-    def with_shapes(
+    def _with_shapes(
         self, bins: int, most_documents: int | None = None, longest: int | None = None
     ) -> PackedCollator:
         """Return the collator of micro-batches of `bins` bins, all of one shape."""
@@ -165,7 +151,7 @@ class RunCollators:
         """Hold no shape where the attention in use pads rows: their shapes follow the documents."""
         if self.packed.static_shapes is None or self.guard.attention.backend not in PADDED:
             return
-        logger.warning(
+        logger.warning_once(
             f"static_shapes=True does nothing here: {type(self.guard.base_model).__name__} runs by "
             f"{self.guard.attention}, whose shapes follow the documents"
         )

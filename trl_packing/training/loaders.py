@@ -1,38 +1,59 @@
-"""Data loaders of a run: packed micro-batches, each rank its own.
+"""Data loaders of a run: packed micro-batches, each rank its own, of documents that stay apart.
 
 training      planned from lengths by `Sampling`, or packed from a stream as it is read
 evaluation    packed as well; where logits are requested, a padded row for each document
+
+The model is checked before anything is computed on packed rows:
+
+    before an epoch of groups is planned    the model, not wrapped yet
+    before the first step                   the model as it will run
+    before an evaluation                    the same, on the documents of that set
+    in a loop of the user's own             the model, when it is first called on a packed row
+
+The check may switch to a slower attention. Then it decides whether rows share prefixes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from torch import nn
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
+from trl_packing.attention.calls import allows_other_rows
+from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.install import install_attention, use_attention
+from trl_packing.attention.packed_calls import settle_first
 from trl_packing.attention.state import temporarily
 from trl_packing.data.unpack import unpack_rows
-from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.documents.weights import check_some_weight
+from trl_packing.isolation.guard import IsolationGuard, Precision
+from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.sources import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.streaming.loader import StreamBatches
 from trl_packing.streaming.reader import StreamSettings
+from trl_packing.training.arguments import check_set_afterwards, check_some_weights
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.mixed_stream import mixture_in_words
+from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.run_isolation import RunIsolation
+from trl_packing.training.run_data import RunData
+from trl_packing.training.run_report import RunReport
 from trl_packing.training.source_metrics import SourceMeter, stream_sources, training_sources
 
 logger = get_logger(__name__)
+
+# TRL's data loader, of documents and of the method that makes their sampler.
+ByTrl = Callable[[Any, Any], DataLoader]
 
 # Settings that our sampler follows, and a user's does not.
 _DRAWN_BY_OURS = (
@@ -44,194 +65,334 @@ _DRAWN_BY_OURS = (
 )
 
 
-class PackedLoaders:
-    """Makes the data loaders of a run.
+def make_model_ready(guard: IsolationGuard, args: Any) -> None:
+    """Install the backend and the head of packed rows on the model of `guard`.
 
     Args:
-        trainer: its data sets, accelerator and arguments are read, and its `data_collator` is
-            replaced while one of its loaders is made.
-        collators: make the rows, of the documents that their `sampling` draws.
-        epochs: is told the sampler or stream of each training.
-        isolation: checks documents before an evaluation, and groups before they are planned.
-        source_meter: is told the sources of the training set.
+        guard: of the run.
+        args: settings of the run, with its device and precision.
 
-    Attributes:
-        evaluates_padded: logits are requested, of one row for each document.
-        sources: of the set that is evaluated, where its losses are told apart.
-        trained_sources: of the training set, likewise.
-        room: tokens that fit into a micro-batch of bins; None where nothing is packed.
+    Raises:
+        ValueError: the requested backend is unknown, or cannot be exact on this model.
+    """
+    guard.select_backend(Precision.of_settings(args))
+    add_trained_positions_head(guard.base_model)
+    restore_implementation(guard.base_model)
+
+
+class RunIsolation:
+    """Checks the documents of a run by its guard, and decides whether they share prefixes.
+
+    Args:
+        trainer: its model, training set and arguments are read.
+        collators: make the rows, and know the guard.
+        report: knows whether the planned epoch holds groups, and is made again if it must not.
+        sharing: decides whether rows share prefixes.
     """
 
     def __init__(
         self,
         trainer: SFTTrainer,
         collators: RunCollators,
-        epochs: ResumedEpochs,
-        isolation: RunIsolation,
-        source_meter: SourceMeter,
+        report: RunReport,
+        sharing: PrefixSharing,
     ):
         self.trainer = trainer
         self.guard = collators.guard
         self.collators = collators
-        self.sampling = collators.sampling
-        self.epochs = epochs
+        self.report = report
+        self.sharing = sharing
+        self._trains_groups = False
+        self._settled: set[bool] = set()  # modes that were checked for a user's own loop
+        settle_first(self.guard.model, self.settle)
+
+    def ensure(
+        self,
+        model: Any,
+        dataset: Any,
+        *,
+        training: bool,
+        planned: bool = True,
+        padded: bool = False,
+    ) -> None:
+        """Stop, or switch to a slower attention, before anything is computed on leaking documents.
+
+        Args:
+            model: wrapped as it will run.
+            dataset: the documents to check it on.
+            training: the mode of the model.
+            planned: whether the epoch is planned already, maybe in groups.
+            padded: whether each document has a row of its own, so that none can leak.
+        """
+        guard = self.guard
+        guard.check_head(model)
+        if padded:
+            return
+        is_first = training and planned and guard.checks and not guard.passed
+        if is_first and self.trainer.is_world_process_zero():  # the progress bar stands still
+            print("\nchecking that no document of a packed row affects another ...", flush=True)
+        documents = guard.sample(dataset, self.trainer.args.max_length)
+        collator = self.collators.for_probes()
+        guard.ensure(documents, training=training, wrapped=model, collator=collator)
+        self.collators.drop_shapes_of_padded_rows()
+        pays = self.report.sharing_pays or not training
+        self.sharing.decide(model, documents, training=training, pays=pays)
+        # Bins of groups would hold more tokens than was planned.
+        must_share = training and planned and self._trains_groups
+        if must_share and not self.collators.packed.shares_prefixes:
+            raise RuntimeError(
+                "prefix_sharing='group' has filled bins by the tokens that groups compute together,"
+                f" but the model cannot share as it runs now: {self.sharing.reason}; set "
+                "prefix_sharing='bin' or 'off'"
+            )
+
+    def settle(self, module: nn.Module, called: nn.Module) -> bool:
+        """Make a call of the model exact where no check has run: in a loop of the user's own.
+
+        Args:
+            module: the model or a part of it.
+            called: the same, or a copy of it, which keeps the backend that it was copied with.
+
+        Returns:
+            Whether a backend was installed on `called`.
+
+        Raises:
+            RuntimeError: the model cannot be checked here, or is not exact.
+        """
+        trainer, guard = self.trainer, self.guard
+        if allows_other_rows() or not guard.checks:  # the check itself, or isolation_check="off"
+            return False
+        modes = {check.training for check in guard.passed} | self._settled
+        is_new = not (trainer.is_in_train or called.training in modes)
+        if is_new:
+            args = trainer.args
+            if args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+                raise RuntimeError(
+                    f"{type(called).__name__} was called on packed documents outside of train() and"
+                    " evaluate(), which check their isolation on all ranks; for a loop of your own,"
+                    " call enable_packing(model) first"
+                )
+            dataset, collator = trainer.train_dataset, self.collators.for_probes()
+            documents = [] if dataset is None else guard.sample(dataset, args.max_length)
+            with use_attention(trainer.model, guard.attention), trainer.accelerator.autocast():
+                guard.check_head(trainer.model)
+                guard.ensure(documents, training=called.training, collator=collator)
+            self._settled.add(called.training)
+            if args.torch_compile:
+                guard.forget_checks()  # the model will be wrapped before the first step
+        if called is not module:
+            install_attention(called, guard.attention)
+        return called is not module or is_new
+
+    def decide_on_groups(self) -> None:
+        """Decide before an epoch is planned: bins of groups hold the tokens of shared rows."""
+        trainer, sampling = self.trainer, self.collators.sampling
+        if self.sharing.mode == "group" and not self.report.samples_bins:
+            raise ValueError(
+                f"prefix_sharing='group', but _get_train_sampler of {type(trainer).__name__} draws "
+                "documents, not groups; set prefix_sharing='bin'"
+            )
+        # A sharded model cannot run yet. It is checked before the first step, as any other.
+        is_whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+        if sampling.draws_groups(True) and is_whole:
+            model = trainer.model
+            with use_attention(model, self.guard.attention), trainer.accelerator.autocast():
+                self.ensure(model, trainer.train_dataset, training=True, planned=False)
+            self.guard.forget_checks()  # the model will be wrapped before the first step
+            self.sharing.check_again()
+        self._trains_groups = sampling.draws_groups(True)
+        has_length = isinstance(trainer.train_dataset, Dataset)
+        if has_length and self.report.plans_groups != self._trains_groups:
+            self.report.plan()
+
+
+class PackedLoaders:
+    """Makes the data loaders of a run.
+
+    Args:
+        trainer: its data sets, accelerator and arguments are read, and its `data_collator` is
+            replaced while one of its loaders is made.
+        isolation: checks documents before an evaluation, and groups before they are planned.
+        epochs: is told the sampler or stream of each training.
+        data: prepares a set that is trained or predicted later.
+        source_meter: is told the sources of the training set.
+
+    Attributes:
+        room: tokens that fit into a micro-batch of bins; None where nothing is packed.
+    """
+
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        isolation: RunIsolation,
+        epochs: ResumedEpochs,
+        data: RunData,
+        source_meter: SourceMeter,
+    ):
+        self.trainer = trainer
         self.isolation = isolation
+        self.collators = collators = isolation.collators
         self.report = isolation.report  # made again where a user's sampler draws documents
-        self.source_meter = source_meter
+        self.guard = collators.guard
+        self.sampling = collators.sampling
         self.options = collators.options
-        self.evaluates_padded = False
-        self.sources: Sources | None = None
-        self.trained_sources: Sources | None = None
-        self._has_weights = False
+        self.epochs = epochs
+        self.data = data
+        self.source_meter = source_meter
         self.room: int | None = None
-        self._evaluated_streams: list[StreamBatches] = []
-        self._has_warned = False
+        self._has_weights = False
+        self._planned = trainer.train_dataset  # the one of the report
+        # Of evaluation sets whose losses are told apart, by their loaders, which may persist.
+        self._sources: WeakKeyDictionary[Any, Sources | None] = WeakKeyDictionary()
         if trainer.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
             loading = trainer.accelerator.dataloader_config
             loading.split_batches = loading.dispatch_batches = False
-
-    def documents(self, dataset: Dataset, description: str | None) -> ArrowDocuments:
-        """Return the documents of a data loader.
-
-        Args:
-            dataset: prepared rows.
-            description: transformers' name of the set.
-        """
-        sources = self.sources if description in ("Evaluation", "test") else None
-        if description == "Training":
-            sources = self.trained_sources
-        ids = None if sources is None else sources.ids
-        documents = documents_of(dataset, self.trainer.compute_loss_func, ids)
-        if description == "Evaluation":  # a prediction needs no loss
-            check_some_weight(documents)
-        return documents
-
-    # --- training -----------------------------------------------------------------------------
-
-    def train(self, parent: Callable[[], Any]) -> DataLoader:
-        """Return the training data loader; `parent` is TRL's method for it."""
-        self.collators.follow_batch_size()
-        self.report.follow_batch_size()
-        dataset = self.trainer.train_dataset
-        self._has_weights = self.options.loss_weighting != "token" or has_weights(dataset)
-        self.epochs.forget()
-        self._follow_sources(dataset)
-        self.isolation.decide_on_groups()
-        if isinstance(dataset, IterableDataset):
-            capacity = self.trainer.args.max_length if self.sampling.packing else None
-            self.room = capacity and capacity * self.sampling.batch_size
-            stream = self._stream(
-                dataset, self.sampling.packing, self.sampling.batch_size, training=True
-            )
-            self.epochs.follow_stream(stream)
-            return self._loader_of(stream)
-        dataloader = parent()
-        sampler = getattr(dataloader.batch_sampler, "batch_sampler", None)
-        planned = sampler or dataloader.batch_sampler  # a single rank has no wrapper
-        is_packed = isinstance(planned, PackedBatchSampler)
-        self.room = planned.tokens_per_batch if is_packed else None
-        if is_packed:
-            self.epochs.follow(planned, dataloader.dataset)
-        if isinstance(sampler, PackedBatchSampler):
-            # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
-            # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
-            dataloader.batch_sampler.set_epoch = sampler.set_epoch
-        if not self.report.samples_bins:
-            self._check_user_sampler(is_packed)
-            self.report.plan(planned, len(dataloader))
-        return dataloader
-
-    def _follow_sources(self, dataset: Any) -> None:
-        """Count the sources of the training set in every step from now on."""
-        column = self.options.source_column
-        self.trained_sources = training_sources(dataset, column)
-        names = () if self.trained_sources is None else self.trained_sources.names
-        if isinstance(dataset, IterableDataset):
-            names = stream_sources(dataset, self.options)
-        self.source_meter.follow(names)
-
-    def _check_user_sampler(self, is_packed: bool) -> None:
-        """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
-        if is_packed:
-            return
-        drawn = f"_get_train_sampler of {type(self.trainer).__name__} draws documents, not bins"
-        for name in _DRAWN_BY_OURS:
-            if value := getattr(self.options, name):
-                raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
-        if not self.sampling.packing:
-            return
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                f"{drawn}: its order is kept, and a micro-batch is {self.sampling.batch_size} "
-                "documents without padding; leave the method out, or return super()'s, to pack them"
-            )
-
-    # --- evaluation ---------------------------------------------------------------------------
-
-    @contextmanager
-    def evaluating(self, *, padded: bool) -> Iterator[None]:
-        """Evaluate inside the block; `padded` where logits are requested, packed otherwise."""
-        self._evaluated_streams = []
-        with temporarily(self, evaluates_padded=padded):
-            yield
-        for stream in self._evaluated_streams:
-            if words := str(stream.counts_of_all_ranks()):
-                logger.warning_once(f"evaluation stream: {words}")
-
-    def evaluate(self, parent: Callable[[Any], Any], dataset: Any) -> DataLoader:
-        """Return the data loader of an evaluation set.
-
-        Args:
-            parent: TRL's method for it.
-            dataset: as `parent` takes it: a data set, the name of one, or None.
-        """
-        given = self.trainer.eval_dataset
-        name = dataset if isinstance(dataset, str) else "evaluation"
-        chosen = given[dataset] if isinstance(dataset, str) else dataset
-        chosen = given if dataset is None else chosen
-        return self._evaluate(parent, dataset, chosen, name, self.options.source_column)
-
-    def predict(self, parent: Callable[[Any], Any], dataset: Any) -> DataLoader:
-        """Return the data loader of a set to predict, which may lack the column of sources."""
-        column = self.options.source_column
-        if isinstance(dataset, IterableDataset) or column not in columns_of(dataset):
-            column = None
-        return self._evaluate(parent, dataset, dataset, "evaluation", column)
-
-    def _evaluate(
-        self,
-        parent: Callable[[Any], Any],
-        dataset: Any,
-        chosen: Any,
-        name: str,
-        source_column: str | None,
-    ) -> DataLoader:
-        self.guard.limits.check(chosen, name)
-        model, padded = self.trainer.model, self.evaluates_padded
-        self.isolation.ensure(model, chosen, training=False, padded=padded)
-        is_stream = isinstance(chosen, IterableDataset)
-        if self.evaluates_padded and is_stream:
-            limits = self.guard.limits  # the reader of packed streams checks them itself
-            dataset = chosen = chosen.map(limits.checked, with_indices=True)
-        if self.evaluates_padded and SEQ_LENGTHS in columns_of(chosen):
-            dataset = chosen = unpack_rows(chosen)
-        self.sources = None if source_column is None else Sources.of(chosen, source_column)
-        collator = self.collators.for_evaluation(padded=self.evaluates_padded)
-        with temporarily(self.trainer, data_collator=collator):
-            if self.evaluates_padded or not is_stream:
-                return parent(dataset)
-            size = self.trainer.args.eval_batch_size
-            stream = self._stream(chosen, self.sampling.eval_packing, size, training=False)
-            self._evaluated_streams.append(stream)
-            return self._loader_of(stream)
 
     @property
     def trains_weighted(self) -> bool:
         """Whether micro-batches have weights: of the training set, or sums over documents."""
         return self._has_weights or self.collators.packed.shares_prefixes
 
-    # --- streams ------------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------
+
+    def train(self, by_trl: ByTrl, dataset: Any, sampler_of: Any) -> DataLoader:
+        """Return the training data loader; arguments as for `evaluate`."""
+        trainer, options, sampling = self.trainer, self.options, self.sampling
+        dataset = self._prepared(dataset)
+        check_some_weights(self.data.all(), trainer.compute_loss_func)
+        self.collators.hold_shapes()  # `auto_find_batch_size` may have changed the batch size
+        self.report.follow_batch_size()
+        self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
+        self.epochs.forget()
+        is_stream = isinstance(dataset, IterableDataset)
+        sources = training_sources(dataset, options.source_column)
+        names = () if sources is None else sources.names
+        self.source_meter.follow(stream_sources(dataset, options) if is_stream else names)
+        self.isolation.decide_on_groups()
+        if is_stream:
+            capacity = trainer.args.max_length if sampling.packing else None
+            self.room = capacity and capacity * sampling.batch_size
+            stream = self._stream(dataset, sampling.packing, sampling.batch_size, training=True)
+            self.epochs.follow_stream(stream)
+            return self._loader_of(stream)
+        ids = None if sources is None else sources.ids
+        documents = documents_of(dataset, trainer.compute_loss_func, ids)
+        dataloader = self._by_trl(by_trl, documents, sampler_of, self.collators.packed)
+        drawn: Any = dataloader.batch_sampler
+        sampler = getattr(drawn, "batch_sampler", None)
+        planned = sampler or drawn  # a single rank has no wrapper
+        self.room = None
+        if isinstance(planned, PackedBatchSampler):
+            self.room = planned.tokens_per_batch
+            self.epochs.follow(planned, documents)
+        if isinstance(sampler, PackedBatchSampler):
+            # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
+            # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
+            drawn.set_epoch = sampler.set_epoch
+        if not self.report.samples_bins:
+            if not isinstance(planned, PackedBatchSampler):
+                self._check_user_sampler()
+            self.report.plan(planned, len(dataloader))
+        return dataloader
+
+    def _prepared(self, dataset: Any) -> Any:
+        """Return the documents of the training set, and plan one that was set by the user."""
+        if dataset is not self._planned:
+            self.trainer.train_dataset = self._planned = self.data.prepare_again(dataset)
+            self.collators.hold_shapes()
+            self.report.plan()
+        return self._planned
+
+    def _check_user_sampler(self) -> None:
+        """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
+        drawn = f"_get_train_sampler of {type(self.trainer).__name__} draws documents, not bins"
+        for name in _DRAWN_BY_OURS:
+            if value := getattr(self.options, name):
+                raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
+        if self.sampling.packing:
+            logger.warning_once(
+                f"{drawn}: its order is kept, and a micro-batch is {self.sampling.batch_size} "
+                "documents without padding; leave the method out, or return super()'s, to pack them"
+            )
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def evaluate(self, by_trl: ByTrl, dataset: Any, sampler_of: Any, name: str) -> DataLoader:
+        """Return the data loader of an evaluation set, or of a "test" set to predict.
+
+        Args:
+            by_trl: makes TRL's loader of a data set with a method for its sampler.
+            dataset: the documents; rows to predict may not be prepared yet.
+            sampler_of: TRL's or a user's method.
+            name: of the set.
+        """
+        trainer, options, is_test = self.trainer, self.options, name == "test"
+        if trainer._skip_prepare_dataset:  # TRL knows only its own collator
+            self.data.check_nothing_is_skipped([dataset])
+            trainer._reject_skip_prepare_without_labels({name: dataset}, self.collators.padded)
+        elif is_test:
+            dataset = self.data.prepare_later(dataset, name)
+        # Callers that ask for logits expect a row for each document.
+        padded = trainer.compute_metrics is not None
+        if is_test:
+            padded = not trainer.args.prediction_loss_only
+        limits = self.guard.limits
+        with use_attention(trainer.model, self.guard.attention):
+            limits.check(dataset, name)
+            self.isolation.ensure(trainer.model, dataset, training=False, padded=padded)
+        is_stream, column = isinstance(dataset, IterableDataset), options.source_column
+        if padded and is_stream:  # the reader of packed streams checks the limits itself
+            dataset = dataset.map(limits.checked, with_indices=True)
+        if padded and SEQ_LENGTHS in columns_of(dataset):
+            dataset = unpack_rows(dataset)
+        if is_test and (is_stream or column not in columns_of(dataset)):
+            column = None
+        sources = None if column is None else Sources.of(dataset, column)
+        collator = self.collators.for_evaluation(padded=padded)
+        if is_stream and padded:
+            rows = dataset.select_columns(training_columns(dataset))
+            dataloader = self._by_trl(by_trl, rows, sampler_of, collator)
+        elif is_stream:
+            size = trainer.args.eval_batch_size
+            with temporarily(trainer, data_collator=collator):
+                stream = self._stream(dataset, self.sampling.eval_packing, size, training=False)
+            dataloader = self._loader_of(stream)
+        else:
+            ids = None if sources is None else sources.ids
+            documents = documents_of(dataset, trainer.compute_loss_func, ids)
+            if not is_test:  # a prediction needs no loss
+                check_some_weight(documents)
+            if not padded and type(trainer)._get_eval_sampler is SFTTrainer._get_eval_sampler:
+                sampler_of = self.sampling.for_evaluation
+            dataloader = self._by_trl(by_trl, documents, sampler_of, collator)
+        self._sources[dataloader] = sources
+        return dataloader
+
+    def sources_of(self, dataloader: Any) -> Sources | None:
+        """Return the sources of the evaluation set of a loader, where they are told apart."""
+        return self._sources.get(dataloader)
+
+    def report_losses(self, dataloader: Any) -> None:
+        """Say what an evaluation stream has lost when it was read."""
+        stream = getattr(dataloader, "dataset", None)
+        if isinstance(stream, StreamBatches) and (words := str(stream.counts_of_all_ranks())):
+            logger.warning_once(f"evaluation stream: {words}")
+
+    # --- loaders ------------------------------------------------------------------------------
+
+    def check_collator(self) -> None:
+        """Raise ValueError for what a user has set on the built trainer and cannot be packed."""
+        trainer = self.trainer
+        check_set_afterwards(trainer.data_collator, self.collators.packed, trainer.train_dataset)
+
+    def _by_trl(self, by_trl: ByTrl, rows: Any, sampler_of: Any, collator: Any) -> DataLoader:
+        # Columns are chosen already: TRL would remove weights.
+        trainer = self.trainer
+        with (
+            temporarily(trainer, data_collator=collator),
+            temporarily(trainer.args, remove_unused_columns=False),
+        ):
+            return by_trl(rows, sampler_of)
 
     def _stream(
         self, dataset: IterableDataset, packing: bool, batch_size: int, *, training: bool

@@ -138,21 +138,26 @@ class ThroughputMeter:
 
     # --- logging ------------------------------------------------------------------------------
 
-    def share_before_log(self) -> None:
-        """Share the counts if a log, an evaluation or a checkpoint is due, which reads them."""
-        trainer, control = self.trainer, self.trainer.control
-        is_new = trainer.state.global_step > trainer._globalstep_last_logged  # as `Trainer` asks
-        logs = control.should_log and is_new
-        if self.is_running and (logs or control.should_evaluate or control.should_save):
-            trainer._total_train_tokens = self.share(trainer._metrics["train"], log=logs)
+    def share_counts(self, *, log: bool = False) -> None:
+        """Share the counts up to this step, which a log, an evaluation or a checkpoint reads.
 
-    def finish_run(self, num_samples: float) -> float:
-        """Share the counts for the last log; arguments and result as for `log_run`."""
-        if not self.is_running:
-            return num_samples
-        trainer, means = self.trainer, self.trainer._metrics["train"]
-        trainer._total_train_tokens = self.share(means, log=False)
-        return self.log_run(means, num_samples, getattr(trainer, "_initial_global_step", None))
+        Args:
+            log: whether the metrics since the last log go into the next one.
+        """
+        trainer, is_new = self.trainer, self._shared_at != self.trainer.state.global_step
+        if self.throughput is not None and self.throughput.watch.is_running and (log or is_new):
+            trainer._total_train_tokens = self.share(trainer._metrics["train"], log=log)
+
+    def share_before(self, logs: dict[str, float]) -> None:
+        """Share the counts if `logs` are those of an interval, or the last ones of a run."""
+        if {"loss", "learning_rate"} <= logs.keys():
+            self.share_counts(log=True)
+        if "train_runtime" in logs and self.throughput is not None:
+            means, run = self.trainer._metrics["train"], self.throughput.run
+            self.trainer._total_train_tokens = self.share(means, log=False)
+            # transformers would count bins as samples.
+            logs["train_samples_per_second"] = round(run.documents / logs["train_runtime"], 3)
+            self.log_run(means)
 
     def share(self, means: Means, *, log: bool) -> int:
         """Add up the counts of all ranks, waiting for the device once.
@@ -190,29 +195,14 @@ class ThroughputMeter:
             self._write_token_means(means)
         return tokens
 
-    def log_run(self, means: Means, num_samples: float, first_step: int | None) -> float:
-        """Add the totals to the next log: the run is over.
-
-        Args:
-            means: of training.
-            num_samples: number of bins in the schedule of transformers.
-            first_step: optimizer step at which this call of `train` began. transformers 5.19 and
-                later multiply the samples by the share of the schedule since; None means earlier.
-
-        Returns:
-            The samples for transformers, counted as documents instead of bins.
-        """
+    def log_run(self, means: Means) -> None:
+        """Add the totals to the next log, and to the means of training: the run is over."""
         assert self.throughput is not None
-        state, documents = self.trainer.state, self.throughput.run.documents
-        self._logs = self.throughput.run_metrics(state.global_step, self._machine)
+        self._logs = self.throughput.run_metrics(self.trainer.state.global_step, self._machine)
         self._logs |= self.sources.run_metrics()
         self._write_token_means(means)
         self._finished = self.throughput.run, self._logs["train_seconds"]
         self.throughput = None
-        share = 1.0
-        if first_step is not None:
-            share = (state.global_step - first_step) / max(state.max_steps, 1)
-        return documents / share if share else num_samples
 
     def start_clock(self) -> None:
         """Start the clock where no micro-batch is counted, on TRL's path; no-op if it runs."""

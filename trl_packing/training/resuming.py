@@ -222,17 +222,17 @@ class ResumedEpochs:
     # --- saving -------------------------------------------------------------------------------
 
     def save(self, checkpoint: Path) -> None:
-        """Save which documents of the epoch are trained, before the checkpoint is uploaded."""
-        if self._sampler is not None and self.trainer.args.should_save:
+        """Save which documents of the epoch are trained, or the position of this rank in a stream.
+
+        This comes before the checkpoint is uploaded.
+        """
+        if self.stream is not None:
             checkpoint.mkdir(parents=True, exist_ok=True)
+            self.stream.save(self._stream_file(checkpoint))
+        elif self._sampler is not None and self.trainer.args.should_save:
             self.record().save(checkpoint / FILE)
 
-    def save_stream(self, checkpoint: str) -> None:
-        """Save the position of this rank in a stream."""
-        if self.stream is not None:
-            self.stream.save(self._stream_file(checkpoint))
-
-    def _stream_file(self, checkpoint: str) -> str:
+    def _stream_file(self, checkpoint: str | Path) -> str:
         return str(Path(checkpoint) / f"stream_{self.trainer.args.process_index}.json")
 
     def record(self) -> EpochRecord:

@@ -53,8 +53,7 @@ from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.draw import packing_seed
 from trl_packing.training.arguments import (
     check_nothing_is_skipped,
-    check_nothing_is_weighted,
-    check_parallelism,
+    check_ranks_and_padding,
     check_weights_and_sources,
     reason_for_trl_path,
 )
@@ -127,7 +126,8 @@ class RunData:
 
     def check_nothing_is_skipped(self, datasets: Iterable[Any]) -> None:
         """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
-        check_nothing_is_skipped(self.options, self.completion_only, datasets)
+        if self.trainer._skip_prepare_dataset:
+            check_nothing_is_skipped(self.options, self.completion_only, datasets)
 
     def check_limits(self, limits: ModelLimits) -> None:
         """Raise ValueError for evaluation sets with ids or lengths that the model cannot read."""
@@ -146,23 +146,16 @@ class RunData:
         of_collator = getattr(self.completion_only, "pad_to_multiple_of", None)
         return self.trainer.args.pad_to_multiple_of or of_collator
 
-    def check(self, *, shards_sequences: bool) -> None:
-        """Raise ValueError for settings and data that cannot be trained as they are.
-
-        Args:
-            shards_sequences: whether context or sequence parallelism cuts rows.
-        """
+    def check(self) -> None:
+        """Raise ValueError for settings and data that cannot be trained as they are."""
         trainer, options = self.trainer, self.options
-        check_parallelism(
+        self.check_nothing_is_skipped(self.all())
+        check_ranks_and_padding(
             trainer.args,
             options,
-            packs=self.packing_requested(),
-            shards_sequences=shards_sequences,
             balances_experts=trainer.aux_loss_enabled,
             pad_to_multiple_of=self.pad_to_multiple_of(),
         )
-        if shards_sequences:
-            check_nothing_is_weighted(self.all(), options)
         check_weights_and_sources(
             trainer.train_dataset, [*self.evaluated().values()], options, trainer.compute_loss_func
         )
@@ -303,7 +296,7 @@ def _check_sets(datasets: Mapping[Any, Any], collator: Any) -> None:
                 f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
                 "IterableDataset"
             )
-        if reason := reason_for_trl_path(dataset, collator, packs_images=True):
+        if reason := reason_for_trl_path(dataset, collator):
             check_is_one_set(datasets, reason)
     if len({isinstance(dataset, IterableDataset) for dataset in datasets.values()}) > 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The images of one run: its image files, and its documents.
 
-Whether its rows are packed is decided first (choice.py). A packed run takes TRL's path later if the
-processor contradicts its arithmetic, or if no attention backend is exact with images.
+Whether its rows are packed is decided first (choice.py). It is an error if then the processor
+contradicts its arithmetic, or if no attention backend is exact with images.
 """
 
 import copy
@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.checks import check_is_one_set, check_weights_have_tokens
+from trl_packing.data.checks import check_weights_have_tokens
 from trl_packing.data.rules import Rules
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_ROW, document_columns
@@ -36,7 +36,6 @@ from trl_packing.vision.choice import (
     has_images,
     holds_conversations,
     named_sets,
-    sets_of,
     why_not_packed,
 )
 from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
@@ -53,19 +52,10 @@ from trl_packing.vision.preparation import (
 )
 from trl_packing.vision.tower import hide_boundaries
 from trl_packing.vision.trl_check import difference_from_trl
-from trl_packing.vision.trl_path import (
-    check_nothing_is_weighted,
-    check_trl_can_train,
-    show_images_to_trl,
-)
 
 logger = get_logger(__name__)
 
-_TOO_LATE = (
-    "under FSDP and DeepSpeed, the model can run only when its micro-batches are planned already, "
-    "too late for TRL's path: take DDP, or, if every row has an image, SFTTrainer (a rank without "
-    "one would stop the others)"
-)
+_WAY_OUT = "TRL's SFTTrainer trains rows with images padded"
 
 
 class RunImages:
@@ -75,8 +65,6 @@ class RunImages:
         packs: whether the training set has images that are packed; the other methods do nothing
             if not.
         store: the image files.
-        contradiction: how the processor contradicts its arithmetic; None if it does not.
-        is_built: whether the trainer is built, so that its path can no longer be chosen.
     """
 
     def __init__(self) -> None:
@@ -85,9 +73,6 @@ class RunImages:
         self._loads = RunLoads()
         self._patch_size = 0
         self._takes_texts = False
-        self.contradiction: str | None = None
-        self.is_built = False
-        self._given: tuple[Any, Any] = (None, None)
         self._tower: StillTower | None = None
 
     def why_not_packed(
@@ -110,9 +95,6 @@ class RunImages:
                 check_no_other_media(dataset, name)
         reason = why_not_packed(model, train, evaluated, args, processor)
         self.packs = reason is None
-        if reason is not None:
-            check_is_one_set(train, reason)
-            check_nothing_is_weighted([train, *sets_of(evaluated)], reason)
         if self.packs:
             self._takes_texts = isinstance(train, dict)
             self._loads, self._patch_size = RunLoads(), patch_size_of(config_of(model, args))
@@ -129,24 +111,6 @@ class RunImages:
                 f"max_patches={options.max_patches} limits the images of a bin, but the training "
                 "set has no images; leave it out"
             )
-
-    def take_all(self, train: Any, evaluated: Any) -> tuple[Any, Any]:
-        """Return the data sets of the constructor with numbers in place of their images."""
-        self._given = (train, evaluated)
-        return self.take(train, "train"), self.take(evaluated, "eval")
-
-    def give_back(self, trainer: SFTTrainer, reason: str) -> None:
-        """Make `trainer` train the data sets of the constructor as TRL does, with their images.
-
-        Raises:
-            ValueError: a setting, or the weights of a data set, would be refused or ignored there,
-                or the training set is a dictionary.
-        """
-        check_is_one_set(self._given[0], reason)
-        check_trl_can_train(trainer.args, reason)
-        check_nothing_is_weighted([self._given[0], *sets_of(self._given[1])], reason)
-        self.packs = False
-        show_images_to_trl(trainer, *self._given)
 
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images; without images, as it is.
@@ -166,8 +130,7 @@ class RunImages:
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
         made = copy.copy(self)
-        made.store, made.contradiction = ImageStore(), None
-        made._loads = RunLoads()
+        made.store, made._loads = ImageStore(), RunLoads()
         return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
@@ -177,15 +140,14 @@ class RunImages:
         return ImageGuard(model, self.store, **options)
 
     @contextmanager
-    def explaining(self, trainer: SFTTrainer) -> Iterator[None]:
-        """Say in the error of a check why a sharded run does not take TRL's path."""
+    def explaining(self) -> Iterator[None]:
+        """Name the way out in the error of a check of rows with images."""
         try:
             yield
         except NotIsolated as error:
-            is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-            if not (self.packs and is_sharded):
+            if not self.packs:
                 raise
-            raise NotIsolated(f"{error}; {_TOO_LATE}") from error
+            raise NotIsolated(f"{error}; {_WAY_OUT}") from error
 
     def add_to(self, collator: PackedCollator, trainer: SFTTrainer) -> PackedCollator:
         """Return `collator`, with the tensors of images in its rows if the run has images.
@@ -225,8 +187,6 @@ class RunImages:
             return dataset
         if isinstance(rules.processing_class, ProcessorMixin):
             check_no_other_media(dataset, name)
-        if self.is_built and name == "train":  # the user has set another training set
-            self._given = (dataset, self._given[1])
         dataset, processor = self.take(dataset, name), rules.processing_class
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
@@ -255,7 +215,6 @@ class RunImages:
         )
         rules = replace(rules, row_format=row_format)
         found = difference_from_trl(dataset, documents, self.store, rules, chat_template, name)
-        if found is not None and self.is_built:
-            raise ValueError(f"{found}; its images cannot be packed, so remove them")
-        self.contradiction = self.contradiction or found
+        if found is not None:
+            raise ValueError(f"{found}, so its images cannot be packed; {_WAY_OUT}")
         return documents

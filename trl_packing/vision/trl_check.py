@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from datasets import Dataset
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.data.rules import Rules
 from trl_packing.documents.labels import IMAGE_ROW
 from trl_packing.vision.image_store import ImageStore, NoImages
-from trl_packing.vision.trl_path import collator_of_trl
 
 _COMPARED_ROWS = 3
 
@@ -37,11 +37,11 @@ def difference_from_trl(
     """
     row_format, processor = rules.row_format, rules.processing_class
     labels_are_trls = row_format.train_on is None
-    collate = collator_of_trl(
-        rules.args,
+    collate = DataCollatorForVisionLanguageModeling(
         processor,
-        completion_only="completion" in dataset.column_names and row_format.completion_only,
-        assistant_only=row_format.assistant_only and labels_are_trls,
+        completion_only_loss="completion" in dataset.column_names and row_format.completion_only,
+        dataset_text_field=rules.args.dataset_text_field,
+        assistant_only_loss=row_format.assistant_only and labels_are_trls,
         chat_template=chat_template,
     )
     for number in _spread(store.sizes_of(list(dataset[IMAGE_ROW]))):

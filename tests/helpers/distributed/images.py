@@ -95,7 +95,7 @@ def run(scenario: ImageRun) -> dict:
         compute_metrics=_count_correct if scenario.scores else None,
         peft_config=_lora(scenario.lora),
     )
-    assert trainer._run_path.reason is None, trainer._run_path.reason
+    assert trainer._trl_path is None, trainer._trl_path
     if scenario.leaks:
         return {"error": _refused(trainer)}
     trainer.train(resume_from_checkpoint=scenario.resume)

@@ -180,7 +180,7 @@ class PreviewedRun:
         check_is_backend(options.attention)
         check_loss_options(options, call.compute_loss_func)
         images = RunImages()
-        trl_path = reason_for_trl_path(first, collator, packs_images=True)
+        trl_path = reason_for_trl_path(first, collator)
         if not trl_path and has_images(given):
             if call.model is None:
                 raise ValueError("the data set has images, which some models pack; name the model")
@@ -281,7 +281,7 @@ class PreviewedRun:
         rows = self.dataset
         if self._skips_preparation or isinstance(rows, SourceRows) or records_of(rows):
             return None
-        rows = self._with_tokens_of_images(rows, self.preparation, "train")
+        rows = self.images.tokenize(rows, self.preparation, self.chat_template, "train")
         whole = whole_documents(rows, self.preparation, formatting_func=self.formatting_func)
         return None if whole.rows.are_packed else whole
 
@@ -349,7 +349,7 @@ class PreviewedRun:
                 self.args,
             )
         if not self._skips_preparation:
-            rows = self._with_tokens_of_images(dataset, preparation, name)
+            rows = self.images.tokenize(dataset, preparation, self.chat_template, name)
             return prepare(rows, preparation, formatting_func=self.formatting_func, name=name)
         if "input_ids" not in dataset.column_names:
             raise ValueError(
@@ -357,13 +357,6 @@ class PreviewedRun:
                 f"they have {dataset.column_names}; leave it out"
             )
         return dataset, None
-
-    def _with_tokens_of_images(self, dataset: Dataset, preparation: Rules, name: str) -> Any:
-        """Return the documents of rows with images; other rows as they are."""
-        documents = self.images.tokenize(dataset, preparation, self.chat_template, name)
-        if self.images.contradiction is not None:
-            raise ValueError(f"{self.images.contradiction}: {_BY_TRL}")
-        return documents
 
 
 def _loaded(dataset: Dataset | IterableDataset, stream_rows: int) -> Dataset:
