@@ -24,6 +24,9 @@ FILE = "epoch.npz"
 
 _NUM_TAILS = 1024  # documents whose last tokens are compared: enough to notice another order
 _TAIL_TOKENS = 32
+_PROGRESS = ("global_step", "epoch", "steps", "steps_per_epoch", "settings")
+# Settings that cut documents into pieces.
+_THAT_CUT = ("max_length", "overflow", "overlap_tokens", "packing_strategy", "packing")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +53,16 @@ class DocumentMarks:
         """Return in words how the documents of `now` differ; None if they are the same."""
         if len(self.lengths) != len(now.lengths):
             return f"{len(self.lengths)} documents then, {len(now.lengths)} now"
-        other = np.flatnonzero(self.lengths != now.lengths)
-        if len(other):
-            first = other[0]
-            return f"document {first} had {self.lengths[first]} tokens, now {now.lengths[first]}"
-        other = np.flatnonzero(self.tails != now.tails)
-        if len(other):
-            first = _evenly_spread(len(now.lengths))[other[0]]
-            return f"document {first} ended in other tokens (as long as now: {now.lengths[first]})"
+        for at in np.flatnonzero(self.lengths != now.lengths):
+            return f"document {at} had {self.lengths[at]} tokens, now {now.lengths[at]}"
+        for at in _evenly_spread(len(now.lengths))[self.tails != now.tails]:
+            return f"document {at} ended in other tokens (as long as now: {now.lengths[at]})"
         return None
+
+
+def _evenly_spread(number: int) -> np.ndarray:
+    """Return up to 1,024 of `number` documents, first and last among them."""
+    return np.unique(np.linspace(0, number - 1, min(number, _NUM_TAILS)).astype(np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +91,9 @@ class EpochRecord:
     def save(self, path: Path) -> None:
         """Write the record to `path`."""
         progress = {name: getattr(self, name) for name in _PROGRESS}
-        progress |= {"places": len(self.trained), "settings": dict(self.settings)}
         lengths = self.marks.lengths
         arrays: dict[str, Any] = {
-            "progress": np.array(json.dumps(progress)),
+            "progress": np.array(json.dumps(progress | {"places": len(self.trained)})),
             "lengths": lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))),
             "tails": self.marks.tails,
             "trained": np.packbits(self.trained),
@@ -106,18 +109,15 @@ class EpochRecord:
             ValueError: it holds other numbers.
         """
         with np.load(path, allow_pickle=False) as found:
-            # Earlier versions wrote no checksum.
-            if "checksum" in found and found["checksum"] != _checksum(found):
+            if "checksum" not in found or found["checksum"] != _checksum(found):
                 raise ValueError(
                     f"{path} is damaged (its checksum is another): documents would be lost or "
                     "trained again. Resume from another checkpoint, or set ignore_data_skip=True "
                     "and delete the file to restart the epoch"
                 )
             progress = json.loads(str(found["progress"]))
-            lengths = found["lengths"].astype(np.int64)
-            places = progress.pop("places", len(lengths))  # earlier versions had no mixtures
-            trained = np.unpackbits(found["trained"], count=places).astype(bool)
-            marks = DocumentMarks(lengths, found["tails"])
+            trained = np.unpackbits(found["trained"], count=progress.pop("places")).astype(bool)
+            marks = DocumentMarks(found["lengths"].astype(np.int64), found["tails"])
         return cls(**progress, marks=marks, trained=trained)
 
     def changed(self, settings: Mapping[str, Any]) -> str:
@@ -139,24 +139,23 @@ class EpochRecord:
                 f"data_seed={then['seed']} to continue that one, or ignore_data_skip=True to "
                 "restart the epoch"
             )
-        if then.get("mixture") != settings.get("mixture"):
+        if then["mixture"] != settings["mixture"]:
             raise ValueError(
                 "the checkpoint was saved within an epoch of another mixture (documents an epoch: "
-                f"{_mixture_in_words(then)} then, {_mixture_in_words(settings)} now), so those "
-                "left to train are unknown. Resume with the former mixture, or set "
+                f"{_drawn(then)} then, {_drawn(settings)} now), so those left to train are "
+                "unknown. Resume with the former mixture, or set ignore_data_skip=True to restart "
+                "the epoch"
+            )
+        if difference := self.marks.difference(marks):
+            cut = [f"{name}={then[name]}" for name in _THAT_CUT if then[name] != settings[name]]
+            former = "the former data"
+            if cut:
+                former = ", ".join(cut) + " as then, by which documents are cut"
+            raise ValueError(
+                f"the checkpoint was saved within an epoch of other documents ({difference}), so "
+                f"those left to train are unknown. Resume with {former}, or set "
                 "ignore_data_skip=True to restart the epoch"
             )
-        difference = self.marks.difference(marks)
-        if difference is None:
-            return
-        cut = {name: then.get(name) for name in _THAT_CUT if then.get(name) != settings[name]}
-        words = ", ".join(f"{name}={value}" for name, value in cut.items())
-        raise ValueError(
-            f"the checkpoint was saved within an epoch of other documents ({difference}), so those "
-            "left to train are unknown. Resume with "
-            + (f"{words} as then, by which documents are cut" if cut else "the former data")
-            + ", or set ignore_data_skip=True to restart the epoch"
-        )
 
     def check_steps(self, holds: bool, settings: Mapping[str, Any]) -> None:
         """Raise ValueError unless the first steps of the epoch hold the trained documents.
@@ -169,13 +168,13 @@ class EpochRecord:
             return
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "ranks")
         product = math.prod(self.settings[name] for name in names)
+        unnamed = "a mixture of another number of epochs, or another version, planned them"
         raise ValueError(
             f"the checkpoint was saved within an epoch, after {self.steps:,} of its steps, and "
-            "these would hold other documents now "
-            f"({self.changed(settings) or _UNNAMED}). Resume with the "
-            f"former settings (per_device_train_batch_size × gradient_accumulation_steps × ranks "
-            f"may divide its {product} otherwise), or set ignore_data_skip=True to restart the "
-            "epoch with the new ones"
+            f"these would hold other documents now ({self.changed(settings) or unnamed}). Resume "
+            "with the former settings (per_device_train_batch_size × gradient_accumulation_steps × "
+            f"ranks may divide its {product} otherwise), or set ignore_data_skip=True to restart "
+            "the epoch with the new ones"
         )
 
 
@@ -187,20 +186,9 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
     return found
 
 
-def _mixture_in_words(settings: Mapping[str, Any]) -> str:
+def _drawn(settings: Mapping[str, Any]) -> str:
     """Return the documents that an epoch draws of each source, by `settings` of its plan."""
-    found = settings.get("mixture")
+    found = settings["mixture"]
     if not found:
         return "all once"
     return ", ".join(f"{number:,} of {name}" for name, number in found["documents"].items())
-
-
-_UNNAMED = "a mixture of another number of epochs, or another version, planned them"
-_PROGRESS = ("global_step", "epoch", "steps", "steps_per_epoch")
-# Settings that cut documents into pieces.
-_THAT_CUT = ("max_length", "overflow", "overlap_tokens", "packing_strategy", "packing")
-
-
-def _evenly_spread(number: int) -> np.ndarray:
-    """Return up to 1,024 of `number` documents, first and last among them."""
-    return np.unique(np.linspace(0, number - 1, min(number, _NUM_TAILS)).astype(np.int64))

@@ -33,6 +33,15 @@ from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.training.mixture import Mixture, mixture_of
 
+# Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
+_ARGS_OF_PLAN = (
+    "gradient_accumulation_steps",
+    "max_length",
+    "packing_strategy",
+    "dataloader_drop_last",
+)
+_OPTIONS_OF_PLAN = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches")
+
 
 @dataclass(eq=False)
 class Sampling:
@@ -256,25 +265,20 @@ class Sampling:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
-        args, options = self.args, self.options
-        overflow = Overflow.from_args(args, self.packing)
-        return {
+        overflow = Overflow.from_args(self.args, self.packing)
+        named = {name: getattr(self.args, name) for name in _ARGS_OF_PLAN}
+        named |= {name: getattr(self.options, name) for name in _OPTIONS_OF_PLAN}
+        if not self.draws_groups(True):
+            named["prefix_group_size"] = None
+        return named | {
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
-            "gradient_accumulation_steps": self.accumulation,
-            "max_length": args.max_length,
             "overflow": overflow.policy,
-            "packing": self.packing,
-            "packing_strategy": args.packing_strategy,
-            "documents_per_step": options.documents_per_step,
-            "prefix_group_size": options.prefix_group_size if self.draws_groups(True) else None,
-            "mixture": None if self.mixture is None else self.mixture.settings(),
             "overlap_tokens": overflow.overlap,
-            "curriculum": options.curriculum,
-            "max_patches": options.max_patches,
-            "train_sampling_strategy": str(args.train_sampling_strategy),
-            "dataloader_drop_last": args.dataloader_drop_last,
-            "seed": packing_seed(args),
+            "packing": self.packing,
+            "mixture": None if self.mixture is None else self.mixture.settings(),
+            "train_sampling_strategy": str(self.args.train_sampling_strategy),
+            "seed": packing_seed(self.args),
         }
 
 

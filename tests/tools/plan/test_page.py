@@ -277,7 +277,7 @@ def test_packed_rows_and_a_run_without_limit_have_a_page():
     rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}] * 6)
     plan = plan_run(previewed(rows))
     page = plan_page(plan)
-    assert (plan.what_if, plan.ways, plan.cut) == ((), (), None)
+    assert (plan.what_if, plan.ways, plan.whole) == ((), (), None)
     assert plan.lengths_before().tolist() == [3, 2] * 6
     assert "trained as they are" in page
     run = previewed(texts(), "--packing", "false")
@@ -317,7 +317,7 @@ def test_the_page_opens_without_errors_and_hostile_text_does_nothing(tmp_path, w
 
 def test_unescaped_text_would_be_caught(tmp_path, monkeypatch):
     plan = hostile_plan()
-    monkeypatch.setattr("trl_packing.tools.plan.documents.escape", str)
+    monkeypatch.setattr("trl_packing.tools.plan.page.escape", str)
     (tmp_path / "plan.html").write_text(hostile_page(plan), encoding="utf-8")
     with open_page(tmp_path / "plan.html") as page:
         assert "hostile text acts" in page.problems()

@@ -5,11 +5,15 @@ RunPlan  →  cards, histograms, other settings, losses, rows, documents  →  o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from trl_packing.data.counts import TokenCounts, quantity
+from trl_packing.data.fitting import fit, pieces_of
+from trl_packing.documents.labels import IGNORE_INDEX, document_labels
+from trl_packing.formatting.printable import escape_text
 from trl_packing.pages.charts import histogram
 from trl_packing.pages.page import (
     HtmlPage,
@@ -23,11 +27,13 @@ from trl_packing.pages.page import (
     section,
     table,
 )
-from trl_packing.tools.plan.documents import example_documents, strips
 from trl_packing.tools.plan.plan import RunPlan, Variant
+from trl_packing.tools.preview.preview import token_documents
+from trl_packing.tools.preview.show import token_texts
 from trl_packing.training.prefix_sharing import times_fewer
 from trl_packing.training.run_settings import all_settings, installed_versions
 from trl_packing.training.source_shares import times
+from trl_packing.vision.documents import images_of
 
 _MOST_BARS = 24  # of sources
 _MOST_RANKS = 64  # with a bar of their own
@@ -47,6 +53,7 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
         ... # doctest: +SKIP
         >>> Path("plan.html").write_text(plan_page(plan_run(run, ranks=8)))  # doctest: +SKIP
     """
+    documents = f'<div class="documents">{"".join(_examples(plan))}</div>'
     sections = [
         cards(_cards(plan)),
         _sources(plan),
@@ -57,7 +64,7 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
         _ranks(plan),
         _losses(plan),
         _rows(plan),
-        section("Documents", example_documents(plan), note="trained tokens are marked green"),
+        section("Documents", documents, note="trained tokens are marked green"),
         _provenance(plan, command),
     ]
     return page(title, filter(None, sections), style=asset("plan.css"), note=note or _about(plan))
@@ -307,13 +314,14 @@ def _sharing(plan: RunPlan) -> str:
     """Return the plans with each `prefix_sharing`."""
     if not plan.sharing:
         return ""
+    tokens = plan.sharing[0].tokens
     shown = {
         "steps an epoch": _STEPS["steps an epoch"],
         "prefixes a step": lambda v: (
             "–" if v.prefixes_per_step is None else f"{v.prefixes_per_step:,.1f}"
         ),
         "tokens computed": lambda v: f"{v.computed:,}",
-        "": lambda v: times_fewer(v.tokens, v.computed) if v.computed < v.tokens else "",
+        "": lambda v: times_fewer(tokens, v.computed) if v.computed < tokens else "",
         "peak": lambda v: f"{v.largest:,}",
     }
     return section(
@@ -393,7 +401,7 @@ def _rows(plan: RunPlan) -> str:
     return section(
         "First micro-batches of the epoch",
         f'<p class="swatches">{swatches}</p>',
-        strips(plan),
+        _strips(plan),
         note="each is one flat row of the model, a color for each document"
         + ", which is drawn whole, also where it shares tokens" * plan.grouped,
     )
@@ -447,3 +455,164 @@ def _percentage(part: int, whole: int, digits: int) -> str:
     if 0 < part < least * whole:
         return f"<{least:.{digits}%}"
     return f"{part / whole:.{digits}%}"
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+# Tokens shown around each end of a long document, and around each place where it changes.
+_AROUND = 90
+
+# Pieces of HTML in all strips: more of them would be thinner than a pixel.
+_MOST_PARTS = 4000
+_MOST_STRIPS = 12
+
+# Kinds of tokens, and the HTML elements that mark them.
+_PROMPT, _TRAINED, _LOST = 0, 1, 2
+_ELEMENTS = {_PROMPT: "span", _TRAINED: "mark", _LOST: "del"}
+
+
+def _examples(plan: RunPlan) -> Iterator[str]:
+    """Yield the longest and the shortest document of the plan, and some of those that are cut."""
+    lengths = plan.documents.lengths()
+    for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
+        document = plan.documents[row]
+        yield _document(f"{name}: document {row:,}", document, _kinds(document), plan)
+    if plan.whole is None:
+        return
+    # The longest and the shortest document that is too long, and one between.
+    documents, overflow = token_documents(plan.whole.documents), plan.whole.overflow
+    lengths, pieces = documents.lengths(), pieces_of(documents, overflow)
+    intact = pieces.rows[pieces.sizes == lengths[pieces.rows]]
+    cut, trained = np.setdiff1d(np.arange(len(lengths)), intact), fit(documents, overflow)[0]
+    order = cut[np.argsort(-lengths[cut], kind="stable")]
+    for row in order[sorted({0, len(order) // 2, len(order) - 1})] if len(order) else ():
+        document, mine = documents[int(row)], trained.where(trained.rows == row)
+        kinds = np.full(lengths[row], _LOST)
+        for start, stop in zip(mine.starts, mine.stops, strict=True):
+            labels = document["labels"][start:stop]
+            kinds[start:stop] = _kinds({"input_ids": labels, "labels": labels})
+        words = [f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"]
+        words += [f"kept in {len(mine.rows):,} pieces"] * (len(mine.rows) > 1)
+        name = f"Too long: document {row:,} before the cut"
+        yield _document(name, document, kinds, plan, mine.starts[1:].tolist(), words)
+
+
+def _kinds(document: Mapping[str, Any]) -> np.ndarray:
+    """Return the kind of each token; the first token of a document is never a target."""
+    labels = document_labels(document, np.asarray(document["input_ids"]))
+    kinds = np.where(labels == IGNORE_INDEX, _PROMPT, _TRAINED)
+    kinds[:1] = _PROMPT
+    return kinds
+
+
+def _document(
+    name: str,
+    document: Mapping[str, np.ndarray],
+    kinds: np.ndarray,
+    plan: RunPlan,
+    pieces: Sequence[int] = (),
+    words: Sequence[str] = (),
+) -> str:
+    trained = int((kinds == _TRAINED).sum())
+    ids, images = document["input_ids"], images_of(document)
+    words = [*([quantity(len(images), "image")] * bool(images)), *words]
+    note = ", ".join([quantity(len(ids), "token"), f"{trained:,} trained", *words])
+    shown = np.ones(len(ids), bool)  # of an image, only its first token
+    for image in images:
+        shown[image.start + 1 : image.stop] = False
+    places = np.cumsum(shown) - 1
+    sizes = {int(places[image.start]): image.stop - image.start for image in images}
+    cuts = places[list(pieces)].tolist()
+    tokenizer = plan.run.preparation.eos.tokenizer
+    text = "".join(_text(ids[shown], kinds[shown], tokenizer, cuts, sizes))
+    return (
+        f'<div class="document of{trained % 6}"><h3>{escape(name)} '
+        f'<span class="note">{escape(note)}</span></h3>'
+        f'<pre class="wrap">{text}</pre></div>'
+    )
+
+
+def _text(
+    ids: np.ndarray,
+    kinds: np.ndarray,
+    tokenizer: Any,
+    pieces: Sequence[int],
+    images: Mapping[int, int],
+) -> Iterator[str]:
+    shown = 0
+    for start, stop in _windows(kinds, pieces):
+        if start > shown:
+            yield f"<u> … {start - shown:,} tokens … </u>"
+        shown = stop
+        texts = token_texts(ids[start:stop].tolist(), tokenizer)
+        for place, size in images.items():
+            if start <= place < stop:
+                texts[place - start] = f"[image, {quantity(size, 'token')}]"
+        changes = np.flatnonzero(np.diff(kinds[start:stop])) + 1
+        cuts = [at - start for at in pieces if start < at < stop]
+        edges = sorted({0, *changes.tolist(), *cuts, stop - start})
+        for first, last in pairwise(edges):
+            if first in cuts:
+                yield "<u> ✂ </u>"
+            element = _ELEMENTS[int(kinds[start + first])]
+            text = escape(escape_text("".join(texts[first:last])))
+            yield f"<{element}>{text}</{element}>"
+
+
+def _windows(kinds: np.ndarray, pieces: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the parts of a document to show: its ends, and where the kind of token changes."""
+    size = len(kinds)
+    changes = np.flatnonzero(np.diff(kinds)) + 1
+    places = sorted({0, size, *changes[:3].tolist(), *changes[-3:].tolist(), *pieces[:3]})
+    windows: list[tuple[int, int]] = []
+    for place in places:
+        start, stop = max(place - _AROUND, 0), min(place + _AROUND, size)
+        if windows and start <= windows[-1][1] + _AROUND:
+            windows[-1] = (windows[-1][0], stop)
+        else:
+            windows.append((start, stop))
+    return windows
+
+
+# --- strips ---------------------------------------------------------------------------------------
+
+
+def _strips(plan: RunPlan) -> str:
+    """Return the first micro-batches of the epoch as strips of equal scale."""
+    epoch, args, parts, room = plan.epoch, plan.run.args, 0, 0
+    if plan.bins is not None:
+        room = args.max_length * args.per_device_train_batch_size
+    rows: list[str] = []
+    # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
+    lengths = plan.documents.lengths()
+    shown = [int(lengths[members].sum()) for members in epoch.members[:_MOST_STRIPS]]
+    for at in range(len(shown)):
+        strip = _strip(plan, epoch.members[at], max(*shown, room))
+        parts += strip.count("<b ") + strip.count("<i ")
+        if rows and parts > _MOST_PARTS:
+            break
+        step, rank = at // epoch.slots + 1, at % epoch.ranks
+        name = f"step {step:,}" + f", rank {rank}" * (epoch.ranks > 1)
+        rows.append(f"<span>{name}</span>{strip}")
+    kind = "strips" if room and not plan.grouped else "strips open"
+    return f'<div class="{kind}">{"".join(rows)}</div>'
+
+
+def _strip(plan: RunPlan, members: np.ndarray, width: int) -> str:
+    parts, start = [], 0
+    for nth, row in enumerate(members.tolist()):
+        kinds = _kinds(plan.documents[row])
+        trained = int((kinds == _TRAINED).sum())
+        title = f"document {row:,}: {len(kinds):,} tokens, {trained:,} trained"
+        parts.append(_box("i", start, len(kinds), width, f' class="of{nth % 6}" title="{title}"'))
+        edges = np.flatnonzero(np.diff(kinds, prepend=_PROMPT, append=_PROMPT)).reshape(-1, 2)
+        parts += (
+            _box("b", start + a, b - a, width, f' class="of{nth % 6}"') for a, b in edges.tolist()
+        )
+        start += len(kinds)
+    return f'<div class="strip">{"".join(parts)}</div>'
+
+
+def _box(element: str, start: int, size: int, width: int, attributes: str) -> str:
+    left, wide = 100 * start / width, 100 * size / width
+    return f'<{element}{attributes} style="left:{left:.3f}%;width:{wide:.3f}%"></{element}>'

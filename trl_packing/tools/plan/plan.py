@@ -22,7 +22,7 @@ import numpy as np
 from datasets import Dataset
 
 from trl_packing.data.counts import PreparationCounts, quantity
-from trl_packing.data.fitting import Pieces, fit, pieces_of
+from trl_packing.data.fitting import fit
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, fit_documents, shuffle
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
@@ -156,13 +156,21 @@ class Variant:
         return sum(stage.affected for stage in self.counts.stages if "max_length" in stage.why)
 
 
-def variant_of(sampling: Sampling, lengths: np.ndarray, facts: Any, **known: Any) -> Variant:
+def variant_of(
+    sampling: Sampling,
+    lengths: np.ndarray,
+    facts: Any,
+    *,
+    shared: PrefixIndex | None = None,
+    **known: Any,
+) -> Variant:
     """Return the epoch of documents of these lengths.
 
     Args:
         sampling: with the settings.
         lengths: of documents, or packed rows.
         facts: what else is known of them, as `Sampling.facts` returns it.
+        shared: the prefixes that documents share within a row; None if they do not.
         known: attributes of the variant.
 
     Raises:
@@ -170,7 +178,11 @@ def variant_of(sampling: Sampling, lengths: np.ndarray, facts: Any, **known: Any
     """
     sampler = sampling.sampler(lengths, **facts)
     epoch = PlannedEpoch(sampler)
-    computed = computed_tokens(sampling, epoch.tokens)
+    tokens = epoch.tokens
+    if shared is not None:
+        offsets = np.cumsum([0, *epoch.documents])
+        tokens = shared.computed_tokens(lengths, np.concatenate(epoch.members), offsets)
+    computed = computed_tokens(sampling, tokens)
     return Variant(
         steps=epoch.steps,
         documents_per_step=int(epoch.documents.sum()) / epoch.steps,
@@ -181,6 +193,7 @@ def variant_of(sampling: Sampling, lengths: np.ndarray, facts: Any, **known: Any
         bins=sampler.num_bins,
         max_length=sampling.args.max_length,
         ranks=sampling.ranks[0],
+        prefixes_per_step=sampler.groups_per_step(),
         **known,
     )
 
@@ -195,21 +208,6 @@ def computed_tokens(sampling: Sampling, tokens: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class CutDocuments:
-    """The documents that the overflow policy cut or dropped.
-
-    Attributes:
-        documents: all documents of any length.
-        pieces: those that are trained of them.
-        rows: numbers of the documents of which a token is lost, or that are split.
-    """
-
-    documents: ArrowDocuments
-    pieces: Pieces
-    rows: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
 class RunPlan:
     """The first epoch of a run, and the same documents under other settings.
 
@@ -219,7 +217,7 @@ class RunPlan:
         documents: prepared, in the order of the data set.
         epoch: their micro-batches.
         bins: the bins; None where nothing is packed into bins.
-        cut: documents of any length; None if the rows stay as they are.
+        whole: documents of any length; None if the rows stay as they are.
         what_if: plans with other values of max_length.
         ways: plans of padded batches, bins, and a fixed number of documents a step.
         ranks: plans on other numbers of ranks.
@@ -232,7 +230,7 @@ class RunPlan:
     documents: ArrowDocuments
     epoch: PlannedEpoch
     bins: PackingPlan | None
-    cut: CutDocuments | None
+    whole: WholeDocuments | None
     what_if: tuple[Variant, ...]
     ways: tuple[Variant, ...]
     ranks: tuple[Variant, ...]
@@ -244,14 +242,10 @@ class RunPlan:
         """Whether bins or steps hold groups of documents with a common prefix."""
         return self.report.prefixes is not None and self.report.prefixes.per_step is not None
 
-    @property
-    def tokenizer(self) -> Any:
-        return self.run.preparation.eos.tokenizer
-
     def lengths_before(self) -> np.ndarray:
         """Return the tokens of each document before any was cut, ``(documents,)`` int64."""
-        if self.cut is not None:
-            return self.cut.documents.lengths()
+        if self.whole is not None:
+            return token_documents(self.whole.documents).lengths()
         if SEQ_LENGTHS not in self.documents.columns:
             return self.documents.lengths()
         return np.concatenate([row[SEQ_LENGTHS] for row in self.documents])
@@ -284,22 +278,13 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         documents=documents,
         epoch=PlannedEpoch(sampler),
         bins=None if sampler.rows else sampler.plan(),
-        cut=None if whole is None else _cut_documents(whole),
+        whole=whole,
         what_if=tuple(what_if),
         ways=() if sampler.rows else ways_to_batch(lengths, sampling, facts),
         ranks=tuple(_on_ranks(lengths, sampling, facts, sorted({*RANKS, ranks}))),
         sharing=_ways_to_share(documents, sampling, facts),
         mixture=sampling.mixture,
     )
-
-
-def _cut_documents(whole: WholeDocuments) -> CutDocuments:
-    """Return the documents that the run's own policy cuts."""
-    documents = token_documents(whole.documents)
-    lengths, pieces = documents.lengths(), pieces_of(documents, whole.overflow)
-    intact = pieces.rows[pieces.sizes == lengths[pieces.rows]]
-    trained, _ = fit(documents, whole.overflow)
-    return CutDocuments(documents, trained, np.setdiff1d(np.arange(len(lengths)), intact))
 
 
 # --- other settings -------------------------------------------------------------------------------
@@ -417,28 +402,17 @@ def _ways_to_share(
     in_one_row = index.computed_tokens(lengths, index.order, np.array([0, len(lengths)]))
     if in_one_row[0] > (1 - _LEAST_SHARED) * lengths.sum():
         return ()
-    names = ["off", "bin"]
+    ways: dict[str, Any] = {"off": (None, None), "bin": (None, index)}
     if find_strategy(sampling.args.packing_strategy).shuffles:
-        names.append("group")
-    return tuple(_shared(name, index, documents, sampling, facts) for name in names)
-
-
-def _shared(
-    name: str, index: PrefixIndex, documents: ArrowDocuments, sampling: Sampling, facts: Any
-) -> Variant:
-    lengths = documents.lengths()
-    groups = sampling.groups(documents) if name == "group" else None
-    sampler = sampling.sampler(lengths, **facts | {"groups": groups})
-    epoch = PlannedEpoch(sampler)
-    drawn, offsets = np.concatenate(epoch.members), np.cumsum([0, *epoch.documents])
-    tokens = np.diff(np.concatenate([[0], np.cumsum(lengths[drawn])])[offsets])
-    computed = tokens if name == "off" else index.computed_tokens(lengths, drawn, offsets)
-    return Variant(
-        name,
-        epoch.steps,
-        tokens=int(tokens.sum()),
-        computed=int(computed.sum()),
-        largest=int(computed.max()),
-        is_run=name == sampling.options.prefix_sharing,
-        prefixes_per_step=sampler.groups_per_step(),
+        ways["group"] = (sampling.groups(documents), index)
+    return tuple(
+        variant_of(
+            sampling,
+            lengths,
+            facts | {"groups": groups},
+            shared=shared,
+            name=name,
+            is_run=name == sampling.options.prefix_sharing,
+        )
+        for name, (groups, shared) in ways.items()
     )
