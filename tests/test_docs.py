@@ -330,7 +330,7 @@ def test_the_plan_of_the_quick_start_is_what_the_command_prints(capsys):
 
 def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
     from trl_packing.cli import main
-    from trl_packing.isolation.evidence import Checked
+    from trl_packing.isolation.guard import Checked
 
     (shown,) = blocks(ROOT / "README.md", "text")
     *plan, attention, checked = shown.splitlines()

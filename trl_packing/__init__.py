@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from trl_packing.packing.bins import PackingPlan, pack
     from trl_packing.packing.collator import DataCollatorWithFlattening, PackedCollator
     from trl_packing.packing.sampler import PackedBatchSampler
-    from trl_packing.plain_trainer.dataset import PackedDataset, RepackEveryEpoch
+    from trl_packing.plain_trainer.dataset import (
+        PackedDataset,
+        RepackEveryEpoch,
+        make_supervised_dset,
+    )
     from trl_packing.plain_trainer.enable import enable_packing
-    from trl_packing.plain_trainer.supervised import make_supervised_dset
     from trl_packing.tools.preview.show import show_document
     from trl_packing.tools.preview.show_rows import show_rows
     from trl_packing.trainer import PackedSFTTrainer
@@ -57,7 +60,7 @@ _HOME = {
     "show_rows": "tools.preview.show_rows",
     "PackedDataset": "plain_trainer.dataset",
     "RepackEveryEpoch": "plain_trainer.dataset",
-    "make_supervised_dset": "plain_trainer.supervised",
+    "make_supervised_dset": "plain_trainer.dataset",
     "enable_packing": "plain_trainer.enable",
     "other_rows": "attention.calls",
 }

@@ -25,7 +25,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_packing.attention.model_facts import requires
 from trl_packing.config import PackedSFTConfig
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.isolation.measure import NOISE_FACTOR, round_differently
+from trl_packing.isolation.check import NOISE_FACTOR, round_differently
 from trl_packing.loss.next_token import score_targets
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.trainer import PackedSFTTrainer

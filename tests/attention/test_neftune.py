@@ -186,7 +186,7 @@ def test_plain_trainer_gives_it_too(backend, tmp_path, monkeypatch):
 
     assert_noise_of_documents_alone(run(tmp_path / "scaled"))
     monkeypatch.setattr(
-        "trl_packing.plain_trainer.forward.scale_noise_by_document", lambda model: None
+        "trl_packing.plain_trainer.enable.scale_noise_by_document", lambda model: None
     )
     with pytest.raises(AssertionError):
         assert_noise_of_documents_alone(run(tmp_path / "not"))

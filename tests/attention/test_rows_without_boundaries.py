@@ -109,7 +109,7 @@ def test_tokens_of_a_batch_in_memory_are_known(call, tmp_path):
 
 def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.attention.calls.complete_call", lambda model, call: call)
-    monkeypatch.setattr("trl_packing.plain_trainer.forward.complete_call", lambda model, call: call)
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.complete_call", lambda model, call: call)
     with pytest.raises(AssertionError):
         assert_same_step(*step_of(ids_only, tmp_path, **ROWS["PackedCollator"]))
 

@@ -36,6 +36,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+import trl_packing.isolation.check
 from trl_packing import (
     PackedCollator,
     check_isolation,
@@ -45,7 +46,6 @@ from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import _attention_function
 from trl_packing.attention.model_facts import length_constants
-from trl_packing.isolation import probes as probes_module
 from trl_packing.isolation.check import check_fused_head
 
 # --- models that keep documents apart ---------------------------------------------------------
@@ -480,13 +480,13 @@ def test_probes_draw_no_special_tokens():
 def test_a_document_alone_in_eager_attention_is_as_long_as_memory_allows(monkeypatch):
     """Its scores are T × T for every head, while packed rows of the same documents fit."""
     bound = 2**20
-    monkeypatch.setattr(probes_module, "_EAGER_BYTES", bound)
+    monkeypatch.setattr(trl_packing.isolation.check, "_EAGER_BYTES", bound)
     most = {}
     for implementation in ("eager", "sdpa"):
         model = tiny_model("llama", attn_implementation=implementation)
         install_attention(model, resolve_attention(model))
         heads = model.config.num_attention_heads
-        made = probes_module.probes(model, documents(30, 500), max_length=512)
+        made = trl_packing.isolation.check.probes(model, documents(30, 500), max_length=512)
         most[implementation] = max(len(probe.document["input_ids"]) for probe in made)
         rows = [row for probe in made for row in probe.packed]
         assert any(len(d["input_ids"]) == 500 for row in rows for d in row.documents)

@@ -13,8 +13,7 @@ from helpers.tiny import tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, enable_packing
 from trl_packing.isolation.check import IsolationReport
-from trl_packing.isolation.evidence import Checked, brief
-from trl_packing.isolation.fallback import Refusal
+from trl_packing.isolation.guard import Checked, Refusal, brief
 
 MEASURED = IsolationReport(
     "isolated", 0.0, 6.8e-4, 20.3, "short documents", "LlamaForCausalLM", "documents", "training"

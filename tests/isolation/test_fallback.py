@@ -28,7 +28,7 @@ from helpers.tiny import tiny_model as tiny_model_with
 from helpers.tiny import tiny_tokenizer
 
 import trl_packing.attention.backends
-import trl_packing.isolation.fallback
+import trl_packing.isolation.guard
 from trl_packing import (
     PackedCollator,
     PackedSFTConfig,
@@ -40,7 +40,7 @@ from trl_packing.attention import block_mask
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.packed_calls import unwrap_packed_calls
-from trl_packing.isolation.fallback import install_first_exact, with_fallbacks
+from trl_packing.isolation.guard import IsolationGuard, Precision, with_fallbacks
 
 TOLERANCE = 1e-5
 LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here
@@ -262,7 +262,7 @@ def test_off_searches_nothing(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("isolation was checked")
 
-    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", refuse)
+    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", refuse)
     run = trainer_for(tiny_model("mamba"), tmp_path, isolation_check="off")
     run.train()
     run.evaluate(run.train_dataset)
@@ -296,13 +296,13 @@ def test_where_nobody_asked_for_packing_rows_are_padded_as_in_trl(tmp_path, capl
 
 def test_documents_given_to_the_check_decide(tmp_path):
     """Longrope: below the threshold of 32 tokens the kernel is exact, across it rows are padded."""
-    model = tiny_model("phi3+longrope")
-    ways = with_fallbacks(resolve_attention(model))
+    guard = IsolationGuard(
+        tiny_model("phi3+longrope"), attention="auto", isolation_check="error", is_ours=False
+    )
     short, long = ([d["input_ids"] for d in tiny_documents(n)] for n in ((5, 20), (5, 60)))
     for documents, backend in ((short, "documents"), (long, "padded")):
-        way, report = install_first_exact(model, ways, documents, training=True)
-        assert report
-        assert way.backend == backend
+        guard.ensure(documents, training=True, precision=Precision("cpu", None))
+        assert guard.attention.backend == backend
 
 
 def test_training_after_an_evaluation_of_long_documents_alone_is_checked_for_itself(tmp_path):

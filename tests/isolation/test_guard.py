@@ -14,7 +14,6 @@ from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.tiny import tiny_tokenizer
 
-import trl_packing.isolation.fallback
 import trl_packing.isolation.guard
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
 from trl_packing.data.limits import NO_LIMITS
@@ -56,7 +55,7 @@ def longrope():
 def out_of_memory(monkeypatch):
     """Return a function that makes the n-th isolation check from now on run out of memory."""
 
-    def at(number, module=trl_packing.isolation.fallback, name="check_isolation"):
+    def at(number, module=trl_packing.isolation.guard, name="check_probes"):
         check, calls = getattr(module, name), []
 
         def fails_once(*arguments, **options):
@@ -105,13 +104,13 @@ def test_a_leak_of_long_documents_is_not_known_to_be_none_by_the_mode_that_refus
 @pytest.fixture
 def checked_modes(monkeypatch):
     """Return the mode of every isolation check that is made, True for training."""
-    check, modes = trl_packing.isolation.check.check_isolation, []
+    check, modes = trl_packing.isolation.check.check_probes, []
 
     def record(*arguments, **options):
         modes.append(options["training"])
         return check(*arguments, **options)
 
-    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", record)
     return modes
 
 
@@ -245,14 +244,13 @@ def test_a_collator_that_fails_is_blamed_for_it(attention, tmp_path):
 @pytest.mark.parametrize("attention", ["auto", "padded"])
 def test_a_document_that_fails_alone_is_not_blamed_on_packing(attention, monkeypatch):
     # Ids beyond the vocabulary are refused before, unless its size were unknown.
-    monkeypatch.setattr("trl_packing.plain_trainer.requirements.limits_of", lambda model: NO_LIMITS)
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.limits_of", lambda model: NO_LIMITS)
     model = tiny_model("llama")
     with pytest.raises(RuntimeError) as refusal:
         enable_packing(model, [[10**6] * 30], attention=attention)
     said = str(refusal.value)
     expected = "LlamaForCausalLM cannot run a document even alone, unpacked: IndexError"
     assert said.startswith(expected)
-    assert "(the model has 128 token ids and 512 positions)" in said
     assert "attention=" not in said, "no attention is a way out"
 
 

@@ -24,7 +24,7 @@ from helpers.tiny import (
     tiny_tokenizer,
 )
 
-import trl_packing.isolation.fallback
+import trl_packing.isolation.guard
 from trl_packing import (
     PackedSFTConfig,
     PackedSFTTrainer,
@@ -146,7 +146,7 @@ def test_off_checks_nothing(tmp_path, monkeypatch):
         raise AssertionError("isolation was checked")
 
     run = trainer(with_layer(AddRowMean), tmp_path, isolation_check="off")
-    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", refuse)
+    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", refuse)
     run.train()
     run.evaluate(run.train_dataset)
     assert run.state.global_step == 1
@@ -163,13 +163,13 @@ def test_evaluation_is_checked_in_its_own_mode(tmp_path):
 @pytest.mark.parametrize("alpha", [5, 5.0, None], ids=["NEFTune 5", "NEFTune 5.0", "no NEFTune"])
 def test_a_dropout_run_is_the_same_with_the_check_on_and_off(alpha, tmp_path, monkeypatch):
     checks = []
-    original = trl_packing.isolation.check.check_isolation
+    original = trl_packing.isolation.check.check_probes
 
     def counted(*arguments, **options):
         checks.append(original(*arguments, **options))
         return checks[-1]
 
-    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", counted)
+    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", counted)
     losses, weights = [], []
     for isolation_check in ("error", "off"):
         run = trainer(

@@ -279,12 +279,15 @@ def test_labels_of_a_language_modeling_collator_are_refused(tmp_path):
         first_step(model, packed(), tmp_path, collator=collator)
 
 
-def test_a_mask_beside_boundaries_is_refused():
+def test_a_mask_beside_boundaries_may_hide_nothing():
     model = tiny_model("llama")
     enable_packing(model)
     batch = PackedCollator()(DOCUMENTS[:2])
-    with pytest.raises(ValueError, match="came with an attention_mask"):
-        model(**batch, attention_mask=torch.ones_like(batch["input_ids"]))
+    ones = torch.ones_like(batch["input_ids"])
+    expected = model(**batch).logits
+    torch.testing.assert_close(model(**batch, attention_mask=ones).logits, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="attention_mask that hides tokens"):
+        model(**batch, attention_mask=ones.index_fill(1, torch.tensor(1), 0))
 
 
 def test_rows_stacked_by_hand_are_refused():

@@ -13,7 +13,7 @@ from helpers.plain_runs import (
 )
 from helpers.tiny import documents_of_lengths, tiny_model
 
-import trl_packing.isolation.fallback
+import trl_packing.isolation.guard
 import trl_packing.plain_trainer.enable
 from trl_packing import (
     PackedCollator,
@@ -23,7 +23,7 @@ from trl_packing import (
 
 @pytest.mark.parametrize("is_embedded", [False, True], ids=["ids", "embedded"])
 def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(is_embedded, monkeypatch):
-    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
     model = tiny_model("mistral", sliding_window=40)
     enable_packing(model)
     assert packing_of(model).reach == 30
@@ -81,11 +81,11 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
 )
 def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_at, monkeypatch):
     """bloom needs padded rows. In another precision, the search starts with faster backends."""
-    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
-    monkeypatch.setattr("trl_packing.plain_trainer.forward.length_constants", lambda model: [40])
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.length_constants", lambda model: [40])
     model, reference = architectures.tiny_model("bloom"), architectures.tiny_model("bloom")
     assert enable_packing(model).backend == "padded"
-    check, calls = trl_packing.isolation.check.check_isolation, []
+    check, calls = trl_packing.isolation.check.check_probes, []
 
     def breaks_off(*arguments, **options):
         calls.append(options["attention"])
@@ -94,7 +94,7 @@ def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_
         return check(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trl_packing.isolation.fallback, "check_isolation", breaks_off)
+        patch.setattr(trl_packing.isolation.guard, "check_probes", breaks_off)
         autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
         with pytest.raises(torch.OutOfMemoryError), autocast:
             model.train()(**PackedCollator()(tiny_documents((60, 9))))
@@ -107,18 +107,19 @@ def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_
 
 def record_checks(monkeypatch):
     """Return a list that gets the length of the longest document of each check from now on."""
-    check, longest = trl_packing.isolation.check.check_isolation, []
+    check, longest = trl_packing.isolation.check.check_probes, []
 
-    def record(model, documents, **options):
-        longest.append(max(map(len, documents), default=0))
-        return check(model, documents, **options)
+    def record(model, made, **options):
+        rows = [row.documents for probe in made for row in probe.packed]
+        longest.append(max(len(document["input_ids"]) for row in rows for document in row))
+        return check(model, made, **options)
 
-    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", record)
+    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", record)
     return longest
 
 
 def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypatch):
-    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
     model = tiny_model("mistral", sliding_window=40)
     enable_packing(model)
     longest = record_checks(monkeypatch)
@@ -128,7 +129,7 @@ def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypat
 
 
 def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monkeypatch):
-    monkeypatch.setattr("trl_packing.plain_trainer.enable._REACH", 30)
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
     model = tiny_model("mistral", sliding_window=40)
     enable_packing(model)
     model.eval()(**flattened())
@@ -140,7 +141,7 @@ def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monke
 
 
 def test_a_fallback_that_one_mode_needs_is_kept_in_the_other(monkeypatch):
-    check, checked = trl_packing.isolation.check.check_isolation, []
+    check, checked = trl_packing.isolation.check.check_probes, []
 
     def leaks_in_training(*arguments, attention, training, **options):
         is_first = attention.startswith("document-wise SDPA")
@@ -149,7 +150,7 @@ def test_a_fallback_that_one_mode_needs_is_kept_in_the_other(monkeypatch):
         leaks = training and is_first
         return replace(report, verdict="leaks") if leaks else report
 
-    monkeypatch.setattr(trl_packing.isolation.fallback, "check_isolation", leaks_in_training)
+    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", leaks_in_training)
     model = tiny_model("llama")
     assert enable_packing(model).backend == "model"
     for _ in range(2):
@@ -176,7 +177,7 @@ def test_a_sharded_model_relies_on_a_check_that_passed_only(monkeypatch):
         with contextlib.suppress(RuntimeError):
             enable_packing(model, attention="documents")
         with monkeypatch.context() as patch:
-            patch.setattr("trl_packing.plain_trainer.forward.is_sharded", lambda model: True)
+            patch.setattr("trl_packing.plain_trainer.enable.is_sharded", lambda model: True)
             for _ in range(2):
                 with expected:
                     model.eval()(**flattened())

@@ -94,7 +94,7 @@ def test_without_a_pack_len_documents_stay_documents(math_file, pack_len):
 
 
 def test_what_is_cut_is_told(math_file, caplog):
-    with caplog.at_level("WARNING", "trl_packing.plain_trainer.supervised"):
+    with caplog.at_level("WARNING", "trl_packing.plain_trainer.dataset"):
         dataset = make_supervised_dset(
             tiny_tokenizer(), math_file, "q", "a", pack_len=18, prompt_template="{query} "
         )

@@ -132,120 +132,89 @@ def use_attention(model: Any, choice: AttentionChoice) -> Iterator[None]:
             restore_implementation(base)
 
 
-@contextmanager
-def check_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
-    """Run one small backward of a third-party kernel, in the first call of `model` in the block.
-
-    Args:
-        model: the model that is called, with its wrappers.
-        training: whether the model is about to train; None reads its mode.
-
-    Yields:
-        The faults found so far; empty without any, and for kernels of this package.
-    """
-    implementation = current_implementation(unwrap_peft(model)) or ""
-    is_foreign = flash_attn.is_flash_attention(implementation) or implementation.startswith(
-        varlen.NAME
-    )
-    trains = unwrap_peft(model).training if training is None else training
-    if is_foreign and trains:
-        with run_backward_once(implementation) as faults:
-            yield faults
-    else:
-        yield []
-
-
 # --- one small backward for each kind of call -----------------------------------------------------
 
 
 @contextmanager
-def run_backward_once(implementation: str) -> Iterator[list[str]]:
-    """Run one backward for each kind of call of the attention function `implementation`.
+def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
+    """Run one small backward for each kind of packed call of a third-party kernel in the block.
 
     The calls themselves return as usual.
+
+    Args:
+        model: the model that is called, without its wrappers.
+        training: whether the model is about to train; None reads its mode.
 
     Yields:
         The faults found so far: the kernel raises, a gradient is not finite, or it reaches into
         another document.
     """
-    function, tried = ALL_ATTENTION_FUNCTIONS[implementation], set()
-    faults: list[str] = []
+    name = current_implementation(model) or ""
+    is_foreign = flash_attn.is_flash_attention(name) or name.startswith(varlen.NAME)
+    if not is_foreign or not (model.training if training is None else training):
+        yield []
+        return
+    function, tried, faults = ALL_ATTENTION_FUNCTIONS[name], set(), []
 
     @functools.wraps(function)
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        output = function(module, query, key, value, *args, **kwargs)
-        kind = _kind(query, key, value, kwargs)
-        if kind not in tried:
+        # The properties that select the kernel; the length of the row is not one of them.
+        kind = (
+            *[(x.shape[1], x.shape[-1], x.dtype) for x in (query, key, value)],
+            kwargs.get("sliding_window") is not None,
+            kwargs.get("softcap"),
+            kwargs.get("key_index") is not None,
+        )
+        if kwargs.get("cu_seq_lens_q") is not None and kind not in tried:
             tried.add(kind)
-            fault = _fault(function, module, (query, key, value), args, kwargs)
-            faults.extend([fault] if fault else [])
-        return output
+            try:
+                _run_backward(function, module, (query, key, value), args, kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                faults.append(f"its backward raises {type(error).__name__}: {error}")
+        return function(module, query, key, value, *args, **kwargs)
 
     # The interface looks into the instance first, so the global registration stays unchanged.
     local = ALL_ATTENTION_FUNCTIONS._local_mapping
-    before = local.get(implementation)
-    ALL_ATTENTION_FUNCTIONS[implementation] = attention
+    before = local.get(name)
+    local[name] = attention
     try:
         yield faults
     finally:
-        if before is None:
-            del ALL_ATTENTION_FUNCTIONS[implementation]
-        else:
-            ALL_ATTENTION_FUNCTIONS[implementation] = before
-
-
-def _kind(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the properties that select the kernel; the length of the row is not one of them."""
-    sizes = [(x.shape[1], x.shape[-1], x.dtype) for x in (query, key, value)]
-    is_windowed = kwargs.get("sliding_window") is not None
-    rows = (kwargs.get("cu_seq_lens_q") is not None, kwargs.get("key_index") is not None)
-    return (*sizes, is_windowed, kwargs.get("softcap"), *rows)
+        del local[name]
+        if before is not None:
+            local[name] = before
 
 
 @torch.enable_grad()
-def _fault(
+def _run_backward(
     function: Callable[..., Any],
     module: nn.Module,
     tensors: tuple[Tensor, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> str | None:
-    """Return the fault of one backward of `function`, or None."""
+) -> None:
     leaves = [x.detach().requires_grad_() for x in tensors]
     if kwargs.get("sliding_window") is not None:
         # Short rows fit into the window, and transformers would skip it.
         half = max(tensors[1].shape[2] // 2, 1)
         kwargs = kwargs | {"sliding_window": min(kwargs["sliding_window"], half)}
-    start = _start_of_last_document(kwargs.get("cu_seq_lens_q"))
-    try:
-        output = function(module, *leaves, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
-        found = torch.autograd.grad(output[:, start:].float().sum(), leaves)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return f"its backward raises {type(error).__name__}: {error}"
-    unseen = torch.ones(output.shape[1], dtype=torch.bool)
-    unseen[start:] = False
-    beyond = [unseen, *[_not_seen_by_last_segment(unseen, kwargs)] * 2]
-    for gradient, rows in zip(found, beyond, strict=True):  # (rows, heads, T, dim)
+    start = _start_of_last_document(kwargs["cu_seq_lens_q"])
+    output = function(module, *leaves, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
+    found = torch.autograd.grad(output[:, start:].float().sum(), leaves)
+    seen = torch.arange(output.shape[1], device=output.device) >= start
+    seen_keys = seen.clone()
+    if kwargs.get("key_index") is not None:
+        seen_keys[kwargs["key_index"][_start_of_last_document(kwargs["cu_seq_lens_k"]) :]] = True
+    for gradient, allowed in zip(found, (seen, seen_keys, seen_keys), strict=True):
         if not torch.isfinite(gradient).all():
-            return "its backward returns gradients that are not finite"
-        if gradient[:, :, rows.to(gradient.device)].any():
-            return "its backward reaches into the documents before it"
-    return None
+            raise ValueError("gradients that are not finite")
+        if gradient[:, :, ~allowed].any():  # (rows, heads, T, dim)
+            raise ValueError("gradients that reach into the documents before it")
 
 
-def _not_seen_by_last_segment(unseen: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Return `unseen` ``(T,)`` without the prefix of the last segment, if it has one."""
-    index, boundaries = kwargs.get("key_index"), kwargs.get("cu_seq_lens_k")
-    if index is None or boundaries is None:
-        return unseen
-    return unseen.index_fill(0, index[_start_of_last_document(boundaries) :].cpu(), False)
-
-
-def _start_of_last_document(boundaries: Tensor | None) -> int:
-    if boundaries is None:
-        return 0
+def _start_of_last_document(boundaries: Tensor) -> int:
     return int(boundaries[:-1][boundaries.diff() > 0][-1])

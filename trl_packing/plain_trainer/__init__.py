@@ -14,6 +14,6 @@ __getattr__ = lazy_names(
         "PackedDataset": "dataset",
         "RepackEveryEpoch": "dataset",
         "enable_packing": "enable",
-        "make_supervised_dset": "supervised",
+        "make_supervised_dset": "dataset",
     },
 )

@@ -11,20 +11,27 @@
 A micro-batch is one flat row. A data loader that requests several rows gets them joined, with
 document numbers that continue, so any collator that stacks its input works. Only a model prepared
 with `enable_packing` understands these numbers, so rows are refused until one exists.
+`make_supervised_dset` makes such a data set from files of queries and responses, in one call.
 """
 
+import json
+import logging
+import os
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.limits import ModelLimits
+from trl_packing.data.prepared import load_rows
+from trl_packing.data.stop_tokens import stop_token_ids
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -34,10 +41,17 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
     document_labels,
 )
+from trl_packing.formatting.chat_template import ChatTemplate
+from trl_packing.formatting.prompt_template import PromptTemplate
+from trl_packing.formatting.row_format import RowFormat
+from trl_packing.formatting.tokenize_rows import documents_from_rows
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.epoch import split_bins
 
-_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, "attention_mask")
+logger = logging.getLogger(__name__)
+
+_NO_LIMIT = 10**9  # tokenizers without a limit report 10**30
+_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
 _REFUSED_COLUMNS = {
     TOKEN_WEIGHTS: "a plain loss has no weights",
     DOCUMENT_WEIGHT: "a plain loss has no weights",
@@ -88,7 +102,8 @@ class PackedDataset(torch.utils.data.Dataset):
         strategy: str = "bfd",
         rows_multiple_of: int = 1,
     ):
-        columns = _column_names(dataset)
+        is_stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+        columns = dataset.column_names if is_stored else list(dataset[0])
         for column, reason in _REFUSED_COLUMNS.items():
             if column in columns:
                 raise ValueError(
@@ -97,51 +112,30 @@ class PackedDataset(torch.utils.data.Dataset):
                 )
         if rows_multiple_of < 1:
             raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
-        self.documents: Any = dataset
-        if _is_stored(dataset):
-            self.documents = ArrowDocuments(dataset, [c for c in _COLUMNS if c in columns])
+        if not is_stored or _has_padding(dataset):
+            dataset = Dataset.from_list([_without_padding(row) for row in dataset])
+        columns = [c for c in _COLUMNS if c in dataset.column_names]
+        self.documents = ArrowDocuments(dataset, columns)
         self.tokenizer = tokenizer
         self.pack_len = pack_len
         self.shuffle_seed = None if shuffle_seed is None or shuffle_seed < 0 else shuffle_seed
         self.strategy = strategy
         self.rows_multiple_of = rows_multiple_of
-        self.lengths = self._lengths()
+        self.lengths = self.documents.lengths()
+        if len(self.lengths) and self.lengths.max() > pack_len:
+            at = int(np.argmax(self.lengths > pack_len))
+            raise ValueError(
+                f"document {at} has {self.lengths[at]} tokens but pack_len is {pack_len}; raise "
+                "pack_len, or cut the document before (make_supervised_dset does, and logs what is "
+                "lost)"
+            )
         self.check(ModelLimits())
         self._enabled_where_pickled = False
         self.repack(0)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
-        if isinstance(self.documents, ArrowDocuments):
-            replace(limits, positions=None).check_documents(self.documents, "of the data set")
-            beyond = self.lengths > (limits.positions or np.inf)
-            chosen = np.flatnonzero(beyond)[:1].tolist()
-        else:
-            chosen = list(range(len(self.documents)))
-        for number in chosen:
-            ids, labels = self._document(number)
-            document = {"input_ids": ids, "labels": labels}
-            limits.check_document(document, f"document {number} of the data set")
-
-    def _lengths(self) -> np.ndarray:
-        if isinstance(self.documents, ArrowDocuments):
-            mask = "attention_mask"
-            lengths = (
-                self.documents.sums(mask)
-                if mask in self.documents.columns
-                else self.documents.lengths()
-            )
-        else:
-            number = range(len(self.documents))
-            lengths = np.array([len(self._document(i)[0]) for i in number], dtype=np.int64)
-        if len(lengths) and lengths.max() > self.pack_len:
-            at = int(np.argmax(lengths > self.pack_len))
-            raise ValueError(
-                f"document {at} has {lengths[at]} tokens but pack_len is {self.pack_len}; raise "
-                "pack_len, or cut the document before (make_supervised_dset does, and logs what is "
-                "lost)"
-            )
-        return lengths
+        limits.check_documents(self.documents, "of the data set")
 
     def repack(self, epoch: int) -> None:
         """Draw the rows of an epoch. Every epoch has equally many."""
@@ -193,21 +187,17 @@ class PackedDataset(torch.utils.data.Dataset):
         return {name: torch.from_numpy(values) for name, values in columns.items()}
 
     def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `input_ids` and `labels` of a document, without its padding."""
-        row = {name: np.asarray(v) for name, v in self.documents[index].items() if name in _COLUMNS}
+        """Return `input_ids` and `labels` of a document."""
+        row = self.documents[index]
         ids = row["input_ids"].astype(np.int64)
-        labels = document_labels(row, ids)
-        if "attention_mask" in row:
-            is_real = row["attention_mask"] != 0
-            ids, labels = ids[is_real], labels[is_real]
-        return ids, labels
+        return ids, document_labels(row, ids)
 
     def _empty(self) -> tuple[np.ndarray, np.ndarray]:
         token = getattr(self.tokenizer, "pad_token_id", None) or 0
         return np.array([token]), np.array([IGNORE_INDEX])
 
     def token_ids(self, document: int) -> np.ndarray:
-        """Return the `input_ids` ``(T,)`` int64 of a document, without its padding."""
+        """Return the `input_ids` ``(T,)`` int64 of a document."""
         return self._document(document)[0]
 
     def stat(self) -> None:
@@ -220,13 +210,18 @@ class PackedDataset(torch.utils.data.Dataset):
         )
 
 
-def _is_stored(dataset: Any) -> bool:
-    """Return whether rows are read from the Arrow table, without a transform of the user."""
-    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+def _has_padding(dataset: Dataset) -> bool:
+    if "attention_mask" not in dataset.column_names:
+        return False
+    documents = ArrowDocuments(dataset, ["input_ids", "attention_mask"])
+    return not np.array_equal(documents.sums("attention_mask"), documents.lengths())
 
 
-def _column_names(dataset: Any) -> list[str]:
-    return list(dataset.column_names) if _is_stored(dataset) else list(dataset[0])
+def _without_padding(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    columns = {name: np.asarray(row[name]) for name in _COLUMNS if name in row}
+    ids = columns["input_ids"].astype(np.int64)
+    kept = np.asarray(row.get("attention_mask", np.ones(len(ids)))) != 0
+    return {"input_ids": ids[kept], "labels": document_labels(columns, ids)[kept]}
 
 
 class RepackEveryEpoch(TrainerCallback):
@@ -245,3 +240,115 @@ class RepackEveryEpoch(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # In a resumed run, `state.epoch` is in the middle of the epoch that continues.
         self.dataset.repack(int((state.epoch or 0) + 1e-6))
+
+
+# --- files of queries and responses ---------------------------------------------------------------
+
+
+def make_supervised_dset(
+    tokenizer: Any,
+    data_path: str | Sequence[str],
+    query_field: str | Sequence[str] = "query",
+    resp_field: str | Sequence[str] = "response",
+    tokenized_cache_home: str | None = None,
+    shuffle_seed: int | None = 42,
+    pack_len: int | None = None,
+    prompt_template: Any = "alpaca",
+    *,
+    overflow: str = "truncate",
+    rows_multiple_of: int = 1,
+) -> "PackedDataset | Dataset":
+    """Return queries and responses as packed rows. Responses are trained, including their EOS.
+
+    Args:
+        tokenizer: of the model.
+        data_path: a .json, .jsonl or .parquet file, a folder of such files, or a hub id; or several
+            of these.
+        query_field: the column of queries, one name for all paths or one for each.
+        resp_field: the column of responses, one name for all paths or one for each.
+        tokenized_cache_home: the cache folder of `datasets`. If None or "", its default.
+        shuffle_seed: as in `PackedDataset`.
+        pack_len: most tokens of a row. If None or not positive, the documents are returned
+            unpacked, as a `datasets.Dataset` with `input_ids`, `labels` and `attention_mask`.
+        prompt_template: "alpaca", "qa", a file, a text with columns in braces, a `PromptTemplate`,
+            or a mapping (or .json file) of DART-Math's parts: sys_prompt, query_prompt,
+            prompt_after_query, resp_prompt, prompt_before_resp.
+        overflow: the policy for documents longer than `pack_len` or the tokenizer's
+            `model_max_length`: "truncate", "truncate_prompt", "drop", "split" or "error". Losses
+            are logged.
+        rows_multiple_of: as in `PackedDataset`.
+
+    Raises:
+        ValueError: the data cannot be read.
+    """
+    paths = [data_path] if isinstance(data_path, (str, os.PathLike)) else list(data_path)
+    queries, responses = _for_each(paths, query_field), _for_each(paths, resp_field)
+    packs = pack_len is not None and pack_len > 0
+    limits = [n for n in (pack_len if packs else None, tokenizer.model_max_length) if n]
+    capacity = min(limits, default=_NO_LIMIT)
+    parts = []
+    for path, query, response in zip(paths, queries, responses, strict=True):
+        row_format = RowFormat(
+            ChatTemplate(tokenizer),
+            tokenizer.eos_token,
+            prompt_template=_prompt_template(prompt_template, query),
+            response_field=response,
+        )
+        rows = load_rows(os.fspath(path), cache_dir=tokenized_cache_home or None)
+        whole = documents_from_rows(rows, row_format, name=Path(path).name)
+        fitted, counts = fit_and_count(
+            whole,
+            Overflow(overflow, capacity if capacity < _NO_LIMIT else None),
+            stop_ids=stop_token_ids(tokenizer, None, None),
+            name=Path(path).name,
+        )
+        if str(counts):
+            logger.warning(f"{path}: {counts}")
+        parts.append(fitted)
+    documents = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    if packs and pack_len is not None:
+        return PackedDataset(
+            documents, tokenizer, pack_len, shuffle_seed, rows_multiple_of=rows_multiple_of
+        )
+    return documents.map(_with_mask, batched=True, desc="Adding attention_mask")
+
+
+def _for_each(paths: Sequence[Any], given: str | Sequence[str]) -> list[str]:
+    names = [given] if isinstance(given, str) else list(given)
+    names = names * len(paths) if len(names) == 1 else names
+    if len(names) != len(paths):
+        raise ValueError(
+            f"{len(names)} fields {names} were given for {len(paths)} data paths; give one field, "
+            "or one for each path"
+        )
+    return names
+
+
+def _with_mask(batch: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    return {"attention_mask": [[1] * len(ids) for ids in batch["input_ids"]]}
+
+
+_PARTS = ("query_prompt", "prompt_after_query", "resp_prompt", "prompt_before_resp")
+
+
+def _prompt_template(given: Any, query_field: str) -> PromptTemplate:
+    if isinstance(given, PromptTemplate):
+        return PromptTemplate(given.template, given.with_input, query_field)
+    if isinstance(given, str):
+        if not (given.endswith(".json") and os.path.isfile(given)):
+            return PromptTemplate.from_setting(given, query_field)
+        given = json.loads(Path(given).read_text(encoding="utf-8"))
+    parts = given if isinstance(given, Mapping) else vars(given)
+    if "query_prompt" not in parts:
+        raise ValueError(
+            f"prompt_template has {sorted(parts)}; a mapping must have query_prompt, and may have "
+            "sys_prompt, prompt_after_query, resp_prompt and prompt_before_resp"
+        )
+    before, *after = (_escaped(parts.get(name, "")) for name in _PARTS)
+    # As in DART-Math, no space or line break separates the prompt from the response.
+    prompt = f"{before}{{query}}{''.join(after)}".rstrip()
+    return PromptTemplate(_escaped(parts.get("sys_prompt", "")) + prompt, None, query_field)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

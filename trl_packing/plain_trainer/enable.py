@@ -1,47 +1,77 @@
 """Packing for plain `transformers.Trainer`: teaches a model to recognize packed rows.
 
     enable_packing(model)                                      this module
-    dataset = make_supervised_dset(tokenizer, data_path, ...)  supervised.py, dataset.py
+    dataset = make_supervised_dset(tokenizer, data_path, ...)  dataset.py
     trainer = Trainer(model, args, train_dataset=dataset)
     trainer.train()
+
+The forward of an enabled model finds the documents of a single row by one of these:
+
+    attention_mask   1 1 1 2 2        rows of `PackedDataset`, stacked by Trainer's own collators
+    cu_seq_lens_q    0 3 5            batches of `PackedCollator`
+    position_ids     0 1 2 0 1        batches of transformers' `DataCollatorWithFlattening`
 
 In training, the model takes calls with boundaries only. A call on a packed row runs without a mask
 and without a cache, by the fastest attention backend that isolates documents on this model
 (`IsolationGuard`). Its loss is the mean over the trained tokens of the step, also if the model's
-class ignores `num_items_in_batch`. Other
-calls are unchanged: evaluation of padded rows, `generate`, and those inside `other_rows`.
+class ignores `num_items_in_batch`. Other calls are unchanged: evaluation of padded rows,
+`generate`, and those inside `other_rows`.
 """
 
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.calls import complete_call, other_rows, unbind_forward
 from trl_packing.attention.implementation import restore_implementation
-from trl_packing.attention.model_facts import unwrap_peft
+from trl_packing.attention.model_facts import (
+    invokes_adapter,
+    length_constants,
+    requires,
+    text_config,
+    unwrap_peft,
+)
+from trl_packing.attention.neftune import announce_documents, scale_noise_by_document
 from trl_packing.attention.packed_calls import settle_first
+from trl_packing.attention.sharding import is_sharded
+from trl_packing.attention.state import preserve_state
 from trl_packing.config import ISOLATION_CHECKS
-from trl_packing.isolation.guard import IsolationGuard
-from trl_packing.isolation.sample import representative_documents
+from trl_packing.data.limits import limits_of
+from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
+from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.isolation.check import random_tokens
+from trl_packing.isolation.guard import (
+    REACH,
+    IsolationGuard,
+    Precision,
+    representative_documents,
+)
+from trl_packing.loss.next_token import next_token_loss
 from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models
-from trl_packing.plain_trainer.forward import (
-    Packing,
-    precision_from_model,
-    unwrap_forward,
-    wrap_forward,
-)
-from trl_packing.plain_trainer.requirements import (
-    check_documents,
-    check_loss,
-    check_model,
-    divides_by_count,
-)
 from trl_packing.versions import warn_of_untested_versions
 
 warn_of_untested_versions()
 
-_REACH = 1024  # tokens of the longest probe if no data set is given
+logger = logging.getLogger(__name__)
+
+_VIRTUAL_TOKENS = (
+    "a packed row has several documents, but virtual tokens (prompt and prefix tuning), a cache or "
+    "inputs_embeds belong to one document; train such a model with PackedSFTTrainer"
+)
+_TOLERANCE = 1e-3  # between the two losses: the model's dtype may round its native loss
+_NUM_TOKENS = 17
 
 
 def enable_packing(
@@ -77,42 +107,315 @@ def enable_packing(
             every backend that may be used.
     """
     base = unwrap_peft(model)
-    check_model(model, base)
+    _check_model(model, base)
     if isolation_check not in ISOLATION_CHECKS:
         raise ValueError(
             f"isolation_check={isolation_check!r} is not known; choose one of "
             f"{', '.join(ISOLATION_CHECKS)}"
         )
     if isolation_check != "off":
-        check_loss(model, base)  # before the model is changed: if refused, it stays as it was
-    documents = _documents_from_dataset(dataset)
-    check_documents(base, dataset, documents)
+        _check_loss(model, base)  # before the model is changed: if refused, it stays as it was
+    limits = limits_of(base)
+    if isinstance(dataset, PackedDataset):
+        dataset.check(limits)
+        documents = [dataset.token_ids(i) for i in representative_documents(dataset.lengths)]
+    else:
+        documents = [np.asarray(document, np.int64) for document in dataset or ()]
+        for number, document in enumerate(documents):
+            limits.check_document({"input_ids": document}, f"document {number}")
     guard = IsolationGuard(
         model,
         attention=attention,
         isolation_check=isolation_check,
-        fused_head=False,
-        agree=False,  # no forward waits for other ranks, and here they need not all be present
-        max_length=_REACH,
-        modes_share_lengths=False,
+        is_ours=False,  # no forward waits for other ranks, and here they need not all be present
     )
-    packing = Packing(guard, documents, max([_REACH, *map(len, documents)]), divides_by_count(base))
-    wrap_forward(model, packing)
-    # Trainer then counts the targets of a step, and `run_with_packed_loss` divides by them.
+    packing = Packing(guard, documents, max([REACH, *map(len, documents)]), _divides_by_count(base))
+    _wrap_forward(model, packing)
+    # Trainer then counts the targets of a step, and `_run_with_packed_loss` divides by them.
     base.accepts_loss_kwargs = True
-    with unwrap_forward(model, packing):
-        guard.ensure(documents, training=True, precision=precision_from_model(model))
+    with _unwrap_forward(model, packing):
+        guard.ensure(documents, training=True, precision=_precision(model))
     restore_implementation(base)  # packed calls set it
-    settle_first(model, None)  # `wrap_forward` checks it from now on
+    settle_first(model, None)  # `_wrap_forward` checks it from now on
     for module in (model, base, getattr(base, "base_model", base)):
         module.trains_packed_rows = True  # in training, calls without boundaries are refused
     enabled_models.add(model)
     return guard.attention
 
 
-def _documents_from_dataset(dataset: Any) -> list[np.ndarray]:
-    if dataset is None:
-        return []
-    if isinstance(dataset, PackedDataset):
-        return [dataset.token_ids(i) for i in representative_documents(dataset.lengths)]
-    return [np.asarray(document, dtype=np.int64) for document in dataset]
+# --- models that cannot be enabled ----------------------------------------------------------------
+
+
+def _check_model(model: Any, base: Any) -> None:
+    """Raise an error for a model that is not packed exactly; `base` is the model inside PEFT's."""
+    config: Any = getattr(base, "config", None)
+    if not isinstance(base, nn.Module) or config is None:
+        raise TypeError(
+            f"enable_packing takes a transformers model, got {type(base).__name__}; load it first, "
+            "and call enable_packing(model) before Trainer(model, ...)"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(base).__name__} is an encoder-decoder: only decoders are packed")
+    if "attention_mask" not in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"{type(base).__name__} takes no attention_mask, by which Trainer would pass on where "
+            "the documents of a row are; train it with PackedSFTTrainer"
+        )
+    if getattr(text_config(base), "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True adds the balance of experts to the loss, which depends on "
+            "the documents of a micro-batch; set model.config.output_router_logits = False, or "
+            "train with PackedSFTTrainer"
+        )
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(_VIRTUAL_TOKENS)
+    if invokes_adapter(model):
+        raise ValueError(
+            "alora_invocation_tokens activate the adapter once in each row, and a packed row has "
+            "several documents; train it with PackedSFTTrainer"
+        )
+
+
+@torch.no_grad()
+def _check_loss(model: Any, base: Any) -> None:
+    """Raise ValueError if the native loss of `model` is not that of the next token."""
+    ids = torch.from_numpy(random_tokens(base, np.random.default_rng(0))(_NUM_TOKENS))[None]
+    batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if requires(base, "position_ids"):
+        batch["position_ids"] = torch.arange(_NUM_TOKENS)[None]
+    device = next(model.parameters()).device
+    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+    with preserve_state(model, training=True):
+        output = model(**batch, labels=batch["input_ids"], return_dict=True)
+        packed = float(next_token_loss(output.logits, batch["input_ids"]))
+    if not math.isfinite(packed):
+        return  # not a question of the loss: the isolation check says so
+    native = float("nan") if output.loss is None else float(output.loss)
+    if not abs(native - packed) <= _TOLERANCE * max(1.0, packed):
+        raise ValueError(
+            f"{type(base).__name__} has another loss ({native:.4f}) than that of the next token "
+            f"({packed:.4f}); train it with PackedSFTTrainer, or with a compute_loss_func of your "
+            "own and isolation_check='off'"
+        )
+
+
+def _divides_by_count(base: Any) -> bool:
+    """Return whether the native loss of `base` is divided by `num_items_in_batch`.
+
+    This is how Trainer finds out.
+    """
+    accepts = getattr(base, "accepts_loss_kwargs", None)
+    if accepts is not None:
+        return bool(accepts)
+    parameters = inspect.signature(base.forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+# --- the forward of an enabled model --------------------------------------------------------------
+
+
+@dataclass
+class Packing:
+    """The state that `enable_packing` keeps on a model.
+
+    Attributes:
+        guard: checks isolation.
+        documents: token ids ``(T,)`` of the documents to check.
+        reach: tokens of the longest document that the check covers.
+        divides_by_count: whether the native loss is divided by `num_items_in_batch`.
+        inner_forward: the forward of the instance under ours, as a function of the model. None if
+            the model has the forward of its class.
+    """
+
+    guard: IsolationGuard
+    documents: list[np.ndarray]
+    reach: int
+    divides_by_count: bool
+    inner_forward: Callable[..., Any] | None = None
+
+
+def find_packing(model: nn.Module) -> Packing | None:
+    """Return the state that `enable_packing` keeps on `model`, if it was called."""
+    return getattr(vars(model).get("forward"), "packing", None)
+
+
+def _wrap_forward(model: nn.Module, packing: Packing) -> None:
+    """Make `model` recognize packed rows. An earlier wrapper of ours is replaced."""
+    earlier = find_packing(model)
+    if earlier is None:
+        packing.inner_forward = _pop_forward(model)
+    else:
+        packing.inner_forward = earlier.inner_forward
+        packing.divides_by_count = earlier.divides_by_count
+
+    # The state is in a closure and not on the model, which can be pickled without our classes.
+    @functools.wraps(type(model).forward)  # Trainer and `generate` read the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, packing, *args, **kwargs)
+
+    forward.packing = packing  # type: ignore[attr-defined]
+    model.forward = MethodType(forward, model)
+
+
+@contextmanager
+def _unwrap_forward(model: Any, packing: Packing) -> Iterator[None]:
+    """Take our wrapper, and those put on top of it, off the model inside the block.
+
+    `install_attention` wraps the forward too, and recognizes its wrapper only on top.
+    """
+    on_top = vars(model).pop("forward")
+    if packing.inner_forward is not None:
+        model.forward = MethodType(packing.inner_forward, model)
+    try:
+        yield
+    finally:
+        packing.inner_forward = _pop_forward(model)
+        model.forward = on_top
+
+
+def _pop_forward(model: nn.Module) -> Callable[..., Any] | None:
+    """Remove the forward of the instance and return it as a function of the model."""
+    forward = vars(model).pop("forward", None)
+    return None if forward is None else unbind_forward(forward, model)
+
+
+def _run(self: Any, packing: Packing, *args: Any, **kwargs: Any) -> Any:
+    names = list(inspect.signature(type(self).forward).parameters)[1:]
+    call = dict(zip(names, args, strict=False)) | kwargs
+    if call.get("key_index") is not None:
+        raise ValueError(
+            f"{type(self).__name__} was called on a row with shared prefixes (key_index), whose "
+            "tokens count once for each of their documents; train it with PackedSFTTrainer, or "
+            "set shares_prefixes=False in PackedCollator"
+        )
+    # Without numbers, maybe a row in memory or of our trainer; others are refused in training.
+    call = complete_call(self, _with_boundaries(self, call))
+    forward = functools.partial(packing.inner_forward or type(self).forward, self)
+    if call.get("cu_seq_lens_q") is not None:
+        _ensure_isolation(self, packing, call)
+        with announce_documents(boundaries=call["cu_seq_lens_q"]):
+            return _run_with_packed_loss(forward, call)
+    with other_rows():  # the model's calls of its parts or embeddings are not on packed rows
+        if call.get("num_items_in_batch") is not None and not packing.divides_by_count:
+            return _run_with_packed_loss(forward, call)
+        return forward(*args, **kwargs)
+
+
+def _run_with_packed_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+    """Run `forward` without labels, and put the loss into its output."""
+    others = {k: v for k, v in call.items() if k not in ("labels", "num_items_in_batch")}
+    output, labels = forward(**others), call.get("labels")
+    if labels is None:
+        return output
+    is_tuple = isinstance(output, tuple)
+    logits = output[0] if is_tuple else output.logits
+    loss = next_token_loss(logits, labels, call.get("num_items_in_batch"))
+    if is_tuple:
+        return (loss, *output)
+    output_type: type[ModelOutput] = type(output)
+    return output_type(**{"loss": loss} | {k: v for k, v in output.items() if k != "loss"})
+
+
+@torch.compiler.disable
+def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the call with boundaries, if its mask or its positions number documents.
+
+    Raises:
+        ValueError: a numbered call has a cache, virtual tokens, or a label on the first token of a
+            document.
+    """
+    mask, ids = call.get("attention_mask"), call.get("input_ids")
+    lengths = None if call.get("cu_seq_lens_q") is not None else _lengths_of_row(model, call)
+    if lengths is None:
+        return call
+    is_longer = torch.is_tensor(mask) and ids is not None and mask.shape[-1] != ids.shape[-1]
+    if ids is None or call.get("past_key_values") is not None or is_longer:
+        raise ValueError(_VIRTUAL_TOKENS)
+    labels, starts = call.get("labels"), np.cumsum(lengths) - lengths
+    if labels is not None and (labels[0, starts.tolist()] != IGNORE_INDEX).any():
+        raise ValueError(
+            "the first token of a packed document has a label, which the document before it would "
+            "predict; keep the labels of PackedDataset (a collator for language modeling replaces "
+            "them)"
+        )
+    boundaries = boundaries_of_row(torch.from_numpy(lengths))
+    return {k: v for k, v in call.items() if k != "attention_mask"} | {
+        k: v.to(ids.device) if torch.is_tensor(v) else v for k, v in boundaries.items()
+    }
+
+
+def _lengths_of_row(model: nn.Module, call: dict[str, Any]) -> np.ndarray | None:
+    """Return the lengths ``(N,)`` of the documents in the call's row, None if it is not packed.
+
+    Raises:
+        ValueError: several rows have numbered documents.
+    """
+    mask, position_ids = call.get("attention_mask"), call.get("position_ids")
+    has_cache = call.get("past_key_values") is not None
+    if has_cache and not model.training:  # `generate`
+        return None
+    if torch.is_tensor(mask):
+        # Any number type but bool: PEFT's virtual tokens make the mask a float.
+        if mask.dim() != 2 or mask.dtype == torch.bool or int(mask.max()) < 2:
+            return None
+        if len(mask) > 1:
+            raise ValueError(
+                f"a packed batch is one row, got {len(mask)} with numbered documents; pass the "
+                "PackedDataset itself to Trainer, so that each micro-batch is one row"
+            )
+        return lengths_from_numbers(mask[0].cpu().numpy())
+    if mask is not None or not torch.is_tensor(position_ids) or len(position_ids) != 1:
+        return None
+    # In training, positions of one document are its boundaries too.
+    least = 1 if model.training and not has_cache else 2
+    if position_ids.dim() != 2 or int((position_ids == 0).sum()) < least:
+        return None
+    return lengths_from_numbers((position_ids[0] == 0).cumsum(0).cpu().numpy())
+
+
+@torch.compiler.disable
+def _ensure_isolation(model: Any, packing: Packing, batch: dict[str, Any]) -> None:
+    """Check what no earlier call has: another device, precision, mode or length."""
+    scale_noise_by_document(unwrap_peft(model))  # Trainer registers its hook when it trains
+    guard, documents = packing.guard, packing.documents
+    longest = int(batch["max_length_q"])
+    constants = length_constants(model) if longest > packing.reach else []
+    crosses = any(packing.reach <= c < longest for c in constants)
+    mode: dict[str, Any] = {"training": model.training, "precision": _precision(model)}
+    if not crosses and guard.covers(documents, **mode):
+        return
+    if is_sharded(model):  # other ranks would not send their part of the weights
+        if crosses or not guard.passed:
+            raise RuntimeError(
+                f"no check of this model has passed on documents of {longest:,} tokens, and a "
+                "sharded model cannot be checked in its forward; call enable_packing(model, "
+                "dataset) before Trainer, and let it return"
+            )
+        logger.warning(f"the model is sharded: what was checked before is relied on for {mode}")
+        guard.trust(documents, **mode)
+        return
+    if crosses:
+        by_length = sorted([*documents, *_documents_of_batch(model, batch)], key=len)
+        documents = [by_length[0], by_length[-1]]
+    guard.model = model  # a copy of an enabled model shares the state of the original
+    with _unwrap_forward(model, packing):
+        guard.ensure(documents, **mode)
+    if crosses:  # later checks, in other modes or precisions, include these documents
+        packing.reach, packing.documents = longest, documents
+
+
+def _documents_of_batch(model: Any, batch: dict[str, Any]) -> list[np.ndarray]:
+    """Return the token ids ``(T,)`` of each document; random ones if the row came embedded."""
+    boundaries = batch["cu_seq_lens_q"].cpu().numpy()
+    if batch.get("input_ids") is None:
+        draw = random_tokens(unwrap_peft(model), np.random.default_rng(0))
+        return [draw(int(length)) for length in np.diff(boundaries)]
+    return np.split(batch["input_ids"][0].cpu().numpy(), boundaries[1:-1])
+
+
+def _precision(model: nn.Module) -> Precision:
+    """Return the device and dtype in which `model` runs now, under autocast or not."""
+    parameter = next(model.parameters())
+    device = parameter.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    return Precision(device, torch.get_autocast_dtype(device) if is_cast else parameter.dtype)

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any
 
 from trl_packing.data.counts import PreparationCounts, quantity
-from trl_packing.isolation.evidence import Checked
+from trl_packing.isolation.guard import Checked
 from trl_packing.training.image_counts import ImageCounts
 from trl_packing.training.prefix_sharing import PrefixSavings
 from trl_packing.training.report_layout import Line, as_html, as_text

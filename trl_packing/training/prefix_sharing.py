@@ -24,17 +24,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
-from trl_packing.attention.install import check_backward, take_prefix_keys
+from trl_packing.attention.install import take_prefix_keys
 from trl_packing.attention.state import find_randomness
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS
-from trl_packing.isolation.check import check_prefixes
-from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
+from trl_packing.isolation.check import attempt, check_prefixes
+from trl_packing.isolation.guard import worst_of_ranks
 from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -148,22 +147,16 @@ class PrefixSharing:
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
-        try:
-            with check_backward(self.guard.model, training=training) as faults:
-                result: CheckResult = check_prefixes(
-                    model,
-                    documents,
-                    collator=self.collators.for_probes(),
-                    training=training,
-                    attention=str(self.guard.attention),
-                    fused_head=True,
-                )
-            if result and faults:
-                result = Refusal(faults[0].splitlines()[0])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # models raise all kinds of errors
-            result = Refusal.from_error(error)
+        result = attempt(
+            lambda: check_prefixes(
+                model,
+                documents,
+                collator=self.collators.for_probes(),
+                training=training,
+                attention=str(self.guard.attention),
+                fused_head=True,
+            )
+        )
         result = worst_of_ranks(result)
         return None if result else str(result)
 

@@ -8,22 +8,19 @@ A backend must pass both. If it fails with images, the next backend is tried, as
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
-from trl_packing.isolation.fallback import CheckResult, Refusal, worst_of_ranks
-from trl_packing.isolation.guard import IsolationGuard, Precision
-from trl_packing.isolation.probes import random_tokens
+from trl_packing.isolation.check import CheckResult, Probe, random_tokens
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.vision.documents import images_of
-from trl_packing.vision.image_check import check_images
+from trl_packing.vision.image_check import image_probes
 from trl_packing.vision.image_store import ImageStore
 
 _SEARCHED = 1_000  # shortest documents with images, among which those of the check are found
@@ -69,36 +66,17 @@ class ImageGuard(IsolationGuard):
         names = [name for name in vars(config) if name.endswith(("token_id", "token_index"))]
         return [v for name in names if isinstance(v := getattr(config, name), int)]
 
-    def _search(
-        self,
-        choices: Sequence[AttentionChoice],
-        documents: Sequence[np.ndarray],
-        precision: Precision,
-        calls: dict[str, Any],
+    def probes(self, documents: Sequence[np.ndarray], *, thorough: bool) -> list[Probe]:
+        """Return probes of text, and of the documents with images."""
+        return [*super().probes(documents, thorough=thorough), *image_probes(self._with_images)]
+
+    def _first_exact(
+        self, choices: Sequence[AttentionChoice], *others: Any
     ) -> tuple[AttentionChoice, CheckResult]:
-        """Return the first backend that is exact on text and on images."""
         if self._with_images:
             # Padded rows hold the tokens of a document in another order than its images.
             choices = [c for c in choices if c.backend not in PADDED] or choices
-            calls = calls | {"further": partial(self._check_images, calls=calls)}
-        return super()._search(choices, documents, precision, calls)
-
-    def _check_images(self, choice: AttentionChoice, calls: dict[str, Any]) -> CheckResult:
-        wrapped = calls["wrapped"]
-        try:
-            result: CheckResult = check_images(
-                self.model if wrapped is None else wrapped,
-                self._with_images,
-                collator=calls["collator"],
-                training=calls["training"],
-                attention=str(choice),
-                fused_head=bool(self._options["fused_head"]),
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # models raise all kinds of errors
-            result = Refusal.from_error(error)
-        return worst_of_ranks(result) if self._options["agree"] else result
+        return super()._first_exact(choices, *others)
 
 
 def _opens_images(model: Any) -> bool:

@@ -17,8 +17,7 @@ import numpy as np
 from torch import nn
 
 from trl_packing.attention.model_facts import unwrap_model
-from trl_packing.isolation.check import IsolationReport, check_probes
-from trl_packing.isolation.probes import Document, Probe, Row
+from trl_packing.isolation.check import Document, IsolationReport, Probe, Row, check_probes
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.blank_images import parameters_of_images
 
@@ -45,14 +44,18 @@ def check_images(
     Raises:
         Exception: any error that the model raises against a row with images.
     """
-    pairs = zip([*documents[1:], documents[0]], documents, strict=True)
     return check_probes(
         model,
-        [_probe(*pair) for pair in pairs],
+        image_probes(documents),
         collator=collator,
         apart=list(parameters_of_images(unwrap_model(model))),
         **options,
     )
+
+
+def image_probes(documents: Sequence[Document]) -> list[Probe]:
+    """Return a probe of each document, behind another one."""
+    return [_probe(*pair) for pair in zip([*documents[1:], *documents[:1]], documents, strict=True)]
 
 
 def _probe(before: Document, document: Document) -> Probe:

@@ -16,10 +16,10 @@ from architectures.tiny_models import tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import trl_packing.isolation.guard
 from helpers.distributed.train import end_rank
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.isolation import fallback
 from trl_packing.isolation.guard import IsolationGuard, Precision
 
 
@@ -56,7 +56,7 @@ def raises_on_rank_1(name: str, wrap) -> str:
             raise KeyError("a mistake of one rank")
 
     model.get_input_embeddings().register_forward_pre_hook(fail)
-    guard = IsolationGuard(model, attention="auto", isolation_check="error", fused_head=False)
+    guard = IsolationGuard(model, attention="auto", isolation_check="error")
     guard.select_backend(Precision("cpu", None))
     try:
         guard.ensure([], training=True, wrapped=wrapped)
@@ -69,7 +69,7 @@ def main(folder: str, case: str = "") -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     if case:
         PartialState(cpu=True)  # accelerate's logger asks for it
-        fallback._PATIENCE = 5.0
+        trl_packing.isolation.guard._PATIENCE = 5.0
         said = raises_on_rank_1("llama", {"DDP": DistributedDataParallel, "FSDP2": sharded}[case])
         Path(folder, f"{case}{os.environ['RANK']}").write_text(said)
         if case == "FSDP2":

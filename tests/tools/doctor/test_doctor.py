@@ -10,10 +10,10 @@ import torch
 from architectures.tiny_models import tiny_config
 from huggingface_hub import constants
 
+import trl_packing.isolation.guard
 from trl_packing import versions
 from trl_packing.attention.backends import CHOICES
 from trl_packing.cli import main
-from trl_packing.isolation import fallback
 from trl_packing.packing import tree_row
 from trl_packing.tools.doctor import doctor as doctor_module
 from trl_packing.tools.doctor.backends import (
@@ -57,7 +57,7 @@ def test_every_backend_is_tried_and_those_of_a_cpu_are_exact(trials):
 
 def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
     """The negative control: the native attention without boundaries sees other documents."""
-    install = fallback.install_attention
+    install = trl_packing.isolation.guard.install_attention
 
     def leaking(model, choice):
         if choice.backend != "documents":
@@ -66,7 +66,7 @@ def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
             forward = model.forward
             model.forward = lambda input_ids, **_: forward(input_ids, use_cache=False)
 
-    monkeypatch.setattr(fallback, "install_attention", leaking)
+    monkeypatch.setattr(trl_packing.isolation.guard, "install_attention", leaking)
     trials = try_backends("cpu", torch.float32)
     assert trials["documents"].verdict == "differs"
     assert trials["documents"].difference > trials["documents"].leak / 10
@@ -74,14 +74,14 @@ def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
 
 
 def test_a_backend_that_raises_is_an_error_and_not_chosen(monkeypatch):
-    install = fallback.install_attention
+    install = trl_packing.isolation.guard.install_attention
 
     def failing(model, choice):
         if choice.backend == "documents":
             raise RuntimeError("CUDA error: no kernel image\nfurther lines")
         install(model, choice)
 
-    monkeypatch.setattr(fallback, "install_attention", failing)
+    monkeypatch.setattr(trl_packing.isolation.guard, "install_attention", failing)
     trials = try_backends("cpu", torch.float32)
     assert trials["documents"].reason == "RuntimeError: CUDA error: no kernel image"
     assert trials.chosen == "model"

@@ -3,13 +3,11 @@
 import json
 
 import pytest
-import torch
 from datasets import Dataset
 from helpers.tiny import documents_of_lengths, tiny_model
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 
 from trl_packing.cli import main
-from trl_packing.isolation.locate import _relative_difference
 from trl_packing.tools.exactness.verify import VerifiedModel
 from trl_packing.tools.exactness.with_images import ImageProbes
 from trl_packing.tools.training_command import TrainerCall, TrainingCommand, config_from_settings
@@ -103,16 +101,6 @@ def test_gradients_of_a_tower_whose_buffers_the_backward_reads(monkeypatch):
     assert result.images
     assert result.is_exact, str(result)
     assert result.result.gradient_difference < 1e-4
-
-
-def test_gradients_that_reach_the_images_of_another_document_are_found():
-    """The loss of a document without images has no gradient in the tower."""
-    part = torch.nn.Linear(2, 2)
-    expected = {"weight": torch.zeros(2, 2)}
-    found = {"weight": torch.zeros(2, 2), "bias": torch.ones(2)}
-    names = [name for name, _ in part.named_parameters()]
-    assert _relative_difference(expected, found, names) == 1.0
-    assert _relative_difference(expected, expected, names) == 0.0
 
 
 def test_probes_of_several_data_sets_are_those_with_images(processor, monkeypatch):

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import CHOICES, refusals, resolve_attention
-from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, with_fallbacks
+from trl_packing.isolation.check import CheckResult, Refusal
+from trl_packing.isolation.guard import check_backend, with_fallbacks
 from trl_packing.tools.exactness.verify import VerifiedModel
 
 # Kernels that compute in half precision only. The others are tried in float32, where a leak is

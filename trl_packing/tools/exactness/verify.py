@@ -16,9 +16,14 @@ from transformers.models.auto.modeling_auto import (
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import take_prefix_keys
 from trl_packing.config import PackingOptions
-from trl_packing.isolation.check import check_prefixes
-from trl_packing.isolation.fallback import CheckResult, Refusal, check_backend, with_fallbacks
-from trl_packing.isolation.probes import random_tokens
+from trl_packing.isolation.check import (
+    CheckResult,
+    Refusal,
+    attempt,
+    check_prefixes,
+    random_tokens,
+)
+from trl_packing.isolation.guard import check_backend, with_fallbacks
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.exactness.with_images import ImageProbes
 from trl_packing.tools.training_command import check_path_exists, config_of
@@ -154,12 +159,11 @@ class VerifiedModel:
             attention: the backend that `verify` has found to be exact.
             gradients: compare gradients too.
         """
-        result: CheckResult
         if reason := take_prefix_keys(self.model, attention):
             return BackendResult("prefixes", Refusal(reason))
         longest = random_tokens(self.model, np.random.default_rng(1))(self.max_length)
-        try:
-            result = check_prefixes(
+        result = attempt(
+            lambda: check_prefixes(
                 self.model,
                 [longest],
                 collator=PackedCollator(),
@@ -167,10 +171,7 @@ class VerifiedModel:
                 attention=attention,
                 gradients=gradients,
             )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # models raise all kinds of errors
-            result = Refusal.from_error(error)
+        )
         return BackendResult("prefixes", result)
 
     def to_dict(self) -> dict[str, str]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from transformers import ProcessorMixin
 
 from trl_packing.attention.backends import PADDED
-from trl_packing.isolation.fallback import CheckResult, Refusal
+from trl_packing.isolation.check import CheckResult, Refusal, attempt
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import (
@@ -84,8 +83,8 @@ class ImageProbes:
         """Return whether documents with images affect each other by an installed backend."""
         if attention in PADDED:
             return Refusal("padded rows hold the tokens in another order than the images")
-        try:
-            return check_images(
+        return attempt(
+            lambda: check_images(
                 model,
                 self.documents,
                 collator=self.collator,
@@ -93,10 +92,7 @@ class ImageProbes:
                 attention=attention,
                 gradients=gradients,
             )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # models raise all kinds of errors
-            return Refusal.from_error(error)
+        )
 
 
 def _first(rows: Any) -> Any:
