@@ -35,7 +35,14 @@ from hypothesis import strategies as st
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.formatting import row_format
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
-from trl_packing.formatting.message_spans import find_message_spans
+from trl_packing.formatting.turns import trained_spans
+
+
+def find_message_spans(chat, conversation, wanted):
+    """The text, and the spans of each wanted message."""
+    text, spans = trained_spans(chat, conversation, {n: 1.0 + n for n in wanted})
+    return text, {n: [(a, b) for a, b, weight in spans if weight == 1.0 + n] for n in wanted}
+
 
 # --- the whole way --------------------------------------------------------------------------------
 
@@ -345,33 +352,35 @@ def test_the_same_reasoning_under_two_keys_is_asked_for_once():
 # --- the checks can fail --------------------------------------------------------------------------
 
 
-def growing_prefixes(chat, conversation, wanted, **options):
+def growing_prefixes(chat, conversation, weights):
     """Spans as many take them: what each message adds to the text of those before it."""
 
     def first(number, **prompt):
         return chat.render(conversation.with_messages(conversation.messages[:number]), **prompt)
 
-    spans = {n: [(len(first(n, generation_prompt=True)), len(first(n + 1)))] for n in wanted}
+    spans = [
+        (len(first(n, generation_prompt=True)), len(first(n + 1)), weights[n]) for n in weights
+    ]
     return chat.render(conversation), spans
 
 
-def shifted(chat, conversation, wanted, **options):
-    text, found = find_message_spans(chat, conversation, wanted, **options)
-    return text, {n: [(a + 1, b + 1) for a, b in spans] for n, spans in found.items()}
+def shifted(chat, conversation, weights):
+    text, spans = trained_spans(chat, conversation, weights)
+    return text, [(a + 1, b + 1, weight) for a, b, weight in spans]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_spans_one_character_off_are_noticed(name, monkeypatch):
     chat = ChatTemplate(tokenizer_for(name))
     assert_turns(name, chat, [THREE])
-    monkeypatch.setattr(row_format, "find_message_spans", shifted)
+    monkeypatch.setattr(row_format, "trained_spans", shifted)
     with pytest.raises(AssertionError):
         assert_turns(name, chat, [THREE])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "phi3", "qwen3_5_think", "chatml"])
 def test_growing_prefixes_are_noticed(name, monkeypatch):
-    monkeypatch.setattr(row_format, "find_message_spans", growing_prefixes)
+    monkeypatch.setattr(row_format, "trained_spans", growing_prefixes)
     with pytest.raises(AssertionError):
         assert_turns(name, ChatTemplate(tokenizer_for(name)), [THREE])
 

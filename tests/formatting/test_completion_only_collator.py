@@ -12,7 +12,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 from trl import SFTConfig
 
 from trl_packing import DataCollatorForCompletionOnlyLM, PackedCollator, PackedSFTTrainer
-from trl_packing.formatting.formatting_func import format_per_example
+from trl_packing.formatting.row_format import one_text_each
 
 ANSWER = " ### Answer:"
 # One token an entry: the test tokenizer gives ids 10 to 13 to characters of their own.
@@ -506,15 +506,17 @@ def test_pad_to_multiple_of_is_that_of_the_collator(tmp_path):
 def test_formatting_functions_of_both_kinds_make_one_text_an_example(func, stream):
     dataset = Dataset.from_list(ROWS)
     dataset = dataset.to_iterable_dataset() if stream else dataset
-    one = format_per_example(func, dataset)
+    one = one_text_each(func, next(iter(dataset)))
     assert [one(row) + "<eos>" for row in dataset] == texts()
 
 
-def test_a_formatting_function_that_makes_several_texts_of_an_example_is_refused():
-    dataset = Dataset.from_list(ROWS)
-    two = format_per_example(lambda batch: [*batch["output"], *batch["output"]], dataset)
-    with pytest.raises(ValueError, match="made 2 texts of one example"):
-        two(ROWS[0])
+def test_a_formatting_function_that_makes_several_texts_of_an_example_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"row 0 .* returned list, not one string for one example"):
+        trainer_of(
+            tmp_path,
+            collator_of(ANSWER),
+            formatting_func=lambda batch: [*batch["output"], *batch["output"]],
+        )
 
 
 def test_no_formatting_function_stays_none_and_a_failing_one_itself():
@@ -522,5 +524,5 @@ def test_no_formatting_function_stays_none_and_a_failing_one_itself():
         raise KeyError("nothing")
 
     dataset = Dataset.from_list(ROWS)
-    assert format_per_example(None, dataset) is None
-    assert format_per_example(fails, dataset) is fails
+    assert one_text_each(None, next(iter(dataset))) is None
+    assert one_text_each(fails, next(iter(dataset))) is fails

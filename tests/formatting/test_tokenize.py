@@ -322,16 +322,6 @@ def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole
 # --- without offsets ------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
-@given(prompt=texts, completion=texts)
-def test_a_tokenizer_written_in_python_ends_prompts_as_trl_does(prompt, completion):
-    tokenizer = ByT5Tokenizer()
-    expected = common_prefix_length(
-        ids_of(tokenizer, prompt), ids_of(tokenizer, prompt + completion)
-    )
-    assert first_trained(tokenizer, prompt, completion) == expected
-
-
 def test_spans_of_a_slow_tokenizer_are_refused():
     with pytest.raises(ValueError, match=r"ByT5Tokenizer is a slow tokenizer.* use_fast=True"):
         weights_of(ByT5Tokenizer(), "The Answer", [(0, 3, 1.0)])

@@ -47,10 +47,10 @@ from trl_packing.documents.labels import (
     token_columns,
 )
 from trl_packing.documents.weights import document_weights_from_rows
-from trl_packing.formatting.formatting_func import format_per_example
 from trl_packing.formatting.messages import has_flags
 from trl_packing.formatting.prompt_template import column_among
 from trl_packing.formatting.responses import label_tokenized
+from trl_packing.formatting.row_format import one_text_each
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 logger = get_logger(__name__)
@@ -290,7 +290,7 @@ def _tokenize(rows: Rows, rules: Rules) -> tuple[AnyDataset, list[str | None]]:
             documents, completion_only=only, template=template, num_proc=num_proc, name=name
         )
         return shuffle(documents, rules, fitted=False), [padding]
-    formatting_func = format_per_example(rows.formatting_func, rows.dataset)
+    formatting_func = one_text_each(rows.formatting_func, next(iter(rows.dataset)))
     if rules.needs_trl:
         documents = rules.by_trl(rows.dataset, formatting_func, name)
         if template is not None:

@@ -4,7 +4,7 @@
     generation prompt    <|im_start|>assistant\\n
     around an answer     "<think>\\n\\n</think>\\n\\n"  content  "<|im_end|>\\n"
 
-Both are learned once, from short conversations. `message_spans` uses them to find out which
+Both are learned once, from short conversations. `turns.py` uses them to find out which
 characters of a rendered conversation a model has to write.
 """
 
@@ -32,6 +32,10 @@ Span = tuple[int, int]  # [start, stop) in characters
 TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
 
 
+_LARGEST_NUMBER = 10_000_000
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages, and the other values that a row passes to its chat template."""
@@ -49,12 +53,12 @@ class Conversation:
         """Whether it is nothing but messages of a role and a content, both of them texts."""
         if self.tools is not None or self.kwargs or not self.messages:
             return False
-        for message in self.messages:
-            if len(message) != 2 or type(message) is not dict:
-                return False
-            if type(message.get("role")) is not str or type(message.get("content")) is not str:
-                return False
-        return True
+        return all(
+            type(message) is dict
+            and len(message) == 2
+            and type(message.get("role")) is type(message.get("content")) is str
+            for message in self.messages
+        )
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,13 @@ class ChatTemplate:
             tree = reader.parse(_GENERATION.sub("", self.source))
         except TemplateError:  # rendering will raise it
             return
-        for node in tree.find_all((nodes.Const, nodes.Pow, nodes.Mul)):
-            if _constant(node) > _LARGEST_NUMBER:
+        for node in tree.find_all((nodes.Const, nodes.Pow)):
+            value = getattr(node, "value", math.inf)
+            if isinstance(value, (int, float)) and value > _LARGEST_NUMBER:
                 raise ValueError(
                     f"the chat template has a number above {_LARGEST_NUMBER:,} in line "
-                    f"{node.lineno}, so that rendering a conversation might not end; use another "
-                    "template"
+                    f"{node.lineno}, or a power, so that rendering a conversation might not end; "
+                    "use another template"
                 )
 
     @property
@@ -143,10 +148,11 @@ class ChatTemplate:
         return texts[0], spans[0]
 
     def _check_lists(self, conversation: Conversation, text: str) -> None:
-        def render(messages: list[Message]) -> str | None:
-            return self.try_render(conversation.with_messages(messages))
-
-        check_lists(conversation.messages, text, render)
+        check_lists(
+            conversation.messages,
+            text,
+            lambda messages: self.try_render(conversation.with_messages(messages)),
+        )
 
     def _apply(self, conversation: Conversation, generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -165,8 +171,6 @@ class ChatTemplate:
         names = {
             **self._names,
             "messages": messages,
-            "tools": None,
-            "documents": None,
             "add_generation_prompt": generation_prompt,
         }
         return "".join(self._compiled.root_render_func(self._compiled.new_context(names, True)))
@@ -178,7 +182,8 @@ class ChatTemplate:
     @cached_property
     def _names(self) -> dict[str, Any]:
         """The names that are the same for every row; jinja would collect them again for each."""
-        return {**self._compiled.globals, **self.tokenizer.special_tokens_map}
+        names = {"tools": None, "documents": None}
+        return {**self._compiled.globals, **self.tokenizer.special_tokens_map, **names}
 
     @cached_property
     def _renders_directly(self) -> bool:
@@ -254,22 +259,6 @@ class ChatTemplate:
         # ChatML on a tokenizer without ChatML's tokens: the model has to stop with these words.
         words = self.around_answer[1].rstrip()
         return len(words) if after.startswith(words) else 0
-
-
-_LARGEST_NUMBER = 10_000_000
-_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-
-
-def _constant(node: nodes.Node) -> float:
-    """Return the number that an expression of constants is, infinity for large powers, or 0."""
-    if isinstance(node, nodes.Const):
-        return float(node.value) if isinstance(node.value, int) else 0
-    if not isinstance(node, nodes.BinExpr):
-        return 0
-    left, right = _constant(node.left), _constant(node.right)
-    if isinstance(node, nodes.Pow):
-        return math.pow(left, right) if left > 0 and right * math.log2(left) < 1000 else math.inf
-    return left * right if isinstance(node, nodes.Mul) else 0
 
 
 def absent_from(text: str) -> str:

@@ -256,27 +256,11 @@ def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
     if isinstance(dataset, IterableDataset):
         return any(isinstance(m, Mapping) and {*_FLAGS} & m.keys() for m in messages_in(first))
     columns = [name for name in _MESSAGE_COLUMNS if name in dataset.column_names]
-    rows = dataset.select_columns(columns).with_format(None)
-    kinds = [dataset.data.schema.field(name).type for name in columns]
-    if not any(_may_name_flags(kind) for kind in kinds):
+    chunks = [chunk for name in columns for chunk in dataset.data.column(name).chunks]
+    if not any(map(_may_hold_flags, chunks)):
         return False
-    tables = rows.with_format("arrow")  # without rows that a selection has left out
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        table = tables[start : start + _ROWS_AT_ONCE]
-        if any(_may_hold_flags(chunk) for column in table.columns for chunk in column.chunks):
-            batch = rows.select(range(start, start + len(table)))
-            if any(flag_of(message) for row in batch for message in messages_in(row)):
-                return True
-    return False
-
-
-def _may_name_flags(kind: pa.DataType) -> bool:
-    """Whether messages of a column of this type may have one of the keys."""
-    if pa.types.is_nested(kind) and not pa.types.is_struct(kind):
-        return _may_name_flags(kind.value_type)
-    if pa.types.is_struct(kind):
-        return bool({*_FLAGS} & {field.name for field in kind})
-    return isinstance(kind, pa.BaseExtensionType)  # JSON; other values are no messages
+    rows = dataset.select_columns(columns).with_format(None)  # without those that are left out
+    return any(flag_of(message) for row in rows for message in messages_in(row))
 
 
 def _may_hold_flags(values: pa.Array) -> bool:
@@ -290,10 +274,8 @@ def _may_hold_flags(values: pa.Array) -> bool:
     return pa.types.is_nested(kind) and _may_hold_flags(values.flatten())
 
 
-_FLAGS = ("train", "weight")
 _NAMES = '"(train|weight)"'
 _MESSAGE_COLUMNS = ("prompt", "completion", "messages", "conversations")
-_ROWS_AT_ONCE = 10_000
 
 
 def messages_in(row: Row) -> list[Any]:

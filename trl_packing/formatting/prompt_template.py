@@ -79,52 +79,43 @@ class PromptTemplate:
     def fields(self) -> list[str]:
         """The columns that the template needs, with {query} as `query_field`."""
         try:
-            fields = [field for field in Formatter().parse(self.template) if field[1] is not None]
+            parsed = [field for field in Formatter().parse(self.template) if field[1] is not None]
         except ValueError as error:
             raise ValueError(f"prompt_template cannot be read: {error}") from error
-        names = [name or "" for _, name, _, _ in fields]
-        for _, name, width, _ in fields:
+        for _, name, width, _ in parsed:
+            if not name:
+                raise ValueError(
+                    "prompt_template has braces with no name of a column, {}; write {{}}"
+                )
             if width and re.search(r"\d{4}|{", width):
                 raise ValueError(
                     f"prompt_template has the format {width[:20]!r} for {name!r}; give a width "
                     "below 1,000, as a number"
                 )
-        if "" in names:
-            raise ValueError("prompt_template has braces with no name of a column, {}; write {{}}")
-        return [self.column(name) for name in names]
+        return [self.query_field if name == "query" else str(name) for _, name, _, _ in parsed]
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         """Return the prompt of a row. Raises ValueError for a missing column."""
         template = self.with_input if self.with_input and row.get("input") else self.template
-        return _Columns().vformat(template, (), _Fields(row, self))
-
-    def column(self, name: str) -> str:
-        return self.query_field if name == "query" else name
+        return _Columns(self.query_field).vformat(template, (), row)
 
 
 class _Columns(Formatter):
     """Treats everything in braces as the name of a column: "q.text", "q[0]" or "the question"."""
 
+    def __init__(self, query_field: str):
+        self.query_field = query_field
+
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str]:
-        return kwargs[field_name], field_name
-
-
-class _Fields(dict[str, Any]):
-    """The fields of a row, by their names in a template."""
-
-    def __init__(self, row: Mapping[str, Any], template: PromptTemplate):
-        super().__init__()
-        self.row, self.template = row, template
-
-    def __missing__(self, name: str) -> Any:
-        return _value(self.row, column_among(self.row, self.template.column(name)))
+        column = self.query_field if field_name == "query" else field_name
+        return _value(kwargs, column), field_name
 
 
 def field_text(row: Mapping[str, Any], column: str) -> str:
     """Return a field as text. Raises ValueError if it is missing or null."""
-    return str(_value(row, column_among(row, column)))
+    return str(_value(row, column))
 
 
 def column_among(columns: Iterable[str], name: str) -> str:
@@ -144,6 +135,7 @@ def column_among(columns: Iterable[str], name: str) -> str:
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
+    column = column_among(row, column)
     if row.get(column) is None:
         has = f"it has {sorted(row)}" if column not in row else "it is null"
         raise ValueError(f"no value in the column {column!r} ({has})")

@@ -7,13 +7,14 @@
     {"messages": [user, assistant, …]}          all (TRL); with `train_on`, the assistant's turns
     {"prompt": [user], "completion": […]}       the completion; with `train_on`, its turns
 
-A row is one document; with `train_on="every_turn"`, one for each turn (`every_turn.py`).
+A row is one document; with `train_on="every_turn"`, one for each turn (`turns.py`).
 Without `train_on` and templates, the same tokens are trained as by TRL.
 """
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trl import SFTConfig
@@ -21,8 +22,6 @@ from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
-from trl_packing.formatting.every_turn import render_every_turn
-from trl_packing.formatting.message_spans import find_message_spans
 from trl_packing.formatting.messages import (
     check_messages,
     flag_of,
@@ -36,6 +35,7 @@ from trl_packing.formatting.printable import quote
 from trl_packing.formatting.prompt_template import PromptTemplate, field_text
 from trl_packing.formatting.responses import ResponseTemplate
 from trl_packing.formatting.tokenize import Rendered
+from trl_packing.formatting.turns import render_every_turn, trained_spans
 
 # --- the form of a row ----------------------------------------------------------------------------
 
@@ -48,6 +48,10 @@ IN_WORDS = {
     "prompt messages": "prompts and completions of messages",
     "fields": "raw fields",
 }
+
+
+# Messages as a CSV file stores them.
+_JSON_OF_MESSAGES = re.compile(r'\s*\[\s*{\s*"(role|content)"\s*:')
 
 
 def form_of(row: Row, text_field: str) -> str:
@@ -66,7 +70,12 @@ def form_of(row: Row, text_field: str) -> str:
     if row.get("prompt") is not None and (messages is None or row.get("completion") is not None):
         if isinstance(row["prompt"], list):
             return "prompt messages"
-        _check_not_json(row["prompt"], row.get("completion"))
+        if all(_JSON_OF_MESSAGES.match(str(row.get(name))) for name in ("prompt", "completion")):
+            raise ValueError(
+                "its 'prompt' and 'completion' are messages as JSON text; read them before: "
+                "dataset.map(lambda row: {name: json.loads(row[name]) for name in ('prompt', "
+                "'completion')})"
+            )
         return "prompt"
     if messages is not None:
         return "messages"
@@ -78,38 +87,9 @@ def form_of(row: Row, text_field: str) -> str:
                 f"its {name!r} is a text; if it is JSON, read it before: "
                 f"dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
             )
-    raise ValueError(f"it has nothing to train on: {_contents(row)}")
-
-
-def messages_of(
-    row: Row, form: str, *, template: str, calls_tools: bool
-) -> tuple[list[Any], list[Any], list[Any] | None]:
-    """Return the messages of the prompt, the messages after it, and the tools.
-
-    Args:
-        row: with messages.
-        form: of the row.
-        template: source of the chat template.
-        calls_tools: whether that template renders tool calls.
-
-    Raises:
-        ValueError: messages or tools cannot be read.
-    """
-    names: tuple[str, ...] = ("prompt", "completion")
-    if form == "messages":
-        names = (name_of_messages(row) or "messages",)
-    lists, sharegpt = [], False
-    for name in names:
-        messages: Any = row.get(name)
-        if is_sharegpt(messages):
-            sharegpt = True
-            messages = messages_from_sharegpt(messages, tool_calls=calls_tools)
-        if messages != [] or name == "prompt":
-            check_messages(messages, template, what=name)
-        lists.append(list(messages))
-    *prompt, last = lists
-    tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
-    return [message for part in prompt for message in part], last, tools
+    kinds = {c: "null" if row[c] is None else type(row[c]).__name__ for c in sorted(row)}
+    contents = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
+    raise ValueError(f"it has nothing to train on: {contents}")
 
 
 def string_of(row: Row, column: str) -> str:
@@ -121,36 +101,39 @@ def string_of(row: Row, column: str) -> str:
     return value
 
 
-def _check_not_json(prompt: Any, completion: Any) -> None:
-    """Raise ValueError if both are the JSON text of messages, as a CSV file stores them."""
-    if _is_json_of_messages(prompt) and _is_json_of_messages(completion):
-        raise ValueError(
-            "its 'prompt' and 'completion' are messages as JSON text; read them before: "
-            "dataset.map(lambda row: {name: json.loads(row[name]) for name in ('prompt', "
-            "'completion')})"
-        )
-
-
-def _is_json_of_messages(text: Any) -> bool:
-    if not isinstance(text, str) or not text.lstrip().startswith("["):
-        return False
-    try:
-        return all(isinstance(m["role"], str) and "content" in m for m in json.loads(text))
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
 def name_of_messages(row: Row) -> str | None:
     """Return the column that holds the whole conversation of a row, or None."""
     names = ("messages", "conversations")
     return next((name for name in names if isinstance(row.get(name), list)), None)
 
 
-def _contents(row: Row) -> str:
-    return ", ".join(
-        f"{name!r} is {'null' if row[name] is None else type(row[name]).__name__}"
-        for name in sorted(row)
-    )
+def one_text_each(
+    formatting_func: Callable[[Any], Any] | None, first: Row
+) -> Callable[[Any], Any] | None:
+    """Return a user's function as TRL calls it now: from one example to one text.
+
+    Earlier versions of TRL passed a batch: lists in, a list of texts out. The `first` row shows
+    which kind the function is; one that fails on it stays, and fails when rows are rendered.
+    """
+    if formatting_func is None:
+        return None
+    for function in (formatting_func, partial(_text_of_batch, formatting_func)):
+        try:
+            if isinstance(function(first), str):
+                return function
+        except Exception:  # it may take the other kind
+            continue
+    return formatting_func
+
+
+def _text_of_batch(formatting_func: Callable[[Any], Any], row: Row) -> str:
+    texts = formatting_func({name: [value] for name, value in row.items()})
+    if len(texts) != 1:
+        raise ValueError(
+            f"formatting_func made {len(texts)} texts of one example; it must make one of each "
+            "(map the data set before, to make more or fewer)"
+        )
+    return texts[0]
 
 
 # --- what is rendered -----------------------------------------------------------------------------
@@ -310,7 +293,10 @@ class RowFormat:
         else:
             text = self.formatting_func(row)
             if not isinstance(text, str):
-                raise ValueError(f"formatting_func returned {type(text).__name__}, not a string")
+                raise ValueError(
+                    f"formatting_func returned {type(text).__name__}, not one string for one "
+                    "example (map the data set before, to make more or fewer)"
+                )
             if self._is_rendered(text, row):
                 return Rendered(text, self._answers(text), None, True, False)
         text = self._ended(text)
@@ -360,9 +346,7 @@ class RowFormat:
             return Rendered(text, [], adds_special_tokens=False)
         if self.train_on in ("assistant", "last_assistant"):
             weights = trained_messages([*prompt, *completion], self.train_on, first=len(prompt))
-            alike = len(set(weights.values())) < 2
-            text, found = find_message_spans(self.chat, conversation, list(weights), alike=alike)
-            spans = [(*span, weights[number]) for number in weights for span in found[number]]
+            text, spans = trained_spans(self.chat, conversation, weights)
             return Rendered(text, spans, adds_special_tokens=False)
         if self.assistant_only and self.train_on is None:
             text, marked = self.chat.render_marked(conversation)
@@ -407,13 +391,27 @@ class RowFormat:
         return None
 
     def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation]:
-        """Return the messages of the prompt, those after it, and the conversation of both."""
-        prompt, completion, tools = messages_of(
-            row, form, template=self.chat.source, calls_tools=self.calls_tools
-        )
+        """Return the messages of the prompt, those after it, and the conversation of both.
+
+        Raises ValueError if messages or tools cannot be read.
+        """
+        names: tuple[str, ...] = ("prompt", "completion")
+        if form == "messages":
+            names = (name_of_messages(row) or "messages",)
+        lists, sharegpt = [], False
+        for name in names:
+            messages: Any = row.get(name)
+            if is_sharegpt(messages):
+                sharegpt = True
+                messages = messages_from_sharegpt(messages, tool_calls=self.calls_tools)
+            if messages != [] or name == "prompt":
+                check_messages(messages, self.chat.source, what=name)
+            lists.append(list(messages))
+        *prompts, last = lists
+        prompt = [message for part in prompts for message in part]
+        tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
         kwargs = row.get("chat_template_kwargs") or {}
-        messages = without_flags([*prompt, *completion])
-        return prompt, completion, Conversation(messages, tools, kwargs)
+        return prompt, last, Conversation(without_flags([*prompt, *last]), tools, kwargs)
 
 
 def _calls_tools(tokenizer: Any) -> bool:

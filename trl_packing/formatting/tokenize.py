@@ -15,9 +15,9 @@ import re
 import string
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -101,77 +101,61 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     """
     special = documents[0].adds_special_tokens
     encoded = _encode(tokenizer, [document.text for document in documents], special)
-    views = _views(tokenizer, encoded, documents)
-    ends = [
-        None if view is None or document.prompt is None else _prompt_end(view, document)
-        for view, document in zip(views, documents, strict=True)
-    ]
-    alone = [n for n, end in enumerate(ends) if end is None and documents[n].prompt is not None]
-    prompts: dict[int, list[int]] = {}
-    if alone:
-        texts = [documents[n].prompt or "" for n in alone]
-        ids = _encode(tokenizer, texts, special)["input_ids"]
-        prompts = dict(zip(alone, ids, strict=True))
-    return [
-        _tokenized(ids, view, document, end, prompts.get(number))
-        if not _merges(ids, document, prompts.get(number))
-        else _tokenized_apart(tokenizer, ids, document, prompts[number])
-        for number, (ids, view, document, end) in enumerate(
-            zip(encoded["input_ids"], views, documents, ends, strict=True)
-        )
-    ]
-
-
-def _merges(ids: list[int], document: Rendered, prompt: list[int] | None) -> bool:
-    """Whether tokens that must be kept merge with the text after them."""
-    return document.keeps_prompt_tokens and prompt is not None and ids[: len(prompt)] != prompt
-
-
-def _tokenized_apart(
-    tokenizer: Any, together: list[int], document: Rendered, prompt: list[int]
-) -> Tokenized:
-    """Return the tokens of the prompt alone, then those of the rest alone.
-
-    Raises ValueError if the tokens of both parts do not give back the text, as for tokenizers that
-    put a space before any text.
-    """
-    size = len(document.prompt or "")
-    spans = [(start - size, stop - size, weight) for start, stop, weight in document.spans or ()]
-    rest = Rendered(document.text[size:], spans, adds_special_tokens=False)
-    [tokens] = tokenize(tokenizer, [rest])
-    ids, behind = prompt + tokens.input_ids, len(prompt)
-    if tokenizer.decode(ids) != tokenizer.decode(together):
+    if encoded.encodings is None:
         raise ValueError(
-            f"its tokens merge where the generation prompt ends and the turn "
-            f"{quote(rest.text[:20])} begins, and the tokenizer cannot keep them apart; begin the "
-            "turn with another character"
+            f"{type(tokenizer).__name__} is a slow tokenizer, without the offsets by which trained "
+            "characters are found among its tokens; load the fast one "
+            "(AutoTokenizer.from_pretrained(..., use_fast=True))"
         )
-    found = [(first + behind, last + behind, weight) for first, last, weight in tokens.spans or ()]
-    return Tokenized(ids, found)
+    found: list[Tokenized] = []
+    open_ends = []
+    for document, ids, encoding in zip(
+        documents, encoded["input_ids"], encoded.encodings, strict=True
+    ):
+        spans, num_prompt = None, 0
+        if document.spans is not None or document.prompt is not None:
+            offsets = _Offsets(encoding, ids, tokenizer)
+            spans = document.spans and [
+                (*offsets.tokens_of(start, stop, document.only_whole), weight)
+                for start, stop, weight in document.spans
+            ]
+            end = 0 if document.prompt is None else _prompt_end(offsets, document)
+            if end is None:
+                open_ends.append(len(found))
+            num_prompt = end or 0
+        found.append(Tokenized(ids, spans, num_prompt, []))
+    if open_ends:
+        prompts = _encode(tokenizer, [documents[n].prompt or "" for n in open_ends], special)
+        for number, prompt in zip(open_ends, prompts["input_ids"], strict=True):
+            found[number] = _end_prompt(tokenizer, documents[number], found[number], prompt)
+    return found
 
 
 def _encode(tokenizer: Any, texts: list[str], special: bool) -> Any:
     return tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
 
 
-def _tokenized(
-    ids: list[int],
-    view: "_Offsets | None",
-    document: Rendered,
-    end: int | None,
-    prompt: list[int] | None,
+def _end_prompt(
+    tokenizer: Any, document: Rendered, tokens: Tokenized, prompt: list[int]
 ) -> Tokenized:
-    spans = None
-    if document.spans is not None and view is not None:
-        spans = [
-            (*view.tokens_of(start, stop, document.only_whole), weight)
-            for start, stop, weight in document.spans
-        ]
-    lost: list[int] = []
-    if prompt is not None:
-        end = common_prefix_length(prompt, ids)
-        lost = prompt[end:]
-    return Tokenized(ids, spans, end or 0, lost)
+    """Return the tokens of a document, given those of its prompt alone."""
+    end = common_prefix_length(prompt, tokens.input_ids)
+    if end == len(prompt) or not document.keeps_prompt_tokens:
+        return replace(tokens, num_prompt=end, lost_prompt=prompt[end:])
+    # The last tokens of the prompt merge with the text after it, which is tokenized alone.
+    size, behind = len(document.prompt or ""), len(prompt)
+    spans = [(start - size, stop - size, weight) for start, stop, weight in document.spans or ()]
+    rest = Rendered(document.text[size:], spans, adds_special_tokens=False)
+    [apart] = tokenize(tokenizer, [rest])
+    ids = prompt + apart.input_ids
+    if tokenizer.decode(ids) != tokenizer.decode(tokens.input_ids):  # it puts a space before a text
+        raise ValueError(
+            f"its tokens merge where the generation prompt ends and the turn "
+            f"{quote(rest.text[:20])} begins, and the tokenizer cannot keep them apart; begin the "
+            "turn with another character"
+        )
+    trained = [(first + behind, last + behind, weight) for first, last, weight in apart.spans or ()]
+    return Tokenized(ids, trained)
 
 
 # Ends of a prompt that a tokenizer may split differently once more text follows: the last of
@@ -179,7 +163,7 @@ def _tokenized(
 _OPEN_END = re.compile(r"(\s\s|['’].?)\Z", re.DOTALL)
 
 
-def _prompt_end(view: "_Offsets", document: Rendered) -> int | None:
+def _prompt_end(offsets: "_Offsets", document: Rendered) -> int | None:
     """Return the first token of the completion if the prompt alone surely ends there, or None."""
     prompt, text = document.prompt or "", document.text
     size = len(prompt)
@@ -187,9 +171,9 @@ def _prompt_end(view: "_Offsets", document: Rendered) -> int | None:
         return None
     if text[size - 1 : size].isalnum() and text[size].isalnum():
         return None
-    if prompt[-1:].isspace() and not _keeps_at_end(view.tokenizer, prompt[-1]):
+    if prompt[-1:].isspace() and not _keeps_at_end(offsets.tokenizer, prompt[-1]):
         return None
-    return view.token_starting_at(size)
+    return offsets.token_starting_at(size)
 
 
 @lru_cache(maxsize=64)
@@ -199,24 +183,6 @@ def _keeps_at_end(tokenizer: Any, space: str) -> bool:
     if normalizer is None:
         return True
     return normalizer.normalize_str(f"a{space}") + "a" == normalizer.normalize_str(f"a{space}a")
-
-
-def _views(tokenizer: Any, encoded: Any, documents: Sequence[Rendered]) -> "list[_Offsets | None]":
-    """Return a map from characters to tokens for each document that needs one."""
-    if tokenizer.is_fast:
-        return [
-            None if document.spans is None and document.prompt is None else _Offsets(*each)
-            for document, *each in zip(
-                documents, encoded.encodings, encoded["input_ids"], repeat(tokenizer), strict=False
-            )
-        ]
-    if any(document.spans for document in documents):
-        raise ValueError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, without the offsets by which trained "
-            "characters are found among its tokens; load the fast one "
-            "(AutoTokenizer.from_pretrained(..., use_fast=True))"
-        )
-    return [None] * len(documents)
 
 
 class _Offsets:
@@ -266,25 +232,21 @@ class _Offsets:
         trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
         return self.encoding.tokens if trims else None
 
-    def _chars(self, token: int) -> tuple[int, int]:
-        return self.encoding.token_to_chars(token) or (
-            0,
-            0,
-        )  # None for added tokens
-
     def _start(self, token: int) -> int:
-        start = self._chars(token)[0]
-        if self._trimmed is None:
-            return start
-        piece = self._trimmed[token]
-        return max(start - len(piece) + len(piece.lstrip(_SPACE)), 0)
+        return self._chars(token)[0]
 
     def _stop(self, token: int) -> int:
-        stop = self._chars(token)[1]
-        if self._trimmed is None:
-            return stop
-        piece, words = self._trimmed[token], self._trimmed[token].rstrip(_SPACE)
-        return stop + len(piece) - len(words) if words else self._start(token) + len(piece)
+        return self._chars(token)[1]
+
+    def _chars(self, token: int) -> tuple[int, int]:
+        """Return the characters [start, stop) of a token; (0, 0) for one that was added."""
+        start, stop = self.encoding.token_to_chars(token) or (0, 0)
+        if self._trimmed is not None:
+            piece = self._trimmed[token]
+            words = piece.rstrip(_SPACE)
+            start = max(start - len(piece) + len(piece.lstrip(_SPACE)), 0)
+            stop = stop + len(piece) - len(words) if words else start + len(piece)
+        return start, stop
 
 
 # Vocabularies of byte-level tokenizers write a space as "Ġ".

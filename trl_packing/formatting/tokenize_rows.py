@@ -13,7 +13,6 @@ With `train_on="every_turn"`, a row becomes several documents, each with the num
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -54,13 +53,13 @@ _DTYPES = {
 def can_prepare(processing_class: Any) -> bool:
     """Return whether a tokenizer renders and tokenizes with the code of transformers.
 
-    Processors, and classes that override either method, are prepared by TRL's code.
+    Processors, slow tokenizers and classes that override either method are prepared by TRL's code.
     """
-    if not isinstance(processing_class, PreTrainedTokenizerBase):
-        return False
     cls = type(processing_class)
     return (
-        cls.apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        isinstance(processing_class, PreTrainedTokenizerBase)
+        and processing_class.is_fast
+        and cls.apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
         and cls.__call__ is PreTrainedTokenizerBase.__call__
     )
 
@@ -192,12 +191,20 @@ def _prepare_batch(
 ) -> dict[str, list[Any]] | pa.Table:
     """Return the documents of a batch of rows; a table if no other column stays beside theirs."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    names = [f"row {index} of the {name} dataset" for index in indices]
-    render = partial(_rendered, form=form, row_format=row_format, columns=columns)
+
+    def render(row: Row) -> list[Rendered]:
+        found = row_format.documents(row, form)
+        if TOKEN_WEIGHTS not in columns and not all(map(_is_whole, found)):
+            raise ValueError(
+                "a message has a weight other than 0 and 1, but messages of the first row have "
+                "none, so there is no column for it; give them one, too (1 is the default)"
+            )
+        return found
+
     try:
-        documents, numbers, turns = _documents_of(rows, names, render, row_format.chat.tokenizer)
-    except (ValueError, RuntimeError) as error:
-        bad = _bad_rows(rows, names, render)
+        documents, numbers, turns = _documents_of(rows, render, row_format.chat.tokenizer)
+    except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
+        bad = _bad_rows(rows, indices, name, render, row_format)
         if not bad:
             raise
         raise (RuntimeError if isinstance(error, RuntimeError) else ValueError)(str(bad)) from error
@@ -219,8 +226,12 @@ def _prepare_batch(
     return made | {column: [batch[column][n] for n in numbers] for column in repeated}
 
 
+def _is_whole(document: Rendered) -> bool:
+    return all(weight == 1 for *_, weight in document.spans or ())
+
+
 def _documents_of(
-    rows: Sequence[Row], names: Sequence[str], render: Callable[..., list[Rendered]], tokenizer: Any
+    rows: Sequence[Row], render: Callable[[Row], list[Rendered]], tokenizer: Any
 ) -> tuple[list[Tokenized], list[int], list[int]]:
     """Return the documents of a batch, the place of each one's row, and the number of its turn.
 
@@ -228,8 +239,8 @@ def _documents_of(
     """
     rendered = (
         (place, turn if document.spans else -1, document)
-        for place, (row, which) in enumerate(zip(rows, names, strict=True))
-        for turn, document in enumerate(render(row, which))
+        for place, row in enumerate(rows)
+        for turn, document in enumerate(render(row))
     )
     parts = []
     places: list[int] = []
@@ -238,78 +249,33 @@ def _documents_of(
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
         while chunk := list(islice(rendered, _AT_ONCE)):
             found, numbers, texts = zip(*chunk, strict=True)
-            where = [names[place] for place in found]
-            parts.append(tokenizing.submit(_tokenized, tokenizer, texts, where))
+            parts.append(tokenizing.submit(tokenize, tokenizer, texts))
             places += found
             turns += numbers
     return [document for part in parts for document in part.result()], places, turns
 
 
-def _rendered(
-    row: Row, which: str, form: str, row_format: RowFormat, columns: Sequence[str]
-) -> list[Rendered]:
-    """Return the texts of a row. Raises an error that names the row, `which`."""
-    try:
-        documents = row_format.documents(row, form)
-        if TOKEN_WEIGHTS not in columns and not all(map(_is_whole, documents)):
-            raise ValueError(
-                "a message has a weight other than 0 and 1, but messages of the first row have "
-                "none, so there is no column for it; give them one, too (1 is the default)"
-            )
-        return documents
-    except TEMPLATE_ERRORS as error:
-        if row_format.formatting_func is not None:
-            raise  # with the traceback of the user's own function
-        reason = escape_hidden(str(error))
-        raise ValueError(f"{which}: the chat template cannot render it: {reason}") from error
-    except (ValueError, RuntimeError) as error:
-        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
-        raise kind(f"{which}: {escape_hidden(str(error))}") from error
-
-
-def _is_whole(document: Rendered) -> bool:
-    return all(weight == 1 for *_, weight in document.spans or ())
-
-
-def _tokenized(
-    tokenizer: Any, documents: Sequence[Rendered], names: Sequence[str]
-) -> list[Tokenized]:
-    try:
-        return tokenize(tokenizer, documents)
-    except (TypeError, UnicodeError, ValueError):  # of fast and slow tokenizers, on bad Unicode
-        for which, document in zip(names, documents, strict=True):
-            if problem := _tokenizing_problem(tokenizer, document):
-                raise ValueError(f"{which}: {problem}") from None
-        raise
-
-
-def _tokenizing_problem(tokenizer: Any, document: Rendered) -> str | None:
-    """Return why a document cannot be tokenized; None if it can, or if the reason is unknown."""
-    if problem := lone_surrogate(document.text):
-        return problem
-    try:
-        tokenize(tokenizer, [document])
-    except ValueError as error:
-        return str(error)
-    except (TypeError, UnicodeError):
-        return None
-    return None
-
-
 def _bad_rows(
-    rows: Sequence[Row], names: Sequence[str], render: Callable[..., list[Rendered]]
+    rows: Sequence[Row],
+    indices: Sequence[int],
+    name: str,
+    render: Callable[[Row], list[Rendered]],
+    row_format: RowFormat,
 ) -> BadRows:
-    """Return the rows of a batch that cannot be rendered, or whose text is no valid Unicode."""
+    """Return the rows of a batch that cannot be rendered or tokenized."""
     bad = BadRows()
-    for row, which in zip(rows, names, strict=True):
+    for row, index in zip(rows, indices, strict=True):
         try:
-            problems = (lone_surrogate(document.text) for document in render(row, which))
-            problem = next(filter(None, problems), None)
-            sentence = problem and f"{which}: {problem}"
-        except (ValueError, RuntimeError) as error:
-            sentence = str(error)
-        if sentence:
-            bad.add(sentence)
+            for document in render(row):
+                if problem := lone_surrogate(document.text):
+                    raise ValueError(problem)
+                tokenize(row_format.chat.tokenizer, [document])
+        except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
+            is_of_template = isinstance(error, TEMPLATE_ERRORS)
+            if is_of_template and row_format.formatting_func is not None:
+                raise  # with the traceback of the user's own function
+            reason = "the chat template cannot render it: " if is_of_template else ""
+            bad.add(f"row {index} of the {name} dataset: {reason}{escape_hidden(str(error))}")
     return bad
 
 
