@@ -42,14 +42,6 @@ def test_accelerate_reads_it(name):
         assert config.deepspeed_config["zero_stage"] == int(name[-1])
 
 
-def test_an_unknown_key_is_refused(tmp_path):
-    """Control: the loader checks keys."""
-    path = tmp_path / "wrong.yaml"
-    path.write_text((CONFIGS / "single.yaml").read_text() + "num_proceses: 2\n")
-    with pytest.raises(ValueError, match="num_proceses"):
-        load_config_from_file(str(path))
-
-
 def started(name: str, folder: Path, launcher: list[str], arguments: list[str]) -> subprocess.Popen:
     """Start the recipe on a tiny model with a config, on CPUs."""
     data = folder / "data.jsonl"
@@ -124,22 +116,6 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp
     assert losses(output) == same(alone)
     assert "2 ranks" in output
     assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_two_machines_train_as_one_process_with_twice_the_accumulation(alone, tmp_path):
-    """Two launchers on this machine, with machine_rank 0 and 1."""
-    processes, port = [], str(free_port())
-    for rank in range(2):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        launcher = ["--machine_rank", str(rank), "--num_processes", "2"]
-        processes.append(
-            started("multi_node", folder, [*launcher, "--main_process_port", port], [])
-        )
-    output = outputs(*processes)
-    assert losses(output) == same(alone)
-    assert "2 ranks" in output
 
 
 @pytest.mark.slow

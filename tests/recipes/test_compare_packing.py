@@ -1,6 +1,5 @@
 """recipes/compare_packing.py and padding_free.py run, and compare what they promise."""
 
-import json
 import os
 import subprocess
 import sys
@@ -31,21 +30,6 @@ def rows_of(printed: str, names) -> dict[str, list[str]]:
     lines = printed.splitlines()
     found = {n: next(line for line in lines if line.startswith(n + "  ")) for n in names}
     return {name: line.removeprefix(name).split() for name, line in found.items()}
-
-
-def test_the_table_has_a_line_a_run_and_its_speed_against_the_first():
-    result = compare_packing.Result(10, 4.0, 1e-3, 20.0, 0.1, 2.5, [])
-    faster = result._replace(seconds=5.0, fill=0.99)
-    rows = rows_of(compare_packing.table({"padding": result, "ours": faster}), ["padding", "ours"])
-    assert rows["padding"] == ["10", "4.0", "1.0e-03", "20.0", "1.0×", "10.0%", "2.5000"]
-    assert rows["ours"][4:6] == ["4.0×", "99.0%"]
-
-
-def test_what_is_missing_is_said_in_one_sentence():
-    with pytest.raises(ValueError, match="name the model and the data"):
-        compare_packing.main(["--model_name_or_path", "m"])
-    with pytest.raises(ValueError, match=r"nothing\.yaml"):
-        compare_packing.main(["--config", "nothing.yaml"])
 
 
 def test_the_config_and_the_demo_are_read():
@@ -94,23 +78,3 @@ def test_padding_free_makes_the_same_steps_and_the_same_validation_loss(tmp_path
     furthest = done.stdout.split("steps differ by ")[1].split()[0]
     assert float(furthest) < 1e-4
     assert done.stdout.count("steps differ by") == 1
-
-
-@pytest.mark.slow
-def test_they_take_data_and_a_model_of_ones_own(tmp_path):
-    from helpers.tiny import save_tiny_model
-
-    rows = [{"q": f"What is {i}?", "a": f"The number {i}."} for i in range(30)]
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = save_tiny_model(tmp_path, "llama")
-    done = run(
-        "padding_free.py",
-        *("--config", str(FOLDER / "compare_packing.yaml"), "--num_documents", "12"),
-        *("--model_name_or_path", model, "--dataset_name", str(path), "--test_split_size", "0.2"),
-        *("--prompt_column", "q", "--completion_column", "a"),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows_found = rows_of(done.stdout, padding_free.RUNS)
-    assert rows_found["padded"][0] == rows_found["padding-free"][0] == "3"

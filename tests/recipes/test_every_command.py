@@ -1,19 +1,26 @@
-"""Every command in `recipes/` and in the README trains two steps, with its YAML file unchanged.
+"""Every command in `recipes/` and in the README trains the rows that its preview shows.
 
-Stand-ins are the model, a tiny one, and the hub, which serves rows of the same columns.
+It trains two steps, with its YAML file unchanged. Stand-ins are the model, a tiny one, and the hub,
+which serves rows of the same columns.
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from helpers.recipes import FOLDER, ROOT, YAMLS, commands_of, module
 from helpers.tiny import save_tiny_model, tiny_rows
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.cli import main
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import TrainingCommand
+
+COMPARISONS = ("compare_packing", "padding_free")
 
 
 def chats() -> list[dict[str, Any]]:
@@ -61,6 +68,17 @@ def models(tmp_path_factory) -> dict[str, str]:
     return {"text": text, "vision": str(folder)}
 
 
+def previewed(recipe: str | None, words: list[str]) -> Any:
+    """Return the documents that `trl-packing inspect` shows."""
+    script = [] if recipe is None else [f"recipes/{recipe}.py"]
+    run = PreviewedRun.from_call(TrainingCommand.from_words([*script, *words]).call)
+    return run.documents()[0]
+
+
+def tokens_of(documents: Any) -> list[tuple[list[int], list[int]]]:
+    return [(list(d["input_ids"]), list(d["labels"])) for d in documents]
+
+
 def commands() -> list[Any]:
     """Return the options of every command, by its recipe; the quick ones are not marked slow."""
     found = {(recipe, f"--config recipes/{name}") for name in YAMLS for recipe in commands_of(name)}
@@ -96,11 +114,39 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
     )
     words = [*shlex.split(options), "--max_steps", "2", "--output_dir", str(tmp_path)]
     words += ["--model_name_or_path", models["vision" if recipe == "vision" else "text"]]
+    shown = tokens_of(previewed(recipe, words)) if recipe not in COMPARISONS else None
     if recipe == "vision":
         words += ["--dataloader_num_workers", "0"]  # four, on a machine of two cores, warn
-    if recipe in ("compare_packing", "padding_free"):
+    if recipe in COMPARISONS:
         words += ["--num_documents", "8"]
     module(recipe).main(words)
     assert trained
     assert all(0 < trainer.state.global_step <= 2 for trainer in trained)
     assert all(trainer._trl_path is None for trainer in trained)
+    if shown is not None:
+        assert any(label != -100 for _, labels in shown for label in labels)
+        rows = trained[0].train_dataset
+        assert isinstance(rows, IterableDataset) or shown == tokens_of(rows)
+
+
+def test_another_recipe_would_show_other_rows(models, tmp_path):
+    """The negative control: the recipe decides, so the comparison above can fail."""
+    rows = "".join(json.dumps(row) + "\n" for row in pairs("prompt", "completion"))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    words = ["--model_name_or_path", models["text"], "--dataset_name", str(tmp_path / "rows.jsonl")]
+    plain, chat = (tokens_of(previewed(name, words)) for name in ("resuming", "sft_packed"))
+    assert plain != chat
+    assert tokens_of(previewed(None, words)) == chat
+    assert tokens_of(previewed(None, [*words, "--chat", "false"])) == plain
+
+
+def test_the_command_shows_the_pictures_of_the_demo(capsys):
+    script = str(FOLDER / "vision.py")
+    rows = module("demo_pictures").demo_rows(600)
+    assert main(["inspect", script, "--rows", "0", "1", "2", "3", "--json"]) == 0
+    for number, row in enumerate(json.loads(capsys.readouterr().out)["rows"]):
+        sizes = [[*image.size[::-1]] for image in rows[number]["images"]]
+        assert row["documents"][0].get("image_sizes") == sizes
+    assert main(["inspect", script, "--rows", *map(str, range(8))]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("[image ") == sum(len(rows[number]["images"]) for number in range(8))

@@ -1,7 +1,6 @@
 """The memory tables in the YAML files of `recipes/` add up, and count what a model needs."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -9,13 +8,10 @@ from helpers.recipes import (
     FOLDER,
     YAMLS,
 )
-from helpers.recipes import module as recipe_module
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     LlamaConfig,
     Qwen3Config,
-    Qwen3VLConfig,
 )
 
 TABLES = [name for name in YAMLS if "# Memory" in (FOLDER / name).read_text()]
@@ -101,92 +97,3 @@ def test_the_arithmetic_counts_the_parameters(config, all_weights, ends, layer, 
     }
     for written, number in counted.items():
         assert written == pytest.approx(number, rel=0.005)
-
-
-# The shapes of Qwen/Qwen3-VL-8B-Instruct.
-QWEN3_VL_8B = Qwen3VLConfig(
-    text_config={
-        name: getattr(QWEN3_8B, name)
-        for name in (
-            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-            *("num_attention_heads", "num_key_value_heads"),
-        )
-    },
-    vision_config={"out_hidden_size": 4096},
-)
-
-
-def test_the_arithmetic_counts_the_vision_language_model():
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(QWEN3_VL_8B)
-    tower = model.model.visual
-    assert model.num_parameters() == pytest.approx(8.77e9, rel=0.005)
-    assert tower.num_parameters() == pytest.approx(0.58e9, rel=0.01)
-    matrices = [
-        module
-        for name, module in model.named_modules()
-        if re.fullmatch(recipe_module("vision").LANGUAGE_MODEL, name)
-    ]
-    rank_16 = 16 * sum(m.in_features + m.out_features for m in matrices)
-    assert rank_16 == pytest.approx(43.6e6, rel=0.005)
-    vision = QWEN3_VL_8B.vision_config
-    assert (len(tower.blocks), vision.hidden_size, vision.patch_size) == (27, 1152, 16)
-    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
-    patches = 4096 * vision.spatial_merge_size**2
-    text = (FOLDER / "vision_8b.yaml").read_text()
-    assert f"4 B × {patches:,} × {pixels:,}" in text
-    assert f"2 B × {patches:,} × {vision.hidden_size:,} × {vision.depth}" in text
-
-
-def kept_in_a_layer(config: Any, tokens: int, *, lora: bool = False) -> float:
-    """Return how many bf16 numbers one decoder layer keeps for its backward pass."""
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    if lora:
-        from peft import LoraConfig, get_peft_model
-
-        adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
-        model = adapted.base_model.model
-    hidden = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), hidden, *positions)}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16):
-        model.model.layers[0](hidden, position_embeddings=positions, attention_mask=None)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 2
-
-
-@pytest.mark.parametrize(
-    ("config", "lora", "alone", "with_gradients"),
-    [
-        (LLAMA_70B, False, 199_000, 285_000),
-        (LLAMA_70B, True, 226_000, 312_000),
-        (QWEN3_8B, False, 108_000, 145_000),
-        (QWEN3_8B, True, 116_000, 153_000),
-    ],
-)
-def test_the_arithmetic_counts_what_a_layer_keeps(config, lora, alone, with_gradients):
-    """Measured on a layer an eighth (a quarter) as wide, with the same proportions.
-
-    While a layer is computed backwards, three gradients of its widest activations come on top.
-    """
-    share = config.hidden_size // 1024
-    small = type(config)(
-        vocab_size=64,
-        hidden_size=1024,
-        intermediate_size=config.intermediate_size // share,
-        num_hidden_layers=1,
-        num_attention_heads=config.num_attention_heads // share,
-        num_key_value_heads=config.num_key_value_heads // share,
-        head_dim=128,
-    )
-    kept = [kept_in_a_layer(small, tokens, lora=lora) for tokens in (32, 96)]
-    measured = share * (kept[1] - kept[0]) / 64  # without what does not grow with the tokens
-    assert alone == pytest.approx(measured, rel=0.05)
-    assert with_gradients == pytest.approx(measured + 3 * config.intermediate_size, rel=0.05)

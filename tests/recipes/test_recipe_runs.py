@@ -128,57 +128,35 @@ def trained_by_sft_packed(name: str, model: str, folder: Path, *further: str) ->
 
 
 @pytest.mark.slow
-def test_full_changes_every_weight(model, tmp_path, capsys):
-    trainer = trained_by_sft_packed("full_0.1b", model, tmp_path)
-    assert_prints("full_0.1b.yaml", capsys.readouterr().out)
+@pytest.mark.parametrize(
+    ("name", "further", "trained"),
+    [
+        ("full_0.1b", (), None),
+        ("lora_0.1b", (), "lora_B"),
+        ("lora_0.1b", ("--use_dora", "true"), "magnitude"),
+        ("lora_0.1b", ("--load_in_4bit", "true"), "lora_B"),
+    ],
+    ids=["full", "lora", "dora", "qlora"],
+)
+def test_weights_or_an_adapter_are_trained(name, further, trained, model, tmp_path, capsys):
+    if "--load_in_4bit" in further:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    trainer = trained_by_sft_packed(name, model, tmp_path, *further)
+    assert_prints(f"{name}.yaml", capsys.readouterr().out)
     assert decreases(trainer)
-    before, after = weights(Path(model)), weights(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(not torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.slow
-def test_lora_saves_an_adapter_and_leaves_the_model_alone(model, tmp_path, capsys):
-    trainer = trained_by_sft_packed("lora_0.1b", model, tmp_path)
-    assert_prints("lora_0.1b.yaml", capsys.readouterr().out)
-    assert decreases(trainer)
+    before = weights(Path(model))
+    if trained is None:
+        after = weights(tmp_path / "out")
+        assert before.keys() == after.keys()
+        assert all(not torch.equal(before[name], after[name]) for name in before)
+        return
     adapter = weights(tmp_path / "out", "adapter_model.safetensors")
-    assert adapter
-    assert all("lora_" in name for name in adapter)
-    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
-    base, before = trainer.model.base_model.model.state_dict(), weights(Path(model))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(base[name.replace("q_proj", "q_proj.base_layer")], before[name])
-
-
-@pytest.mark.slow
-def test_dora_trains_the_lengths_of_the_weights(model, tmp_path, capsys):
-    trainer = trained_by_sft_packed("lora_0.1b", model, tmp_path, "--use_dora", "true")
-    assert_prints("lora_0.1b.yaml", capsys.readouterr().out)
-    assert decreases(trainer)
-    adapter = weights(tmp_path / "out", "adapter_model.safetensors")
-    assert any("magnitude" in name for name in adapter)
-
-
-@pytest.mark.slow
-def test_qlora_trains_on_the_cpu(model, tmp_path, capsys):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    trainer = trained_by_sft_packed("lora_0.1b", model, tmp_path, "--load_in_4bit", "true")
-    assert "Trained " in capsys.readouterr().out
-    assert decreases(trainer)
+    assert any(tensor.any() for name, tensor in adapter.items() if trained in name)
     base = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
-    assert base.dtype == torch.uint8
-    assert weights(tmp_path / "out", "adapter_model.safetensors")
-
-
-@pytest.mark.slow
-def test_chat_data_trains_the_assistants_turns(model, tmp_path, capsys):
-    trainer = run("chat_data", model, tmp_path)
-    assert_prints("chat_data", capsys.readouterr().out)
-    assert decreases(trainer)
-    assert trained(trainer, 2) == "Four, as two and two have been in every village that ever " + (
-        "counted sheep.<|im_end|>"
-    )
+    if "--load_in_4bit" in further:
+        assert base.dtype == torch.uint8
+    else:
+        assert torch.equal(base, before["model.layers.0.self_attn.q_proj.weight"])
 
 
 def trained(trainer: PackedSFTTrainer, row: int) -> str:
@@ -190,49 +168,32 @@ def trained(trainer: PackedSFTTrainer, row: int) -> str:
 
 
 @pytest.mark.slow
-def test_tool_calls_are_trained_and_tool_results_are_not(model, tmp_path, capsys):
-    trainer = run("tool_calling", model, tmp_path)
-    assert_prints("tool_calling", capsys.readouterr().out)
+@pytest.mark.parametrize(
+    ("recipe", "row", "text"),
+    [
+        ("chat_data", 0, "Beautiful.<|im_end|>"),
+        ("response_template", 0, "Beautiful.<|im_end|>"),
+        ("tool_calling", 3, "It is 3 degrees."),
+    ],
+)
+def test_a_recipe_prints_what_it_promises_and_trains_the_answers(
+    recipe, row, text, model, tmp_path, capsys
+):
+    trainer = run(recipe, model, tmp_path)
+    assert_prints(recipe, capsys.readouterr().out)
     assert decreases(trainer)
-    text = trained(trainer, 3)
-    assert '"name": "weather"' in text
-    assert "It is 3 degrees." in text
-    assert text.count("3 degrees") == 1  # the tool said it too
+    found = trained(trainer, row)
+    assert text in found
+    assert found.count("3 degrees") == (recipe == "tool_calling")  # the tool said it too
 
 
 @pytest.mark.slow
-def test_response_template_trains_what_follows_it(model, tmp_path, capsys):
-    trainer = run("response_template", model, tmp_path)
-    assert_prints("response_template", capsys.readouterr().out)
-    assert decreases(trainer)
-    assert trained(trainer, 0) == "Beautiful.<|im_end|>"
-
-
-@pytest.mark.slow
-def test_shared_prefixes_train_as_the_documents_apart(model, tmp_path, capsys):
-    grouped = run("shared_prefixes", model, tmp_path)
-    assert_prints("shared_prefixes", capsys.readouterr().out)
-    assert decreases(grouped)
-    shared, whole = (
-        run(
-            *("shared_prefixes", model, tmp_path / mode, "--prefix_sharing", mode),
-            *("--optim", "sgd", "--learning_rate", "0.05"),
-        ).state.log_history[-1]
-        for mode in ("bin", "off")  # with groups, the steps have other documents
-    )
-    assert shared["train_computed_tokens"] < shared["train_tokens"] == whole["train_tokens"]
-    assert "train_computed_tokens" not in whole
-    # float32: another order of sums in ten steps of SGD.
-    weights_of = [weights(tmp_path / mode / "out") for mode in ("bin", "off")]
-    torch.testing.assert_close(*weights_of)
-
-
-@pytest.mark.slow
-def test_the_demo_of_shared_prefixes_needs_no_model(tmp_path, capsys):
-    trainer = module("shared_prefixes").main(
+@pytest.mark.parametrize("recipe", ["shared_prefixes", "every_turn"])
+def test_a_demo_needs_no_model(recipe, tmp_path, capsys):
+    trainer = module(recipe).main(
         ["--output_dir", str(tmp_path / "out"), "--max_steps", "12", "--logging_steps", "4"]
     )
-    assert_prints("shared_prefixes", capsys.readouterr().out)
+    assert_prints(recipe, capsys.readouterr().out)
     assert decreases(trainer)
 
 
@@ -247,34 +208,6 @@ def test_the_demo_of_vision_looks_at_its_pictures(tmp_path, capsys):
     right, wrong = map(float, losses.groups())
     assert 3 * right < wrong
     assert weights(tmp_path / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tower", ["true", "false"])
-def test_vision_adapts_the_language_model_and_the_tower_if_asked(tower, tmp_path, capsys):
-    folder = tmp_path / "model"
-    for part in module("demo_pictures").demo_model(seed=0):
-        part.save_pretrained(folder)
-    rows = []
-    for number, row in enumerate(module("demo_pictures").demo_rows(24)):
-        names = [f"{number}_{n}.png" for n in range(len(row["images"]))]
-        for name, image in zip(names, row["images"], strict=True):
-            image.save(tmp_path / name)
-        rows.append({"images": names, "messages": row["messages"]})
-    data = write(tmp_path / "rows.jsonl", rows)
-    trainer = module("vision").main(
-        [
-            *("--config", str(FOLDER / "vision_8b.yaml"), "--model_name_or_path", str(folder)),
-            *("--dataset_name", data, "--image_folder", str(tmp_path), "--max_length", "512"),
-            *("--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--bf16", "false"),
-            *("--train_tower", tower, "--dataloader_num_workers", "0"),
-        ]
-    )
-    assert trainer._trl_path is None
-    adapter = weights(tmp_path / "out", "adapter_model.safetensors")
-    parts = ("language_model", "vision_tower", "multi_modal_projector")
-    found = [part for part in parts if any(part in name for name in adapter)]
-    assert found == [*parts] if tower == "true" else found == ["language_model"]
 
 
 @pytest.mark.slow
@@ -325,17 +258,6 @@ def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
     assert any(not torch.equal(whole[name], t) for name, t in weights(Path(model)).items())
 
 
-def test_right_documents_are_those_without_an_error():
-    evaluation = module("evaluation")
-    from transformers import EvalPrediction
-
-    labels = np.array([[-100, 5, 6, 7], [-100, -100, 8, -100], [-100, 5, 6, -100]])
-    # Position i predicts label i + 1.
-    predicted = np.array([[5, 6, 7, 0], [9, 8, 9, 9], [5, 0, 9, 9]])
-    found = evaluation.right_documents(EvalPrediction(predicted, labels))
-    assert found == {"right_documents": pytest.approx(2 / 3)}
-
-
 @pytest.mark.slow
 def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, capsys):
     trainer = run(
@@ -349,15 +271,6 @@ def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, ca
     best = min(evaluated[1:3], key=lambda entry: entry["eval_loss"])
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best['step']}")
     assert evaluated[3]["eval_loss"] == pytest.approx(best["eval_loss"], rel=TWO_RUNS)
-    table = {
-        name: map(float, n) for name, *n in re.findall(r"(eval_\w+) +([\d.]+) +([\d.]+)", output)
-    }
-    assert len(table) == 5
-    for name, (before, after) in table.items():
-        assert before == pytest.approx(evaluated[0][name], rel=1e-3)
-        assert after == pytest.approx(evaluated[3][name], rel=1e-3)
-        assert after <= before if name == "eval_right_documents" else after < before
-    assert evaluated[3]["eval_perplexity"] == pytest.approx(np.exp(evaluated[3]["eval_loss"]))
 
 
 def on_two_ranks(recipe: str, model: str, folder: Path, *further: str) -> str:
@@ -439,13 +352,3 @@ def test_full_trains_sharded_weights_with_its_configuration_for_fsdp2(model, tmp
     for weight, before in weights(Path(model)).items():
         assert saved[weight].shape == before.shape
         assert weight.endswith("norm.weight") or not torch.equal(saved[weight], before)
-
-
-@pytest.mark.slow
-def test_every_turn_of_the_demo_is_a_document(tmp_path, capsys):
-    trainer = module("every_turn").main(
-        ["--max_steps", "12", "--logging_steps", "4", "--output_dir", str(tmp_path / "out")]
-    )
-    assert_prints("every_turn", capsys.readouterr().out)
-    assert trainer.packing_report.preparation.conversations.number == 400
-    assert decreases(trainer)

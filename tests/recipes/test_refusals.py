@@ -17,12 +17,6 @@ def test_without_a_model_it_says_what_is_missing(recipe, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("recipe", DEMOS)
-def test_a_demo_with_only_data_says_what_is_missing(recipe, tmp_path):
-    with pytest.raises(SystemExit, match="name the model and the data"):
-        module(recipe).main(["--dataset_name", str(tmp_path / "nothing.jsonl")])
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_refusal_is_one_line_without_a_traceback(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -46,20 +40,6 @@ def test_a_refusal_is_one_line_without_a_traceback(recipe, tmp_path, monkeypatch
         assert said.startswith(f"{recipe}.py: ")
         assert "\n" not in said
         assert sentence in said
-
-
-def test_an_error_inside_a_training_step_keeps_its_traceback():
-    def training_step():
-        raise ValueError("a shape is wrong")
-
-    @exits_in_one_line
-    def main(function):
-        function()
-
-    with pytest.raises(ValueError, match="a shape is wrong"):
-        main(training_step)
-    with pytest.raises(SystemExit, match=r"^test_refusals.py: invalid literal"):
-        main(lambda: int("x"))
 
 
 def test_a_rank_says_its_number_and_an_unexpected_error_its_type(monkeypatch):

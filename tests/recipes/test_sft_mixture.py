@@ -10,10 +10,8 @@ import yaml
 from datasets import concatenate_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
-from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
-from trl_packing.training.arguments import check_arguments
 
 A = [{"prompt": f"What is {i}?", "completion": f"A number: {i}."} for i in range(30)]
 B = [{"prompt": f"And {i}?", "completion": f"Another: {i}."} for i in range(12)]
@@ -65,15 +63,6 @@ def test_the_rows_are_those_of_trl(files, shares):
     assert list(ours) == list(by_trl(entries))
 
 
-def test_a_share_of_all_rows_is_held_out(files):
-    entries = [SourceConfig(path=file) for file in files.values()]
-    train, test, *_ = load_sources(entries, streaming=False, test_size=0.25, seed=1)
-    kept = [tuple(row.values()) for part in train.values() for row in part]
-    held_out = [tuple(row.values()) for part in test.values() for row in part]
-    assert len(held_out) == 11
-    assert sorted(kept + held_out) == sorted(tuple(row.values()) for row in A + B)
-
-
 def test_names_are_told_apart(tmp_path, files):
     entries = [SourceConfig(path=files["a"]), SourceConfig(path=files["a"], source="b")]
     entries += [SourceConfig(path=files["a"]), SourceConfig(path="json", data_files=files["b"])]
@@ -97,23 +86,6 @@ def test_weights_and_epochs_become_the_mixture_of_the_run(tmp_path, files):
         "numbers": 30,
         "b": 12,
     }
-
-
-def test_weights_of_entries_may_count_tokens(tmp_path, files):
-    entries = [{"path": files["a"], "weight": 1}, {"path": files["b"], "weight": 1}]
-    call = call_of(config_of(tmp_path, entries, mixture_unit="tokens"))
-    sources = preview_epoch(PreviewedRun.from_call(call)).sources
-    tokens = [source.tokens for source in sources]
-    assert abs(tokens[0] - tokens[1]) < 0.1 * sum(tokens)
-    unmixed = call_of(config_of(tmp_path, [{"path": files["a"]}], mixture_unit="tokens"))
-    with pytest.raises(ValueError, match="mixture_unit='tokens' has no effect without mixture"):
-        check_arguments(unmixed.args, unmixed.train_dataset)
-
-
-def test_columns_are_named_in_the_entries(tmp_path, files):
-    config = config_of(tmp_path, [{"path": files["a"]}], prompt_column="question")
-    with pytest.raises(ValueError, match="prompt_column belongs into the entries"):
-        call_of(config)
 
 
 # Files of data sets as people have them, by source.
@@ -160,30 +132,6 @@ def test_each_entry_names_its_own_columns(tmp_path):
     assert {n: list(r) for n, r in streams.items()} == {n: list(r) for n, r in sets.items()}
 
 
-def test_an_entry_decides_whether_its_rows_are_conversations(tmp_path):
-    own = {
-        "alpaca": {"prompt_template": "alpaca", "completion_column": "output", "chat": True},
-        "math": {"prompt_column": "answer", "completion_column": "question"},
-        "trl": {"chat": False},
-        "web": {"dataset_text_field": "body"},
-    }
-    more = {"dataset_text_field": "page", "chat_template_path": str(chat_template(tmp_path))}
-    sets = call_of(config_of(tmp_path, entries_of(tmp_path, own), **more)).train_dataset
-    prompt, completion = sets["alpaca"][0]["prompt"], sets["alpaca"][0]["completion"]
-    assert (prompt[0]["role"], completion[0]["content"]) == ("user", "1")
-    assert "### Instruction:\nAdd 0.\n\n### Input:\n0 and 1\n" in prompt[0]["content"]
-    assert sets["math"][2]["prompt"] == [{"role": "user", "content": "2."}]
-    assert sets["math"][2]["completion"] == [{"role": "assistant", "content": "What is 2?"}]
-    assert sets["trl"][1] == FILES["trl"][1]
-    assert sets["web"].column_names == ["page"]
-
-
-def chat_template(tmp_path):
-    path = tmp_path / "chat.jinja"
-    path.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
-    return path
-
-
 @pytest.mark.parametrize(
     ("source", "named", "sentence"),
     [
@@ -210,25 +158,6 @@ def test_a_mistake_in_the_columns_of_an_entry_names_it(tmp_path, source, named, 
     with pytest.raises(ValueError, match=sentence) as refusal:
         PreviewedRun.from_call(call_of(config_of(tmp_path, entries))).documents()
     assert "\n" not in str(refusal.value)
-
-
-def test_a_row_without_a_value_names_its_entry(tmp_path):
-    missing = tmp_path / "missing.jsonl"
-    missing.write_text('{"q": "Two?", "a": "Two."}\n' * 2 + '{"q": "Three?", "a": null}\n')
-    own = {"prompt_column": "q", "completion_column": "a", "weight": 1}
-    entries = [{"path": str(missing), **own}]
-    sentence = r"missing: row 2 has no value in the column 'a'"
-    with pytest.raises(ValueError, match=sentence):
-        call_of(config_of(tmp_path, entries))
-    call = call_of(config_of(tmp_path, entries, streaming=True, max_steps=1))
-    with pytest.raises(ValueError, match=sentence):
-        list(call.train_dataset["missing"])
-
-
-def test_streams_are_read_as_streams(tmp_path, files):
-    entries = [{"path": file, "weight": 1} for file in files.values()]
-    call = call_of(config_of(tmp_path, entries, streaming=True, max_steps=1))
-    assert list(call.train_dataset["b"]) == B
 
 
 @pytest.mark.parametrize(

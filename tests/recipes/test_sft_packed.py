@@ -63,19 +63,6 @@ def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
     assert not any("not read" in note for note in notes)
 
 
-def test_a_file_of_the_folder_that_is_in_no_split_is_named(tmp_path):
-    write(tmp_path / "train.jsonl", ROWS)
-    write(tmp_path / "more.jsonl", ROWS)
-    notes = load(str(tmp_path), **NAMED).notes
-    assert any("more.jsonl" in note for note in notes)
-
-
-def test_a_part_of_a_split_is_read(tmp_path):
-    name = write(tmp_path / "data.jsonl", ROWS)
-    train = load(name, dataset_train_split="train[:3]", **NAMED).train
-    assert train["prompt"] == ["What is 0?", "What is 1?", "What is 2?"]
-
-
 @pytest.mark.parametrize(
     ("row", "options"),
     [
@@ -103,13 +90,6 @@ def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path
     assert train[0]["completion"] == [*row.values()][-1]
 
 
-@pytest.mark.parametrize("column", ["image", "images"])
-def test_rows_with_images_belong_to_another_recipe(tmp_path, column):
-    row = {"messages": [{"role": "user", "content": "Why?"}], column: "a.png"}
-    with pytest.raises(ValueError, match=r"holds images: train them with recipes/vision.py"):
-        load(write(tmp_path / "data.jsonl", [row]))
-
-
 def test_the_weight_of_a_document_stays_beside_it(tmp_path):
     row = {"messages": [{"role": "user", "content": "Why?"}], "loss_weight": 0.5, "n": 1}
     train = load(write(tmp_path / "data.jsonl", [row])).train
@@ -121,12 +101,6 @@ def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
     template = r"{n}. {question} {{brief}}\nAnswer: "  # as a shell passes it: \ and n
     train = load(name, prompt_template=template, completion_column="answer").train
     assert train[2]["prompt"] == "2. What is 2? {brief}\nAnswer: "
-
-
-def test_a_share_is_held_out(tmp_path):
-    train, test, *_ = load(write(tmp_path / "data.jsonl", ROWS), test_split_size=0.2, **NAMED)
-    assert (len(train), len(test)) == (8, 2)
-    assert not set(train["prompt"]) & set(test["prompt"])
 
 
 def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_path):
@@ -141,11 +115,6 @@ def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_pat
         "prompt": "What is 0?",
         "completion": "A number: 0.",
     }
-
-
-def test_the_user_is_told_when_prompt_and_completion_touch(tmp_path):
-    (note,) = load(write(tmp_path / "data.jsonl", ROWS), **NAMED).notes
-    assert "'What is 0?A number: 0.'" in note
 
 
 @pytest.mark.parametrize(
@@ -166,12 +135,6 @@ def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row):
     train, _, notes, _ = load(write(tmp_path / "data.jsonl", [row] * 3))
     assert train[0] == row
     assert notes == []
-
-
-def test_a_named_column_holds_the_messages(tmp_path):
-    rows = [{"chat": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "id": 1}]
-    train = load(write(tmp_path / "data.jsonl", rows), messages_column="chat").train
-    assert train[0] == {"messages": rows[0]["chat"]}  # the trainer knows these keys and roles
 
 
 def test_a_stream_gives_the_same_documents(tmp_path):
@@ -223,12 +186,6 @@ def test_bad_data_is_refused_in_one_sentence(tmp_path, file, arguments, sentence
     assert "\n" not in str(refusal.value)
 
 
-def test_a_stream_cannot_hold_out_a_share(tmp_path):
-    name = write(tmp_path / "data.jsonl", ROWS)
-    with pytest.raises(ValueError, match="stream"):
-        load(name, dataset_streaming=True, test_split_size=0.2, **NAMED)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -250,14 +207,6 @@ def test_bad_arguments_write_nothing(tmp_path, monkeypatch, arguments, sentence)
 # --- the demo -----------------------------------------------------------------------------------
 
 
-def test_the_demos_settings_do_not_leak_into_a_real_run():
-    _, demo, _ = sft_packed.parse([])
-    _, real, _ = sft_packed.parse(["--model_name_or_path", "m", "--dataset_name", "d"])
-    assert demo.learning_rate == sft_packed.DEMO_ARGUMENTS["learning_rate"]
-    assert real.learning_rate == 2e-5  # TRL's
-    assert real.output_dir != demo.output_dir
-
-
 def test_what_the_user_says_wins_over_the_demo_and_the_yaml_file(tmp_path):
     assert sft_packed.parse(["--learning_rate", "0.5"])[1].learning_rate == 0.5
     config = ["--config", str(FOLDER / "sft_gsm8k.yaml")]
@@ -274,14 +223,6 @@ def test_the_committed_demo_is_what_its_script_writes(tmp_path):
     demo = FOLDER / "demo"
     assert written == {p.relative_to(demo): p.read_bytes() for p in demo.rglob("*") if p.is_file()}
     assert sum(map(len, written.values())) < 1_500_000
-
-
-def test_no_held_out_prompt_is_trained_on():
-    train, test, *_ = load_documents(
-        DataArguments(dataset_name=str(FOLDER / "demo" / "data")), needs_test=True
-    )
-    assert len(test) == 200
-    assert not set(train["prompt"]) & set(test["prompt"])
 
 
 def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys, monkeypatch):
