@@ -48,36 +48,6 @@ def test_compute_metrics_sees_one_padded_row_a_document(tmp_path, packing):
         assert labels == row["labels"] + [-100] * (17 - length)
 
 
-@both_modes
-def test_compute_metrics_during_training(tmp_path, packing):
-    trainer = trainer_for(
-        tmp_path,
-        packing=packing,
-        eval_strategy="steps",
-        eval_steps=1,
-        arguments={
-            "eval_dataset": tiny_dataset(rows=5),
-            "compute_metrics": lambda p: {"width": p.predictions.shape[-1]},
-        },
-    )
-    with pytest.warns(FutureWarning, match="`return_outputs=True`"):
-        trainer.train()
-    assert logged(trainer, "eval_width") == [VOCAB_SIZE, VOCAB_SIZE]
-    assert all(math.isfinite(loss) for loss in logged(trainer, "eval_loss"))
-
-
-def test_preprocess_logits_for_metrics(tmp_path):
-    trainer = trainer_for(
-        tmp_path,
-        arguments={
-            "eval_dataset": tiny_dataset(rows=5),
-            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
-            "compute_metrics": lambda p: {"dimensions": p.predictions.ndim},
-        },
-    )
-    assert trainer.evaluate()["eval_dimensions"] == 2
-
-
 def test_batch_eval_metrics(tmp_path):
     seen = []
 
@@ -105,19 +75,6 @@ def test_predict_returns_logits(tmp_path, packing):
     if not packing:
         longest = max(len(ids) for ids, _ in documents(trainer.train_dataset))
         assert output.predictions.shape[:2] == (16, longest)
-
-
-def test_metrics_can_include_inputs_and_losses(tmp_path):
-    trainer = trainer_for(
-        tmp_path,
-        include_for_metrics=["inputs", "loss"],
-        arguments={
-            "eval_dataset": tiny_dataset(rows=5),
-            "compute_metrics": lambda p: {"inputs": len(p.inputs), "losses": len(p.losses)},
-        },
-    )
-    metrics = trainer.evaluate()
-    assert metrics["eval_inputs"] == metrics["eval_losses"] == 5
 
 
 @both_modes

@@ -1,7 +1,6 @@
 """The constructor takes the arguments of `SFTTrainer`: models and their ids, dtypes, settings."""
 
 import inspect
-import json
 import math
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import transformers
 from helpers.drop_in import (
     PackedSFTTrainer,
     both_modes,
-    config,
     packed_only,
     train_moves_all,
     trainer_for,
     trainer_from_id,
 )
-from helpers.tiny import MODELS, save_tiny_model, tiny_dataset, tiny_model, tiny_tokenizer
+from helpers.tiny import MODELS, tiny_dataset, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -87,29 +85,12 @@ def test_three_epochs_of_trl_defaults(tmp_path, model_id, packing):
     assert (tmp_path / f"checkpoint-{trainer.state.global_step}" / "model.safetensors").exists()
 
 
-def test_attn_implementation_can_be_named(tmp_path, model_id):
-    for name in ("sdpa", "eager"):
-        trainer = trainer_from_id(
-            model_id, tmp_path, model_init_kwargs={"attn_implementation": name}
-        )
-        train_moves_all(trainer)
-
-
 def test_args_may_be_none(tmp_path, model_id, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # the default, bf16, asks for a GPU that has it; autocast on a CPU does too
     monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
     trainer = PackedSFTTrainer(model=model_id, train_dataset=tiny_dataset())
     assert Path(trainer.args.output_dir).name == "tiny-qwen2-SFT"
-
-
-@pytest.mark.parametrize("kind", ["plain", "peft"])
-def test_tags_are_added(tmp_path, model_id, kind):
-    peft_config = None
-    if kind == "peft":
-        peft_config = pytest.importorskip("peft").LoraConfig()
-    trainer = trainer_from_id(model_id, tmp_path, {"peft_config": peft_config})
-    assert {"trl", "sft"} <= {*trainer.model.model_tags}
 
 
 def test_plain_training_arguments_are_taken(tmp_path):
@@ -123,71 +104,6 @@ def test_plain_training_arguments_are_taken(tmp_path):
     assert trainer.args.packing is False
     trainer.train()
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"model_init_kwargs": {"dtype": "float32"}}, "`model_init_kwargs` will be ignored"),
-        ({"packing": False}, ""),
-    ],
-)
-def test_model_init_kwargs_with_a_model_only_warn(tmp_path, caplog, change, text):
-    with caplog.at_level("WARNING"):
-        trainer_for(tmp_path, **change)
-    assert text in caplog.text
-
-
-def test_quantization_config_in_two_places_is_refused(tmp_path, model_id):
-    quantization_config = transformers.BitsAndBytesConfig(load_in_8bit=True)
-    with pytest.raises(ValueError, match="`quantization_config` both"):
-        trainer_from_id(
-            model_id,
-            tmp_path,
-            {"quantization_config": quantization_config},
-            model_init_kwargs={"quantization_config": quantization_config},
-        )
-
-
-def test_a_processing_class_must_be_one(tmp_path):
-    with pytest.raises(TypeError, match="processing_class"):
-        PackedSFTTrainer(
-            tiny_model(), config(tmp_path), train_dataset=tiny_dataset(), processing_class=object()
-        )
-
-
-REMOTE_CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-class TinyRemoteConfig(LlamaConfig):
-    model_type = "tiny_remote"
-
-class TinyRemoteForCausalLM(LlamaForCausalLM):
-    config_class = TinyRemoteConfig
-"""
-
-
-def test_remote_code_needs_trust(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "hub")
-    )
-    folder = Path(save_tiny_model(tmp_path, "llama"))
-    (folder / "modeling_tiny_remote.py").write_text(REMOTE_CODE)
-    written = json.loads((folder / "config.json").read_text())
-    written |= {
-        "model_type": "tiny_remote",
-        "architectures": ["TinyRemoteForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "modeling_tiny_remote.TinyRemoteConfig",
-            "AutoModelForCausalLM": "modeling_tiny_remote.TinyRemoteForCausalLM",
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match="custom code"):
-        trainer_from_id(str(folder), tmp_path)
-    trainer = trainer_from_id(str(folder), tmp_path, trust_remote_code=True)
-    assert type(trainer.model).__name__ == "TinyRemoteForCausalLM"
-    train_moves_all(trainer)
 
 
 @both_modes

@@ -1,6 +1,5 @@
 """Every form of data set that TRL trains on trains here, and becomes the same documents."""
 
-import json
 import math
 
 import pytest
@@ -91,15 +90,6 @@ def test_documents_are_the_rows_that_trl_prepares(tmp_path, form, max_length):
     assert documents(ours.train_dataset) == documents(theirs.train_dataset)
 
 
-@packed_only
-@pytest.mark.parametrize("form", TEXT_FORMS)
-def test_train_dataset_holds_documents_in_their_order_when_packing(tmp_path, form):
-    packed = trainer_for(tmp_path, form, packing=True, max_length=256)
-    unpacked = trainer_for(tmp_path, form, packing=False, max_length=256)
-    assert documents(packed.train_dataset) == documents(unpacked.train_dataset)
-    assert not {"completion_mask", "assistant_masks"} & {*packed.train_dataset.column_names}
-
-
 @both_modes
 def test_formatting_func_makes_the_text(tmp_path, packing):
     trainer = trainer_for(
@@ -113,43 +103,12 @@ def test_formatting_func_makes_the_text(tmp_path, packing):
     train_moves_all(trainer)
 
 
-def test_formatting_func_is_refused_with_completion_only_loss(tmp_path):
-    with pytest.raises(ValueError, match="formatting function"):
-        trainer_for(
-            tmp_path,
-            "prompt_completion",
-            arguments={"formatting_func": lambda row: row["prompt"]},
-        )
-
-
-def test_formatting_func_is_ignored_for_tokens(tmp_path):
-    plain = trainer_for(tmp_path, "tokenized")
-    formatted = trainer_for(
-        tmp_path, "tokenized", arguments={"formatting_func": lambda row: "something else"}
-    )
-    assert documents(formatted.train_dataset) == documents(plain.train_dataset)
-
-
 @both_modes
 def test_dataset_text_field_names_the_column(tmp_path, packing):
     dataset = tiny_dataset("language_modeling").rename_column("text", "body")
     trainer = trainer_for(tmp_path, dataset, packing=packing, dataset_text_field="body")
     assert QUESTIONS_AND_ANSWERS[0][0] in trained_text(trainer)
     train_moves_all(trainer)
-
-
-def test_tools_may_be_json(tmp_path):
-    dataset = tiny_dataset("tools")
-    as_json = dataset.remove_columns("tools").add_column(
-        "tools", [json.dumps(tools) for tools in dataset["tools"]]
-    )
-    tokenizer = tiny_tokenizer(chat=True)
-    prepared = [
-        documents(trainer_for(tmp_path, d, processing_class=tokenizer).train_dataset)
-        for d in (dataset, as_json)
-    ]
-    assert "Tools: " in tokenizer.decode(prepared[0][0][0])
-    assert prepared[0] == prepared[1]
 
 
 def test_chat_template_kwargs_of_each_row_reach_the_template(tmp_path):
@@ -192,26 +151,6 @@ def test_rows_packed_by_trl_keep_their_documents_apart(tmp_path, packing):
 
 
 @both_modes
-def test_shuffle_dataset_keeps_the_documents(tmp_path, packing):
-    plain = trainer_for(tmp_path, "tokenized", packing=packing, max_length=64)
-    shuffled = trainer_for(
-        tmp_path, "tokenized", packing=packing, max_length=64, shuffle_dataset=True
-    )
-    tokens = [
-        sorted(i for ids, _ in documents(t.train_dataset) for i in ids) for t in (plain, shuffled)
-    ]
-    assert tokens[0] == tokens[1]
-    train_moves_all(shuffled)
-
-
-@pytest.mark.slow
-def test_dataset_num_proc_prepares_the_same_documents(tmp_path):
-    one = trainer_for(tmp_path, "prompt_completion")
-    two = trainer_for(tmp_path, "prompt_completion", dataset_num_proc=2)
-    assert documents(one.train_dataset) == documents(two.train_dataset)
-
-
-@both_modes
 def test_skip_prepare_dataset_takes_rows_as_they_are(tmp_path, packing):
     trainer = trainer_for(
         tmp_path,
@@ -223,27 +162,12 @@ def test_skip_prepare_dataset_takes_rows_as_they_are(tmp_path, packing):
     train_moves_all(trainer)
 
 
-def test_skip_prepare_dataset_refuses_masks_without_labels(tmp_path):
-    with pytest.raises(ValueError, match="Add a 'labels' column"):
-        trainer_for(
-            tmp_path, "tokenized_assistant_masks", dataset_kwargs={"skip_prepare_dataset": True}
-        )
-
-
 def test_evaluate_refuses_masks_without_labels_where_preparation_is_skipped(tmp_path):
     trainer = trainer_for(
         tmp_path, "tokenized_labels", dataset_kwargs={"skip_prepare_dataset": True}
     )
     with pytest.raises(ValueError, match="Add a 'labels' column"):
         trainer.evaluate(tiny_dataset("tokenized_assistant_masks", 4))
-
-
-def test_a_transformed_dataset_is_refused_unless_preparation_is_skipped(tmp_path):
-    dataset = tiny_dataset("language_modeling").with_transform(lambda batch: batch)
-    with pytest.raises(
-        ValueError, match=r"Dataset\.with_transform\(\).*skip_prepare_dataset.*trainer-ready"
-    ):
-        trainer_for(tmp_path, dataset)
 
 
 @both_modes
@@ -266,9 +190,3 @@ def test_a_transform_runs_while_training_where_preparation_is_skipped(tmp_path, 
     before = sum(calls)
     train_moves_all(trainer)
     assert sum(calls) > before
-
-
-def test_dispatch_batches_is_turned_off_for_streams(tmp_path):
-    trainer = trainer_for(tmp_path, tiny_iterable(), accelerator_config={"dispatch_batches": True})
-    assert trainer.args.accelerator_config.dispatch_batches is False
-    train_moves_all(trainer)

@@ -8,7 +8,6 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from harness import TWO_RUNS
 from helpers.drop_in import PackedSFTTrainer, both_modes, logged, packed_only, trainer_for
 from helpers.tiny import (
-    VOCAB_SIZE,
     documents_of_lengths,
     tiny_dataset,
     tiny_dataset_dict,
@@ -90,21 +89,6 @@ def test_eval_loss_is_the_exact_mean_over_trained_tokens(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, abs=1e-5)
 
 
-@packed_only
-def test_a_prepared_eval_dataset_can_be_passed_again(tmp_path):
-    trainer = trainer_for(tmp_path, packing=True, arguments={"eval_dataset": tiny_dataset(rows=5)})
-    assert len(trainer.eval_dataset) == 5
-    first = trainer.evaluate()["eval_loss"]
-    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(first, rel=TWO_RUNS)
-
-
-def test_evaluate_takes_the_name_of_a_set_and_a_prefix(tmp_path):
-    trainer = trainer_for(tmp_path, arguments={"eval_dataset": dict(tiny_dataset_dict())})
-    by_name = trainer.evaluate("test")
-    assert math.isfinite(by_name["eval_loss"])
-    assert math.isfinite(trainer.evaluate("test", metric_key_prefix="held_out")["held_out_loss"])
-
-
 @both_modes
 def test_evaluation_during_training_is_logged_by_name(tmp_path, packing):
     trainer = trainer_for(
@@ -117,20 +101,6 @@ def test_evaluation_during_training_is_logged_by_name(tmp_path, packing):
     trainer.train()
     keys = [key for entry in trainer.state.log_history for key in entry if key.endswith("_loss")]
     assert keys == ["eval_train_loss", "eval_test_loss"] * 2 + ["train_loss"]
-
-
-@both_modes
-def test_evaluation_logs_trl_metrics(tmp_path, packing):
-    trainer = trainer_for(
-        tmp_path, packing=packing, arguments={"eval_dataset": tiny_dataset(rows=5)}
-    )
-    metrics = trainer.evaluate()
-    assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"} <= {
-        *metrics
-    }
-    # a random model over 320 tokens is nearly as unsure as can be
-    assert 0.5 * math.log(VOCAB_SIZE) < metrics["eval_entropy"] < math.log(VOCAB_SIZE)
-    assert 0 <= metrics["eval_mean_token_accuracy"] < 0.2
 
 
 @both_modes

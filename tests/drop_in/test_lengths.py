@@ -15,25 +15,6 @@ def test_truncation_keeps_one_end(tmp_path, mode, kept):
     assert [ids for ids, _ in documents(trainer.train_dataset)] == [kept, [20, 21]]
 
 
-def test_documents_masked_by_truncation_are_dropped(tmp_path):
-    rows = [
-        {"input_ids": [7, 8, 9, 10, 11], "assistant_masks": [0, 0, 0, 1, 1]},
-        {"input_ids": [20, 21, 22], "assistant_masks": [1, 1, 1]},
-    ]
-    trainer = trainer_for(tmp_path, Dataset.from_list(rows), max_length=3)
-    assert [labels for _, labels in documents(trainer.train_dataset)] == [[20, 21, 22]]
-
-
-@packed_only
-def test_masked_documents_are_dropped_when_packing(tmp_path):
-    rows = [
-        {"input_ids": [7, 8, 9, 10, 11], "labels": [-100, -100, -100, -100, -100]},
-        {"input_ids": [20, 21, 22], "labels": [-100, 21, 22]},
-    ]
-    trainer = trainer_for(tmp_path, Dataset.from_list(rows), max_length=3, packing=True)
-    assert [ids for ids, _ in documents(trainer.train_dataset)] == [[20, 21, 22]]
-
-
 @pytest.mark.parametrize("max_length", [3, None])
 def test_masked_documents_keep_their_place_without_max_length(tmp_path, max_length):
     rows = [
@@ -43,18 +24,6 @@ def test_masked_documents_keep_their_place_without_max_length(tmp_path, max_leng
     trainer = trainer_for(tmp_path, Dataset.from_list(rows), max_length=max_length)
     kept = [ids for ids, _ in documents(trainer.train_dataset)]
     assert kept == ([[7, 8, 9]] if max_length is None else []) + [[20, 21, 22]]
-
-
-def test_an_empty_document_is_dropped(tmp_path):
-    rows = [{"input_ids": [7, 8, 9]}, {"input_ids": []}]
-    trainer = trainer_for(tmp_path, Dataset.from_list(rows))
-    assert documents(trainer.train_dataset) == [([7, 8, 9], [7, 8, 9])]
-
-
-def test_unlimited_length(tmp_path):
-    trainer = trainer_for(tmp_path, "tokenized", max_length=None)
-    assert documents(trainer.train_dataset)[3][0] == tiny_dataset("tokenized")[3]["input_ids"]
-    train_moves_all(trainer)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped", "bfd-requeue"])
@@ -77,17 +46,6 @@ def test_packing_strategies_of_trl(tmp_path, strategy):
         assert total < everything
     else:
         assert total == everything
-    train_moves_all(trainer)
-
-
-@packed_only
-def test_packing_works_with_the_padding_free_flag(tmp_path):
-    trainer = trainer_for(tmp_path, "language_modeling", packing=True, padding_free=True)
-    train_moves_all(trainer)
-
-
-def test_padding_free_without_a_length(tmp_path):
-    trainer = trainer_for(tmp_path, "language_modeling", padding_free=True, max_length=None)
     train_moves_all(trainer)
 
 

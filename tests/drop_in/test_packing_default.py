@@ -1,7 +1,6 @@
 """`packing` of `PackedSFTConfig`: True by default, where a bin can have a capacity."""
 
 import dataclasses
-import json
 
 import pytest
 from datasets import Dataset
@@ -35,17 +34,6 @@ def test_documents_are_packed_by_default():
     assert config(packing=False).packing is False
 
 
-def test_without_max_length_the_default_is_that_of_trl():
-    assert config(max_length=None).packing is False
-
-
-def test_asked_for_packing_without_max_length_is_refused():
-    with pytest.raises(ValueError, match=NO_CAPACITY):
-        config(max_length=None, packing=True)
-    with pytest.raises(ValueError, match=NO_CAPACITY):
-        config(max_length=None, eval_packing=True)
-
-
 def test_the_command_line_tells_the_default_from_what_was_asked():
     parser = HfArgumentParser(PackedSFTConfig)
     fixed = ["--output_dir", "o", "--use_cpu", "true", "--bf16", "false"]
@@ -63,13 +51,6 @@ def test_a_yaml_file_may_leave_max_length_out(tmp_path, asked, packing):
     assert args.packing is packing
 
 
-def test_a_yaml_file_that_asks_for_packing_needs_max_length(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("output_dir: o\nuse_cpu: true\nbf16: false\nmax_length: null\npacking: true\n")
-    with pytest.raises(ValueError, match=NO_CAPACITY):
-        TrlParser(PackedSFTConfig).parse_args_and_config(["--config", str(path)])
-
-
 def test_a_copy_is_packed_as_the_original():
     """`replace` gives every setting a value, so that the copy has no default any more."""
     assert dataclasses.replace(config(), seed=3).packing is True
@@ -77,14 +58,6 @@ def test_a_copy_is_packed_as_the_original():
     assert dataclasses.replace(config(), max_length=None, packing=False).packing is False
     with pytest.raises(ValueError, match=NO_CAPACITY):
         dataclasses.replace(config(), max_length=None)
-
-
-@pytest.mark.parametrize("max_length", [64, None])
-def test_a_dictionary_of_the_settings_is_read_again_as_it_was(max_length):
-    written = json.loads(config(max_length=max_length).to_json_string())
-    assert written["packing"] is (max_length is not None)
-    again = PackedSFTConfig(**OPTIONS, packing=written["packing"], max_length=written["max_length"])
-    assert again.packing is written["packing"]
 
 
 @pytest.mark.parametrize("when", ["constructed", "set afterwards"])

@@ -11,7 +11,7 @@ from datasets import Dataset
 from helpers.by_hand import trainer_for
 from helpers.tiny import documents_of_lengths, tiny_model
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from trl_packing import PackedCollator, enable_packing
 
@@ -76,42 +76,6 @@ def test_training_and_evaluation_leave_the_attention_as_it_came(implementation, 
     assert seen[0].startswith("packed_documents"), "the kernel that trained it"
 
 
-def test_an_error_leaves_the_attention_as_it_came(tmp_path):
-    class Fails(TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            raise KeyError("somebody's mistake")
-
-    run = trainer_for(tiny_model("llama"), DOCUMENTS, tmp_path, callbacks=[Fails()])
-    with pytest.raises(KeyError):
-        run.train()
-    assert run.model.config._attn_implementation == "sdpa"
-
-
-def test_an_evaluation_inside_a_run_leaves_the_kernel_to_the_run(tmp_path):
-    names = []
-
-    class Look(TrainerCallback):
-        def on_evaluate(self, args, state, control, model=None, **kwargs):
-            names.append(str(model.config._attn_implementation))
-
-        on_step_begin = on_step_end = on_evaluate
-
-    run = trainer_for(
-        tiny_model("llama"),
-        DOCUMENTS,
-        tmp_path,
-        evaluated=Dataset.from_list(DOCUMENTS),
-        callbacks=[Look()],
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_train_batch_size=1,
-    )
-    run.train()
-    assert len(names) == 6
-    assert set(names) == {"packed_documents"}
-
-
 @pytest.fixture(params=[lambda model: model, lora], ids=["full", "lora"])
 def saved(request, tmp_path):
     """Return a trained model, its logits of `IDS`, and a pickle of it within the run."""
@@ -140,28 +104,6 @@ def test_a_model_saved_while_ours_is_in_use_does_not_name_it(saved):
     assert b"packed_documents" not in pickled_model
     loaded = pickle.loads(pickled_model).eval()
     found = loaded(input_ids=IDS, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_of_plain_trainer_is_read_where_we_are_not(tmp_path):
-    model = tiny_model("llama")
-    enable_packing(model)
-    assert model.config._attn_implementation == "sdpa"
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        per_device_train_batch_size=6,
-        save_strategy="no",
-    )
-    Trainer(model, arguments, train_dataset=DOCUMENTS, data_collator=PackedCollator()).train()
-    expected = model.eval()(input_ids=IDS, use_cache=False).logits
-    found, implementation = read_elsewhere(model, tmp_path)
-    assert implementation == "sdpa"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

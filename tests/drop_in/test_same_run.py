@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from harness import TWO_RUNS
 from helpers.combinations import fast
 from helpers.drop_in import (
     PackedSFTTrainer,
@@ -115,18 +114,6 @@ def test_entropy_of_several_steps_is_trls_weighed_by_their_trained_tokens(tmp_pa
         assert logged(theirs, "entropy") == pytest.approx(expected, rel=1e-4)
 
 
-def test_unpacked_moe_auxiliary_loss_equals_trl_in_one_step(tmp_path):
-    """The same documents in one micro-batch; padding is not routed in either."""
-    for changes in ({}, {"router_aux_loss_coef": 0.1}):
-        trainers = [
-            sgd_run(
-                tmp_path, cls, model="qwen3_moe", rows=1, per_device_train_batch_size=1, **changes
-            )
-            for cls in (PackedSFTTrainer, SFTTrainer)
-        ]
-        assert_same_run(*trainers, keys=("loss", "aux_loss"))
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_unpacked_run_over_a_stream_equals_trl_step_by_step(tmp_path, accumulation):
     ours, theirs = (
@@ -141,16 +128,6 @@ def test_unpacked_run_over_a_stream_equals_trl_step_by_step(tmp_path, accumulati
         for cls in (PackedSFTTrainer, SFTTrainer)
     )
     assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens"))
-
-
-def test_random_order_keeps_the_number_of_documents_a_step(tmp_path):
-    trainers = [
-        sgd_run(tmp_path, cls, train_sampling_strategy="random", num_train_epochs=2)
-        for cls in (PackedSFTTrainer, SFTTrainer)
-    ]
-    assert trainers[0].state.global_step == trainers[1].state.global_step == 12
-    assert logged(trainers[0], "num_tokens")[-1] == logged(trainers[1], "num_tokens")[-1]
-    assert logged(trainers[0], "epoch") == pytest.approx(logged(trainers[1], "epoch"), rel=TWO_RUNS)
 
 
 @both_modes

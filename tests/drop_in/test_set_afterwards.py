@@ -117,31 +117,6 @@ def test_raw_rows_are_prepared(tmp_path, packing):
     assert trainer.packing_report.tokens == expected.packing_report.tokens
 
 
-def test_ids_beyond_the_vocabulary_are_refused_in_other_rows_too(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train_dataset = Dataset.from_list([{"input_ids": [5, 6, 5000]}])
-    with pytest.raises(ValueError, match="5000"):
-        trainer.train()
-
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return len(ROWS)
-
-    def __getitem__(self, index):
-        return ROWS[index]
-
-
-@pytest.mark.parametrize(
-    "rows", [ROWS, Rows(), {"a": Dataset.from_list(ROWS)}], ids=["list", "torch", "dictionary"]
-)
-def test_rows_that_are_not_one_data_set_are_refused(tmp_path, rows):
-    trainer = trainer_of(tmp_path)
-    trainer.train_dataset = rows
-    with pytest.raises(ValueError, match=f"set to a {type(rows).__name__} on a built trainer"):
-        trainer.train()
-
-
 def test_one_of_the_sources_set_afterwards_is_trained_alone(tmp_path):
     math, chat = Dataset.from_list(ROWS[:7]), Dataset.from_list(ROWS[7:])
     trainer = PackedSFTTrainer(
@@ -195,14 +170,6 @@ def test_a_sampler_of_a_subclass_says_which_documents_a_step_holds(tmp_path, nam
     assert "4 documents" in str(report)
 
 
-def test_a_sampler_of_a_subclass_is_told_that_nothing_is_packed(tmp_path, caplog):
-    trainer = trainer_of(tmp_path, with_sampler(PackedSFTTrainer, SAMPLERS["random"]), packing=True)
-    trainer.train()
-    assert "draws documents, not bins" in caplog.text
-    assert trainer.packing_report.bins is None
-    assert trainer.state.global_step == 5  # 18 documents, four a step
-
-
 def test_a_subclass_that_asks_super_for_the_sampler_keeps_the_bins(tmp_path):
     class Asking(PackedSFTTrainer):
         def _get_train_sampler(self, train_dataset=None):
@@ -211,21 +178,3 @@ def test_a_subclass_that_asks_super_for_the_sampler_keeps_the_bins(tmp_path):
     trainer, plain = (trainer_of(tmp_path, cls, packing=True) for cls in (Asking, PackedSFTTrainer))
     assert_same_losses(losses(trainer), losses(plain))
     assert trainer.packing_report.bins == plain.packing_report.bins
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"documents_per_step": 8, "packing": True},
-        {"static_shapes": True, "packing": True},
-        {"curriculum": "length"},
-        {"mixture": {"a": {"epochs": 2}}, "source_column": "source"},
-        {"mixture_temperature": 2.0, "source_column": "source", "packing": True},
-    ],
-)
-def test_settings_of_ours_are_refused_beside_a_sampler_of_a_subclass(tmp_path, options):
-    rows = [row | {"source": "ab"[number % 2]} for number, row in enumerate(ROWS)]
-    cls = with_sampler(PackedSFTTrainer, SAMPLERS["random"])
-    trainer = trainer_of(tmp_path, cls, rows, **options)
-    with pytest.raises(ValueError, match="but _get_train_sampler of Sampling draws documents"):
-        trainer.train()

@@ -17,13 +17,6 @@ def test_tokens_get_no_eos(tmp_path):
     assert documents(trainer.train_dataset) == [([7, 8, 9], [7, 8, 9])]
 
 
-def test_conversations_get_no_eos_beyond_their_template(tmp_path):
-    trainer = trainer_for(tmp_path, "conversational_language_modeling")
-    messages = tiny_dataset("conversational_language_modeling")[0]["messages"]
-    text = tiny_tokenizer(chat=True).apply_chat_template(messages, tokenize=False)
-    assert trained_text(trainer, 0) == text
-
-
 @pytest.mark.parametrize(
     ("before", "after"), [([2, 4], [3, 2, 4]), (2, [3, 2]), (None, [3]), ([2, 3], [2, 3])]
 )
@@ -37,25 +30,12 @@ def test_eos_token_is_mirrored_onto_the_model(tmp_path, before, after):
     assert trained_text(trainer, 0).endswith("<|im_start|>")
 
 
-def test_eos_token_must_be_known(tmp_path):
-    with pytest.raises(ValueError, match="eos_token"):
-        trainer_for(tmp_path, eos_token="<nothing>")
-
-
 @pytest.mark.parametrize(("pad", "pad_token_id"), [(None, 2), ("<|other|>", 5)])
 def test_pad_token_is_mirrored_onto_the_model(tmp_path, pad, pad_token_id):
     trainer = trainer_for(tmp_path, processing_class=tiny_tokenizer(pad=pad), packing=True)
     assert trainer.processing_class.pad_token_id == pad_token_id
     assert trainer.model.config.pad_token_id == pad_token_id
     assert trainer.model.generation_config.pad_token_id == pad_token_id
-
-
-def test_pad_token_of_the_config_is_deprecated_but_works(tmp_path):
-    with pytest.warns(FutureWarning, match="pad_token"):
-        trainer = trainer_for(tmp_path, pad_token="<|other|>")
-    assert trainer.processing_class.pad_token == "<|other|>"
-    with pytest.raises(ValueError, match="pad_token"), pytest.warns(FutureWarning):
-        trainer_for(tmp_path, pad_token="<nothing>")
 
 
 @pytest.mark.parametrize("source", ["file", "folder"])

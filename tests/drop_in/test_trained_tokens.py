@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import transformers
 import trl
 from datasets import Dataset
 from helpers.drop_in import (
@@ -14,7 +13,7 @@ from helpers.drop_in import (
     trained_text,
     trainer_for,
 )
-from helpers.tiny import CHATML_GENERATION, tiny_dataset, tiny_iterable, tiny_tokenizer
+from helpers.tiny import tiny_tokenizer
 from trl import SFTTrainer
 
 
@@ -41,24 +40,6 @@ def test_only_these_tokens_are_trained(tmp_path, form, completion_only_loss, tra
         assert trained in trained_text(trainer)
     else:
         assert trained_text(trainer, 0) == trained
-
-
-def test_labels_win_over_masks(tmp_path):
-    rows = [{"input_ids": [7, 8, 9], "labels": [-100, 8, -100], "assistant_masks": [1, 1, 1]}]
-    trainer = trainer_for(tmp_path, Dataset.from_list(rows))
-    assert documents(trainer.train_dataset) == [([7, 8, 9], [-100, 8, -100])]
-
-
-def test_both_masks_apply_together(tmp_path):
-    rows = [
-        {
-            "input_ids": [7, 8, 9, 10],
-            "completion_mask": [0, 1, 1, 1],
-            "assistant_masks": [1, 1, 0, 1],
-        }
-    ]
-    trainer = trainer_for(tmp_path, Dataset.from_list(rows), completion_only_loss=True)
-    assert documents(trainer.train_dataset) == [([7, 8, 9, 10], [-100, 8, -100, 10])]
 
 
 def test_completion_starts_where_the_prompt_tokens_end_alike(tmp_path):
@@ -88,35 +69,6 @@ def test_assistant_only_loss_trains_the_answers(tmp_path, packing):
     train_moves_all(trainer)
 
 
-def test_assistant_only_loss_of_a_stream(tmp_path):
-    trainer = trainer_for(
-        tmp_path,
-        tiny_iterable("conversational_language_modeling"),
-        processing_class=tiny_tokenizer(chat="generation"),
-        assistant_only_loss=True,
-    )
-    train_moves_all(trainer)
-
-
-@both_modes
-def test_assistant_and_completion_only_loss_together(tmp_path, packing):
-    def add_turns(row):
-        row["completion"] += [{"role": "user", "content": "Not this."}, row["completion"][0]]
-        return row
-
-    trainer = trainer_for(
-        tmp_path,
-        tiny_dataset("conversational_prompt_completion").map(add_turns),
-        processing_class=tiny_tokenizer(chat="generation"),
-        assistant_only_loss=True,
-        completion_only_loss=True,
-        packing=packing,
-    )
-    assert "Beautiful.<|im_end|>Beautiful.<|im_end|>" in trained_text(trainer)
-    assert "Not this." not in trained_text(trainer)
-    train_moves_all(trainer)
-
-
 def test_assistant_only_loss_patches_a_template_that_trl_knows(tmp_path):
     """Qwen3's own template has no generation marks; TRL renders with one that has."""
     tokenizer = tiny_tokenizer(chat=True)
@@ -132,42 +84,3 @@ def test_assistant_only_loss_patches_a_template_that_trl_knows(tmp_path):
     assert "{% generation %}" not in trainer.processing_class.chat_template
     assert "Beautiful.<|im_end|>" in trained_text(trainer, 0)
     assert "ugly" not in trained_text(trainer, 0)
-
-
-def test_assistant_only_loss_needs_a_template_with_marks(tmp_path):
-    with pytest.raises(ValueError, match="generation"):
-        trainer_for(tmp_path, "conversational_language_modeling", assistant_only_loss=True)
-
-
-def test_assistant_only_loss_needs_conversations(tmp_path):
-    with pytest.raises(ValueError, match="not conversational"):
-        trainer_for(tmp_path, "language_modeling", assistant_only_loss=True)
-
-
-def test_a_conversation_without_assistant_is_refused(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "Anyone?"}]}]
-    with pytest.raises(RuntimeError, match="no assistant tokens"):
-        trainer_for(
-            tmp_path,
-            Dataset.from_list(rows),
-            processing_class=tiny_tokenizer(chat="generation"),
-            assistant_only_loss=True,
-        )
-
-
-def test_an_untrained_stop_token_is_warned_about(tmp_path, caplog, monkeypatch):
-    tokenizer = tiny_tokenizer(chat=True)
-    marked = "{%- generation %}{{- body + '<|im_end|>' }}{%- endgeneration %}"
-    assert marked in CHATML_GENERATION
-    tokenizer.chat_template = CHATML_GENERATION.replace(
-        marked, "{%- generation %}{{- body }}{%- endgeneration %}{{- '<|im_end|>' }}"
-    )
-    monkeypatch.setattr(transformers.utils.logging.get_logger("trl"), "propagate", True)
-    with caplog.at_level("WARNING"):
-        trainer_for(
-            tmp_path,
-            "conversational_language_modeling",
-            processing_class=tokenizer,
-            assistant_only_loss=True,
-        )
-    assert "may not learn to stop" in caplog.text

@@ -8,13 +8,11 @@ from helpers.drop_in import (
     PackedSFTTrainer,
     assert_same_run,
     both_modes,
-    packed_only,
     sgd_run,
     train_moves_all,
     trainer_for,
 )
 from helpers.tiny import VOCAB_SIZE, documents_of_lengths, tiny_model
-from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -35,36 +33,6 @@ def test_optimizers_can_be_passed(tmp_path, packing):
         arguments={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5})},
     )
     train_moves_all(trainer)
-
-
-@both_modes
-def test_callbacks_see_the_run(tmp_path, packing):
-    class Recorder(TrainerCallback):
-        events: list[str]
-
-        def __init__(self):
-            self.events = []
-
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.events.append("begin")
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.events.append("step")
-            control.should_training_stop = state.global_step == 2
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            self.events.append("log")
-
-        def on_train_end(self, args, state, control, **kwargs):
-            self.events.append("end")
-
-    recorder = Recorder()
-    trainer = trainer_for(
-        tmp_path, packing=packing, max_length=64, max_steps=4, arguments={"callbacks": [recorder]}
-    )
-    trainer.train()
-    assert trainer.state.global_step == 2
-    assert recorder.events == ["begin", "step", "log", "step", "log", "log", "end"]
 
 
 def test_subclasses_can_override_compute_loss(tmp_path):
@@ -101,24 +69,6 @@ def test_compute_loss_func_sees_the_inputs_that_trl_gives(tmp_path):
     assert_same_run(ours, theirs)
 
 
-@packed_only
-def test_compute_loss_func_packed_equals_the_built_in_loss(tmp_path):
-    def compute_loss_func(outputs, labels, num_items_in_batch=None):
-        return transformers.loss.loss_utils.ForCausalLMLoss(
-            outputs.logits, labels, VOCAB_SIZE, num_items_in_batch=num_items_in_batch
-        )
-
-    built_in = sgd_run(tmp_path, PackedSFTTrainer, packing=True)
-    with pytest.warns(FutureWarning, match="compute_loss_func"):
-        own = sgd_run(
-            tmp_path,
-            PackedSFTTrainer,
-            packing=True,
-            arguments={"compute_loss_func": compute_loss_func},
-        )
-    assert_same_run(own, built_in)
-
-
 @both_modes
 def test_a_padded_batch_can_be_scored_by_hand(tmp_path, packing):
     """Code of a user's own: TRL's padded batch, an attention mask in it, through `compute_loss`."""
@@ -149,12 +99,3 @@ def test_an_own_collator_is_used_unchanged(tmp_path):
     assert ours.data_collator is collate
     assert all({"input_ids", "labels"} <= {*row} for row in seen)
     assert_same_run(ours, theirs)
-
-
-def test_an_own_collator_with_packing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"(?i)collator"):
-        trainer_for(
-            tmp_path,
-            packing=True,
-            arguments={"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)},
-        )
