@@ -21,7 +21,7 @@ from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.stop_tokens import EosRule
 from trl_packing.formatting.messages import has_flags
-from trl_packing.formatting.responses import ResponseLabeler, ResponseTemplate
+from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize_rows import can_prepare
 
@@ -39,7 +39,7 @@ class Rules:
         row_format: rules that render rows and choose the trained tokens.
         eos: tokens that end a document, and whether EOS is appended.
         by_trl: TRL's own preparation, of (dataset, formatting_func, name), nothing cut or packed.
-        labeler: finds trained tokens by the template of a completion-only collator.
+        labeler: a completion-only collator, whose template finds trained tokens.
     """
 
     args: SFTConfig
@@ -48,7 +48,7 @@ class Rules:
     row_format: RowFormat
     eos: EosRule
     by_trl: Callable[[AnyDataset, Any, str], AnyDataset]
-    labeler: ResponseLabeler | None = None
+    labeler: DataCollatorForCompletionOnlyLM | None = None
 
     @classmethod
     def of_run(
@@ -62,7 +62,7 @@ class Rules:
         completion_only: bool,
         generation_config: Any,
         by_trl: Callable[[AnyDataset, Any, str], AnyDataset],
-        labeler: ResponseLabeler | None,
+        labeler: DataCollatorForCompletionOnlyLM | None,
     ) -> "Rules":
         """Return the rules of a run: the trainer's, and those of a run that has not started.
 
@@ -75,7 +75,7 @@ class Rules:
             completion_only: of prompts and completions, only completions are trained.
             generation_config: of the model; None if there is none.
             by_trl: TRL's own preparation.
-            labeler: of a completion-only collator; None without one.
+            labeler: a completion-only collator; None without one.
         """
         row_format = RowFormat.from_args(
             args, tokenizer, chat_template=chat_template, completion_only=completion_only

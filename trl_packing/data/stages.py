@@ -327,7 +327,7 @@ def _note_not_found(documents: ArrowDocuments, rows: Rows, rules: Rules) -> str 
     not_found = np.flatnonzero(documents.num_trained() == 0)
     if rules.labeler is not None:
         rules.labeler.num_seen += documents.num_documents
-        rules.labeler.num_not_found += len(not_found)
+        rules.labeler.num_unfound += len(not_found)
     if not len(not_found):
         return None
     if len(not_found) < len(documents) and rows.are_packed:

@@ -9,7 +9,7 @@ A data set has bad rows by the dozen; if each run named only one of them, each w
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,39 +22,24 @@ _VALUES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 _MOST_KINDS = 5
 
 
-class BadRows:
-    """Bad rows and their errors; `str()` counts the rows of each kind.
+def in_one_sentence(errors: Iterable[str]) -> str:
+    """Return one sentence for each kind of error, with the number of its rows.
 
     Example:
-        >>> bad = BadRows()
-        >>> for row, size in ((4, 7), (9, 8)):
-        ...     bad.add(f"row {row}: it has {size} weights")
-        >>> str(bad)
+        >>> in_one_sentence(f"row {row}: it has {size} weights" for row, size in ((4, 7), (9, 8)))
         'row 4: it has 7 weights (2 such rows)'
     """
-
-    def __init__(self) -> None:
-        self._first: dict[str, str] = {}
-        self._number: Counter[str] = Counter()
-
-    def add(self, sentence: str) -> None:
-        """Add a row by its error, a sentence that names its number."""
-        kind = _VALUES.sub("", sentence)
-        self._first.setdefault(kind, sentence)
-        self._number[kind] += 1
-
-    def __bool__(self) -> bool:
-        return bool(self._first)
-
-    def __str__(self) -> str:
-        shown = self._number.most_common(_MOST_KINDS)
-        sentences = [
-            self._first[kind] + f" ({times:,} such rows)" * (times > 1) for kind, times in shown
-        ]
-        others = self._number.total() - sum(times for _, times in shown)
-        if others:
-            sentences.append(f"{others:,} rows for other reasons")
-        return "; also ".join(sentences)
+    first: dict[str, str] = {}
+    number: Counter[str] = Counter()
+    for error in errors:
+        kind = _VALUES.sub("", error)
+        first.setdefault(kind, error)
+        number[kind] += 1
+    shown = number.most_common(_MOST_KINDS)
+    sentences = [first[kind] + f" ({times:,} such rows)" * (times > 1) for kind, times in shown]
+    if others := number.total() - sum(times for _, times in shown):
+        sentences.append(f"{others:,} rows for other reasons")
+    return "; also ".join(sentences)
 
 
 def and_others(rows: np.ndarray) -> str:
@@ -80,7 +65,7 @@ def lone_surrogate(text: str) -> str | None:
 
 
 def check_same_columns(
-    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Iterable[str]
+    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Collection[str]
 ) -> None:
     """Raise ValueError naming the first row of a stream whose columns differ from those of row 0.
 
@@ -89,14 +74,13 @@ def check_same_columns(
         rows: numbers of the rows.
         columns: columns of row 0. Only columns of tokens and weights are compared.
     """
-    expected = {*_BY_TOKEN} & set(columns)
-    for column in [*_BY_TOKEN]:
+    for column in _BY_TOKEN:
         is_null = [value is None for value in batch.get(column, [None] * len(rows))]
-        wrong = np.flatnonzero(np.array(is_null) == (column in expected))
+        wrong = np.flatnonzero(np.array(is_null) == (column in columns))
         if len(wrong):
             differs = (
                 f"no {column!r}, but others have"
-                if column in expected
+                if column in columns
                 else f"{column!r}, but its first row has none"
             )
             raise ValueError(

@@ -8,14 +8,12 @@ Both are learned once, from short conversations. `turns.py` uses them to find ou
 characters of a rendered conversation a model has to write.
 """
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
@@ -30,10 +28,6 @@ Span = tuple[int, int]  # [start, stop) in characters
 
 # A template may compute something impossible, or need more than the sandbox allows.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
-
-
-_LARGEST_NUMBER = 10_000_000
-_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
 @dataclass(frozen=True)
@@ -80,27 +74,6 @@ class ChatTemplate:
     def source(self) -> str:
         """The text of the template. Raises ValueError if there is none."""
         return self.tokenizer.get_chat_template(self.override)
-
-    def check_numbers(self) -> None:
-        """Raise ValueError for a template that computes with numbers that only an attack needs.
-
-        ``{{ 'x' * 10**10 }}`` would be computed when the template is compiled, for hours.
-        """
-        if not self.exists:
-            return
-        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
-        try:
-            tree = reader.parse(_GENERATION.sub("", self.source))
-        except TemplateError:  # rendering will raise it
-            return
-        for node in tree.find_all((nodes.Const, nodes.Pow)):
-            value = getattr(node, "value", math.inf)
-            if isinstance(value, (int, float)) and value > _LARGEST_NUMBER:
-                raise ValueError(
-                    f"the chat template has a number above {_LARGEST_NUMBER:,} in line "
-                    f"{node.lineno}, or a power, so that rendering a conversation might not end; "
-                    "use another template"
-                )
 
     @property
     def exists(self) -> bool:

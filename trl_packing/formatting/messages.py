@@ -211,15 +211,15 @@ def trained_messages(
 
     Args:
         messages: the whole conversation.
-        train_on: "assistant" or "last_assistant". The "train" of a message takes precedence, and a
-            message with "weight" 0 is not trained.
+        train_on: "assistant", "last_assistant" or "every_turn". The "train" of a message takes
+            precedence, and a message with "weight" 0 is not trained.
         first: index of the first message behind the prompt.
 
     Raises:
         ValueError: a weight is negative or no number, or "train" is neither true nor false.
     """
     assistants = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
-    chosen = set(assistants if train_on == "assistant" else assistants[-1:])
+    chosen = set(assistants[-1:] if train_on == "last_assistant" else assistants)
     weights = {}
     for number, message in enumerate(messages):
         train, weight = message.get("train"), message.get("weight")

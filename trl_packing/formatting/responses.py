@@ -238,31 +238,6 @@ def _by_template(
 # --- the collator ---------------------------------------------------------------------------------
 
 
-class ResponseLabeler:
-    """Finds the trained tokens of documents by `templates`, and counts documents without them.
-
-    Attributes:
-        templates: response template, and instruction template if there is one.
-        num_seen: documents so far.
-        num_not_found: documents among them without the template.
-    """
-
-    def __init__(self, templates: ResponseTemplate):
-        self.templates = templates
-        self.num_seen = self.num_not_found = 0
-
-    def trained(self, input_ids: np.ndarray) -> np.ndarray:
-        """Count a document, and return ``(T,)`` bool, True on its trained tokens."""
-        trained = self.templates.trained(input_ids)
-        self.num_seen += 1
-        if trained is not None:
-            return trained
-        self.num_not_found += 1
-        if str(self.num_not_found).rstrip("0") == "1":  # 1, 10, 100, …: not one line per document
-            logger.warning(self.templates.not_found(self.num_not_found, self.num_seen, input_ids))
-        return np.zeros(len(input_ids), bool)
-
-
 class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
     """Train the text after the response template, with TRL 0.17's arguments.
 
@@ -323,22 +298,22 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         self.instruction_template = instruction_template
         self.ignore_index = ignore_index
         self.padding_free = padding_free
-        self.labeler = ResponseLabeler(
-            ResponseTemplate.from_settings(self.tokenizer, response_template, instruction_template)
+        self.templates = ResponseTemplate.from_settings(
+            self.tokenizer, response_template, instruction_template
         )
-
-    @property
-    def num_seen(self) -> int:
-        return self.labeler.num_seen
-
-    @property
-    def num_unfound(self) -> int:
-        return self.labeler.num_not_found
+        self.num_seen = self.num_unfound = 0
 
     def labels_of(self, input_ids: Any) -> np.ndarray:
         """Return the labels ``(T,)`` int64 of one document, and count it."""
         ids = np.asarray(input_ids).astype(np.int64, copy=False)
-        return np.where(self.labeler.trained(ids), ids, self.ignore_index)
+        trained = self.templates.trained(ids)
+        self.num_seen += 1
+        if trained is not None:
+            return np.where(trained, ids, self.ignore_index)
+        self.num_unfound += 1
+        if str(self.num_unfound).rstrip("0") == "1":  # 1, 10, 100, …: not one line per document
+            logger.warning(self.templates.not_found(self.num_unfound, self.num_seen, ids))
+        return np.full_like(ids, self.ignore_index)
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch of examples: mappings with `input_ids`, or lists of ids."""

@@ -12,7 +12,7 @@ Without `train_on` and templates, the same tokens are trained as by TRL.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -194,7 +194,6 @@ class RowFormat:
             ValueError: for templates that are empty or cannot be read.
         """
         options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
-        chat.check_numbers()
         answers = prompt_template = None
         if options.response_template is not None:
             answers = ResponseTemplate.from_settings(
@@ -266,24 +265,17 @@ class RowFormat:
         Raises:
             ValueError: it cannot be rendered.
         """
-        return self._turns(row, form) if self.makes_turns else [self.render(row, form)]
-
-    def render(self, row: Row, form: str) -> Rendered:
-        """Return the text of a row of that form. Raises ValueError if it cannot be rendered."""
-        self._check_form(row, form)
-        if form == "text":
-            return self._text(row)
-        if form.endswith("messages"):
-            return self._conversation(row, form)
-        return self._prompt_completion(row)
-
-    def _check_form(self, row: Row, form: str) -> None:
         found = self.form(row)
         if found != form:
             raise ValueError(
                 f"it holds {IN_WORDS[found]}, but the first row {IN_WORDS[form]}; a data set "
                 "must be of one form"
             )
+        if form == "text":
+            return [self._text(row)]
+        if form.endswith("messages"):
+            return self._conversation(row, form)
+        return [self._prompt_completion(row)]
 
     # --- text -------------------------------------------------------------------------------------
 
@@ -337,17 +329,25 @@ class RowFormat:
 
     # --- conversations ----------------------------------------------------------------------------
 
-    def _conversation(self, row: Row, form: str) -> Rendered:
+    def _conversation(self, row: Row, form: str) -> list[Rendered]:
         prompt, completion, conversation = self._messages(row, form)
-        if self.flags_decide and self.train_on is None:
-            self._check_no_flags([*prompt, *completion])
-        if not completion:  # nothing to train: such documents are dropped and counted later
-            text = self.chat.render(conversation) if prompt else ""
-            return Rendered(text, [], adds_special_tokens=False)
-        if self.train_on in ("assistant", "last_assistant"):
-            weights = trained_messages([*prompt, *completion], self.train_on, first=len(prompt))
-            text, spans = trained_spans(self.chat, conversation, weights)
-            return Rendered(text, spans, adds_special_tokens=False)
+        messages = [*prompt, *completion]
+        if self.train_on in ("assistant", "last_assistant", "every_turn"):
+            weights = trained_messages(messages, self.train_on, first=len(prompt))
+            if self.makes_turns and completion and weights:
+                return render_every_turn(self.chat, conversation, weights)
+            if completion and not self.makes_turns:
+                text, spans = trained_spans(self.chat, conversation, weights)
+                return [Rendered(text, spans, adds_special_tokens=False)]
+        elif self.flags_decide and self.train_on is None:
+            _check_no_flags(messages)
+        if not completion or self.makes_turns:  # such documents are dropped and counted later
+            text = (self.chat.try_render(conversation) if messages else "") or ""
+            return [Rendered(text, [], adds_special_tokens=False)]
+        untrained = None
+        if prompt and self.completion_only and self.train_on is None:
+            first = conversation.with_messages(conversation.messages[: len(prompt)])
+            untrained = self.chat.render(first, generation_prompt=True)
         if self.assistant_only and self.train_on is None:
             text, marked = self.chat.render_marked(conversation)
             if not marked:
@@ -355,40 +355,9 @@ class RowFormat:
                     "assistant_only_loss=True, but it has no assistant tokens: it has no assistant "
                     "message, or the chat template marks none with {% generation %}"
                 )
-            spans = [(*span, 1.0) for span in marked]
-            untrained = self._untrained(conversation, len(prompt))
-            return Rendered(text, spans, untrained, False, False)
+            return [Rendered(text, [(*span, 1.0) for span in marked], untrained, False, False)]
         text = self.chat.render(conversation)
-        answers, only_whole = self._answers(text), self.answers is not None
-        untrained = self._untrained(conversation, len(prompt))
-        return Rendered(text, answers, untrained, only_whole, False)
-
-    def _check_no_flags(self, messages: list[Any]) -> None:
-        """Raise ValueError for a flag where the rows before, of a stream, were read without one."""
-        for number, message in enumerate(messages):
-            if flag := flag_of(message):
-                raise ValueError(
-                    f"message {number} has {flag}={message[flag]!r}, but messages of the first row "
-                    "have no 'train' or 'weight', so everything was trained up to here; set "
-                    "train_on='assistant', where they count, or 'all', where they do not"
-                )
-
-    def _turns(self, row: Row, form: str) -> list[Rendered]:
-        self._check_form(row, form)
-        prompt, completion, conversation = self._messages(row, form)
-        messages = [*prompt, *completion]
-        weights = trained_messages(messages, "assistant", first=len(prompt)) if completion else {}
-        if weights:
-            return render_every_turn(self.chat, conversation, weights)
-        text = (self.chat.try_render(conversation) if messages else "") or ""
-        return [Rendered(text, [], adds_special_tokens=False)]
-
-    def _untrained(self, conversation: Conversation, prompt_size: int) -> str | None:
-        """Return the text of the first messages, a prompt, if they are not trained."""
-        if prompt_size and self.completion_only and self.train_on is None:
-            prompt = conversation.with_messages(conversation.messages[:prompt_size])
-            return self.chat.render(prompt, generation_prompt=True)
-        return None
+        return [Rendered(text, self._answers(text), untrained, self.answers is not None, False)]
 
     def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation]:
         """Return the messages of the prompt, those after it, and the conversation of both.
@@ -412,6 +381,17 @@ class RowFormat:
         tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
         kwargs = row.get("chat_template_kwargs") or {}
         return prompt, last, Conversation(without_flags([*prompt, *last]), tools, kwargs)
+
+
+def _check_no_flags(messages: Sequence[Any]) -> None:
+    """Raise ValueError for a flag where the rows before, of a stream, were read without one."""
+    for number, message in enumerate(messages):
+        if flag := flag_of(message):
+            raise ValueError(
+                f"message {number} has {flag}={message[flag]!r}, but messages of the first row "
+                "have no 'train' or 'weight', so everything was trained up to here; set "
+                "train_on='assistant', where they count, or 'all', where they do not"
+            )
 
 
 def _calls_tools(tokenizer: Any) -> bool:

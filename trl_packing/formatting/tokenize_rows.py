@@ -24,7 +24,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.bad_rows import BadRows, lone_surrogate
+from trl_packing.documents.bad_rows import in_one_sentence, lone_surrogate
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE, TOKEN_WEIGHTS, TURN
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.messages import flag_of, has_flags, messages_in
@@ -207,7 +207,8 @@ def _prepare_batch(
         bad = _bad_rows(rows, indices, name, render, row_format)
         if not bad:
             raise
-        raise (RuntimeError if isinstance(error, RuntimeError) else ValueError)(str(bad)) from error
+        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
+        raise kind(in_one_sentence(bad)) from error
     _warn_of_lost_prompts(row_format.chat.tokenizer, documents)
     tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
     flat = {column: values for column, values in tokens if column in columns}
@@ -261,9 +262,9 @@ def _bad_rows(
     name: str,
     render: Callable[[Row], list[Rendered]],
     row_format: RowFormat,
-) -> BadRows:
-    """Return the rows of a batch that cannot be rendered or tokenized."""
-    bad = BadRows()
+) -> list[str]:
+    """Return a sentence for every row of a batch that cannot be rendered or tokenized."""
+    bad = []
     for row, index in zip(rows, indices, strict=True):
         try:
             for document in render(row):
@@ -275,7 +276,7 @@ def _bad_rows(
             if is_of_template and row_format.formatting_func is not None:
                 raise  # with the traceback of the user's own function
             reason = "the chat template cannot render it: " if is_of_template else ""
-            bad.add(f"row {index} of the {name} dataset: {reason}{escape_hidden(str(error))}")
+            bad.append(f"row {index} of the {name} dataset: {reason}{escape_hidden(str(error))}")
     return bad
 
 

@@ -246,7 +246,7 @@ class RunData:
             completion_only=only,
             generation_config=self.generation_config,
             by_trl=by_trl,
-            labeler=self.completion_only and self.completion_only.labeler,
+            labeler=self.completion_only,
         )
 
 

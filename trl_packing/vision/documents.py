@@ -79,7 +79,7 @@ class ImageRows:
         row = with_image_parts(row, len(placeholders))
         split = self._splits_prompt(row)
         form = replace(self.row_format, completion_only=True) if split else self.row_format
-        rendered = form.render(row, form.form(row))
+        [rendered] = form.documents(row, form.form(row))
         found = rendered.text.count(self.token)
         if found != len(placeholders):
             raise ValueError(

@@ -190,7 +190,7 @@ class PreviewedRun:
         images.check_options(options)
         processing_class, labeler = call.processing_class, None
         if isinstance(collator, DataCollatorForCompletionOnlyLM):
-            processing_class, labeler = processing_class or collator.tokenizer, collator.labeler
+            processing_class, labeler = processing_class or collator.tokenizer, collator
         if processing_class is None:
             processing_class = processing_class_of(call.model, args)
         generation_config = None if call.model is None else generation_config_of(call.model, args)
