@@ -122,11 +122,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {
             "datasets",
-            "huggingface_hub",
             "numpy",
-            "packaging",
             "pyarrow",
-            "safetensors",
             "torch",
             "transformers",
             "trl",

@@ -15,7 +15,7 @@ from trl_packing.attention import varlen as torch_varlen
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
 from trl_packing.isolation.guard import with_fallbacks
-from trl_packing.tools.doctor.backends import Trial, Trials, advice
+from trl_packing.tools.doctor import Trial, Trials, advice
 
 
 class OutsideTransformers(nn.Module):

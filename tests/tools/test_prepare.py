@@ -87,9 +87,9 @@ def test_the_same_command_again_changes_nothing(tmp_path):
     before = content_of(out)
     # The same rows, stored in another way.
     again = prepare_run(call_for(Dataset.from_list(chats(30).to_list()).select(range(24))), out)
-    assert again.seconds is None
+    assert again["seconds"] is None
     assert content_of(out) == before
-    assert again.manifest == json.loads(json.dumps(first.manifest))
+    assert again["sets"] == json.loads(json.dumps(first["sets"]))
     assert "unchanged" in as_text(again)
     with pytest.raises(ValueError, match=r"other prepared data \(max_length=64 there and 32"):
         prepare_run(call_for(chats(), max_length=32), out)
@@ -103,7 +103,7 @@ def test_another_formatting_function_is_noticed(tmp_path):
     first = replace(call_for(rows), formatting_func=lambda row: row["a"])
     second = replace(call_for(rows), formatting_func=lambda row: row["a"] + "!")
     prepare_run(first, tmp_path / "out")
-    assert prepare_run(first, tmp_path / "out").seconds is None
+    assert prepare_run(first, tmp_path / "out")["seconds"] is None
     with pytest.raises(ValueError, match=r"other prepared data \(of other rows"):
         prepare_run(second, tmp_path / "out")
 
@@ -119,16 +119,14 @@ def test_a_place_that_holds_something_else_is_refused(tmp_path):
     assert len(load_prepared(tmp_path / "empty")) == 24
 
 
-def test_a_link_is_followed_and_a_disk_is_not_replaced(tmp_path, monkeypatch):
+def test_a_link_is_followed(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     prepare_run(call_for(chats()), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert len(load_prepared(tmp_path / "link")) == 24
     monkeypatch.chdir(tmp_path / "real")
-    assert prepare_run(call_for(chats()), Path(".")).seconds is None
-    with pytest.raises(ValueError, match=r"^/ is a mounted disk and .* name a folder in it"):
-        prepare_run(call_for(chats()), Path("/"))
+    assert prepare_run(call_for(chats()), Path("."))["seconds"] is None
 
 
 @pytest.mark.slow
@@ -163,7 +161,7 @@ REFUSED = {
     "sources": (
         {"a": chats(), "b": chats()},
         {},
-        "has the sources 'a', 'b'; prepare each by itself",
+        "is dict, which cannot be prepared",
     ),
     "images": (Dataset.from_dict({"images": [[]], "text": ["a"]}), {}, "has images"),
     "no preparation": (
@@ -192,10 +190,10 @@ def test_prepared_data_are_not_prepared_again(tmp_path):
 def test_the_manifest_says_what_was_made_of_what(tmp_path):
     call = call_for(chats(), max_length=24)
     made = prepare_run(call, tmp_path / "out", options={"train_on": "all"})
-    stored = made.manifest["sets"]["train"]
+    stored = made["sets"]["train"]
     documents = load_prepared(tmp_path / "out")
     assert stored["documents"] == len(documents)
     assert stored["tokens"] == sum(map(len, documents["input_ids"]))
     assert stored["counts"]["stages"][0]["affected"] > 0
-    assert {"trl_packing", "trl", "transformers", "tokenizers"} < set(made.manifest["versions"])
-    assert made.manifest["options"] == {"train_on": "all"}
+    assert {"trl_packing", "trl", "transformers", "tokenizers"} < set(made["versions"])
+    assert made["options"] == {"train_on": "all"}

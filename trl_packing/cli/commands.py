@@ -195,14 +195,14 @@ def prepare(arguments: argparse.Namespace) -> int:
     command, folder = TrainingCommand.from_words(words), Path(out).expanduser()
     options = command.options
     if "datasets" not in options:
-        folder = preparing.check_place(folder)  # before the data are loaded
+        preparing.check_place(folder)  # before the data are loaded
     if isinstance(command.call.train_dataset, dict):
         sources = preparing.prepare_sources(command.call, folder, options=options)
         text = preparing.sources_as_text(sources, command.call.args.mixture)
-        told: Any = {"sources": {name: preparing.as_json(each) for name, each in sources.items()}}
+        told: dict[str, Any] = {"sources": sources}
     else:
-        made = preparing.prepare_run(command.call, folder, options=options)
-        text, told = preparing.as_text(made), preparing.as_json(made)
+        told = preparing.prepare_run(command.call, folder, options=options)
+        text = preparing.as_text(told)
     if not command.is_named:
         arguments.notes.append("prepared as sft_packed.py trains it")
     if arguments.json:
@@ -233,15 +233,14 @@ def verify(arguments: argparse.Namespace) -> int:
       2  the model cannot be checked; stderr has the reason in one line
     """
     quiet_libraries()
-    from trl_packing.tools.exactness.verify import VerifiedModel
-    from trl_packing.tools.exactness.with_images import ImageProbes
     from trl_packing.tools.training_command import TrainingCommand
+    from trl_packing.tools.verify import VerifiedModel, image_probes
 
     command = TrainingCommand.from_words(arguments.words)
     name_or_model, args = command.model_and_settings()
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
     say = (lambda *_: None) if arguments.json else print
-    images = ImageProbes.of(model.model, name_or_model, args, command)
+    images = image_probes(model.model, name_or_model, args, command)
     say(f"{model}\n")
     results = []
     for result in model.verify(gradients=arguments.gradients, images=images):
@@ -283,7 +282,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """
     from transformers.utils import logging as transformers_logging
 
-    from trl_packing.tools.doctor.doctor import diagnose
+    from trl_packing.tools.doctor import diagnose
 
     quiet_libraries()
     transformers_logging.set_verbosity_error()

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from shutil import get_terminal_size
@@ -23,7 +23,6 @@ from textwrap import fill
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import yaml
 from datasets import Dataset
@@ -57,27 +56,11 @@ from trl_packing.tools.training_command import TrainerCall
 
 _PACKAGES = ("trl_packing", "trl", "transformers", "tokenizers", "datasets")
 _ROWS_AT_ONCE = 10_000  # that are hashed
-_INDENT = 13
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A folder of prepared data.
-
-    Attributes:
-        folder: its path.
-        manifest: its content.
-        seconds: that it took; None if the folder was there before.
-    """
-
-    folder: Path
-    manifest: Mapping[str, Any]
-    seconds: float | None
 
 
 def prepare_run(
     call: TrainerCall, out: Path, *, options: Mapping[str, Any] | None = None
-) -> PreparedRun:
+) -> dict[str, Any]:
     """Write the training and evaluation sets of a trainer into the folder `out`.
 
     Args:
@@ -85,42 +68,46 @@ def prepare_run(
         out: does not exist, is empty, or holds the same data already.
         options: those of a recipe's command line, which the recipe compares later.
 
+    Returns:
+        The manifest, with the folder and the seconds that it took, None if it was there before.
+
     Raises:
         ValueError: the data cannot be prepared, or `out` cannot be written.
     """
-    started, out = perf_counter(), check_place(out)
+    started = perf_counter()
+    check_place(out)
     sets = _sets_of(call)
     run = PreviewedRun.from_call(call)
     hashes = {name: _hash_of(rows, call.formatting_func) for name, rows in sets.items()}
     if is_prepared(out):
-        return PreparedRun(out, _same(out, run, hashes), None)
+        return {"folder": str(out), "seconds": None, **_same(out, run, hashes)}
     facts = RowFacts.of(sets["train"], run.preparation, run.formatting_func)
+    place = out.resolve()  # a link stays one
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as place:
-            result = Path(place) / "result"
-            written = {
-                name: _write_set(name, rows, run, facts, result) | {"hash": hashes[name]}
-                for name, rows in sets.items()
-            }
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as beside:
+            result = Path(beside) / "result"
             manifest = {
                 FORMAT_KEY: FORMAT,
                 "versions": {package: version(package) for package in _PACKAGES},
                 "tokenizer": run.preparation.row_format.chat.tokenizer.name_or_path,
                 "options": dict(options or {}),
-                "sets": written,
+                "sets": {
+                    name: _write_set(name, rows, run, facts, result) | {"hash": hashes[name]}
+                    for name, rows in sets.items()
+                },
             }
             text = json.dumps(manifest, indent=1, default=str)
             (result / MANIFEST).write_text(text, encoding="utf-8")
-            os.rename(result, out)
+            os.rename(result, place)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error
-    return PreparedRun(out, manifest, perf_counter() - started)
+    return {"folder": str(out), "seconds": perf_counter() - started, **manifest}
 
 
 def prepare_sources(
     call: TrainerCall, out: Path, *, options: Mapping[str, Any] | None = None
-) -> dict[str, PreparedRun]:
+) -> dict[str, dict[str, Any]]:
     """Write each source of a mixture into a folder of its own in `out`, as for a run on it alone.
 
     Args:
@@ -129,7 +116,7 @@ def prepare_sources(
         options: those of a recipe's command line.
 
     Returns:
-        What is prepared, by source.
+        The manifests, by source, as `prepare_run` returns them.
 
     Raises:
         ValueError: a source cannot be prepared, naming it; those before it are complete.
@@ -140,8 +127,7 @@ def prepare_sources(
     if call.eval_dataset is not None:
         raise ValueError(
             "the sources of a mixture are prepared for training, and this run also has rows to "
-            "evaluate: leave out test_split_size and eval_strategy, or the eval_dataset; in "
-            "Python, rows may be evaluated beside prepared sources"
+            "evaluate: leave out test_split_size and eval_strategy, or the eval_dataset"
         )
     args = copy.copy(call.args)
     for setting in ("mixture", "mixture_unit", "mixture_temperature"):
@@ -156,31 +142,16 @@ def prepare_sources(
     return made
 
 
-def check_place(out: Path) -> Path:
-    """Return `out`, without links, if it can become a folder of prepared data.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if out.is_symlink() or out.name in ("", ".."):
-        out = out.resolve()
-    if out.is_mount():
-        raise ValueError(
-            f"{out} is a mounted disk and cannot be replaced; name a folder in it: {out / 'data'}"
-        )
+def check_place(out: Path) -> None:
+    """Raise ValueError if `out` cannot become a folder of prepared data."""
     if out.is_file():
         raise ValueError(f"{out} is a file; name a folder for the prepared data: DATA OUT")
     if out.is_dir() and any(out.iterdir()) and not is_prepared(out):
         raise ValueError(f"{out} holds other files; name a new folder for the prepared data")
-    return out
 
 
 def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
-    """Return the data sets by name: "train", and "eval" or the keys of a dictionary.
-
-    Raises:
-        ValueError: one of them cannot be prepared.
-    """
+    """Return the data sets by name: "train", and "eval" or the keys of a dictionary."""
     args, evaluated = call.args, call.eval_dataset
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         raise ValueError("skip_prepare_dataset=True leaves nothing to prepare; leave it out")
@@ -188,12 +159,6 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
         raise ValueError(
             "assistant_only_loss=True needs conversations when training starts, and prepared data "
             "are tokens; set train_on='assistant', which trains the same turns by any template"
-        )
-    if isinstance(call.train_dataset, dict):
-        raise ValueError(
-            f"train_dataset has the sources {', '.join(map(repr, call.train_dataset))}; prepare "
-            "each by itself, and name its folder as path of its entry in datasets (in Python: "
-            "train_dataset={SOURCE: load_prepared(FOLDER), ...})"
         )
     if not isinstance(evaluated, dict):
         evaluated = {} if evaluated is None else {"eval": evaluated}
@@ -204,13 +169,12 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
         if not isinstance(rows, Dataset):
             raise ValueError(
                 f"the {name} dataset is {type(rows).__name__}, which cannot be prepared: only data "
-                "sets of known length are; load it without streaming, or save it to a file first"
+                "sets of known length are; load it without streaming, or prepare each of a "
+                "dictionary by itself"
             )
         check_not_empty(rows, name)
         if records_of(rows):
-            raise ValueError(
-                f"the {name} dataset is prepared already; train it as it is, or name its rows"
-            )
+            raise ValueError(f"the {name} dataset is prepared already; train it as it is")
         if {*IMAGE_COLUMNS} & {*rows.column_names}:
             raise ValueError(
                 f"the {name} dataset has images, which are loaded while it is trained; it cannot "
@@ -257,7 +221,10 @@ def _write_set(
     documents.select_columns(kept).save_to_disk(result / folder_of(name))
     tokens = ArrowDocuments(documents, [*TOKEN_COLUMNS, *packed])
     trained = tokens.num_trained()
-    if _fits_any_packing(counts, trained, run):
+    drops = counts is None or any("trained token" in stage.why for stage in counts.stages)
+    if not drops and trained.all() and not run.args.shuffle_dataset:
+        # Runs with and without packing differ in the documents that they drop for having nothing
+        # to train, and they shuffle before or after that.
         rules = rules.for_any_packing()
     return {
         "split": None if rows.split is None else str(rows.split),
@@ -269,20 +236,6 @@ def _write_set(
         "rules": asdict(rules),
         "counts": None if counts is None else asdict(counts),
     }
-
-
-def _fits_any_packing(
-    counts: PreparationCounts | None, trained: np.ndarray, run: PreviewedRun
-) -> bool:
-    """Return whether runs with and without packing train the same documents in one order.
-
-    They differ in the documents that they drop for having nothing to train, and they shuffle before
-    or after that.
-    """
-    if counts is None or run.args.shuffle_dataset:
-        return False
-    drops = any("trained token" in stage.why for stage in counts.stages)
-    return not drops and bool(trained.all())
 
 
 def _hash_of(rows: Dataset, formatting_func: Any) -> str:
@@ -300,33 +253,29 @@ def _hash_of(rows: Dataset, formatting_func: Any) -> str:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def as_text(made: PreparedRun) -> str:
+def as_text(made: Mapping[str, Any]) -> str:
     """Return the lines to print.
 
     train        7,473 rows → 7,473 documents · 1,600,284 tokens · 1,020,118 trained (64%)
     written      prepared · 6.4 MB · 3 s
     train with   --dataset_name prepared and the same settings; others are refused
     """
-    name = f"--dataset_name {made.folder}"
+    name = f"--dataset_name {made['folder']}"
     last = _line("train with", f"{name} and the same settings; others are refused")
-    return "\n".join([*_lines(made.manifest["sets"], made), last])
+    return "\n".join([*_lines(made), last])
 
 
-def sources_as_text(made: Mapping[str, PreparedRun], mixture: Any) -> str:
+def sources_as_text(made: Mapping[str, Mapping[str, Any]], mixture: Any) -> str:
     """Return the lines to print for the sources of a mixture, with the entries that name them.
 
     Args:
-        made: what is prepared, by source.
+        made: the manifests, by source.
         mixture: the setting, whose shares become those of the entries.
     """
-    lines = [
-        line
-        for name, each in made.items()
-        for line in _lines({name: each.manifest["sets"]["train"]}, each)
-    ]
+    lines = [line for name, each in made.items() for line in _lines(each, name)]
     shares = mixture if isinstance(mixture, dict) else {}
     entries = [
-        {"path": str(each.folder), "source": name, **shares.get(name, {})}
+        {"path": each["folder"], "source": name, **shares.get(name, {})}
         for name, each in made.items()
     ]
     lines.append(_line("train with", "the same settings and, in place of the entries before:"))
@@ -334,36 +283,28 @@ def sources_as_text(made: Mapping[str, PreparedRun], mixture: Any) -> str:
     return "\n".join(lines) + f"\n\n{text.rstrip()}"
 
 
-def as_json(made: PreparedRun) -> dict[str, Any]:
-    """Return the folder, the seconds and the manifest."""
-    return {"folder": str(made.folder), "seconds": made.seconds, **made.manifest}
-
-
-def _lines(sets: Mapping[str, Any], made: PreparedRun) -> Iterator[str]:
-    for name, stored in sets.items():
+def _lines(made: Mapping[str, Any], source: str | None = None) -> Iterator[str]:
+    for name, stored in made["sets"].items():
         share = stored["trained"] / stored["tokens"] if stored["tokens"] else 0
         yield _line(
-            name,
+            source or name,
             f"{quantity(stored['rows'], 'row')} → {quantity(stored['documents'], 'document')} · "
             f"{stored['tokens']:,} tokens · {stored['trained']:,} trained ({share:.0%})",
         )
         if stored["counts"] is not None:
             for sentence in str(PreparationCounts.from_json(stored["counts"])).splitlines():
                 yield _line("", sentence)
-    size = sum(file.stat().st_size for file in made.folder.rglob("*.arrow"))
-    where = f"{made.folder} · {size / 1e6:,.1f} MB"
-    if made.seconds is None:
+    size = sum(file.stat().st_size for file in Path(made["folder"]).rglob("*.arrow"))
+    where = f"{made['folder']} · {size / 1e6:,.1f} MB"
+    if made["seconds"] is None:
         yield _line("unchanged", f"{where}, of the same rows and settings")
     else:
-        yield _line("written", f"{where} · {made.seconds:,.0f} s")
+        yield _line("written", f"{where} · {made['seconds']:,.0f} s")
 
 
 def _line(name: str, text: str) -> str:
-    return fill(
-        escape_hidden(text),
-        min(get_terminal_size((80, 24)).columns, 100),
-        initial_indent=f"{escape_hidden(name):<{_INDENT - 1}} ",
-        subsequent_indent=" " * _INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    width = min(get_terminal_size((80, 24)).columns, 100)
+    start = f"{escape_hidden(name):<12} "
+    indent: Any = {"initial_indent": start, "subsequent_indent": " " * 13}
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(escape_hidden(text), width, **indent, **whole)

@@ -331,7 +331,7 @@ def processing_class_of(model: Any, args: Any) -> Any:
     name = model if isinstance(model, str) else model.config.name_or_path
     check_path_exists("the model", name)
     try:
-        return AutoProcessor.from_pretrained(name, **_loading_options(args))
+        return AutoProcessor.from_pretrained(name, **loading_options(args))
     except ImportError as error:  # processors of images need Pillow and torchvision
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -347,7 +347,7 @@ def config_of(model: Any, args: Any) -> Any:
     """
     if not isinstance(model, str):
         return model.config
-    return AutoConfig.from_pretrained(model, **_loading_options(args))
+    return AutoConfig.from_pretrained(model, **loading_options(args))
 
 
 def config_value(model: Any, args: Any, name: str) -> int | None:
@@ -359,7 +359,8 @@ def config_value(model: Any, args: Any, name: str) -> int | None:
     return getattr(config.get_text_config(), name, None)
 
 
-def _loading_options(args: Any) -> dict[str, Any]:
+def loading_options(args: Any) -> dict[str, Any]:
+    """Return the revision, and whether code of the model may run, as the run loads its model."""
     given = args.model_init_kwargs or {}
     trusts = given.get("trust_remote_code", args.trust_remote_code)
     return {"revision": given.get("revision") or "main", "trust_remote_code": trusts}

@@ -1,0 +1,169 @@
+"""The doctor: what it finds on this machine, and what it says of machines that are not here."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from trl_packing.attention.backends import CHOICES
+from trl_packing.cli import main
+from trl_packing.isolation import guard
+from trl_packing.packing import tree_row
+from trl_packing.tools import doctor
+from trl_packing.tools.doctor import Device, Trial, Trials, advice, diagnose, try_backends
+from trl_packing.versions import TESTED
+
+CPU = Device("cpu", "2 cores", 16 * 10**9)
+A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9, (8, 0))
+T4 = Device("cuda", "Tesla T4", 16 * 10**9, (7, 5))
+
+
+@pytest.fixture(scope="module")
+def trials() -> Trials:
+    return try_backends("cpu", torch.float32)
+
+
+def found(trials: Trials, name: str, *words: str, device: Device = CPU) -> list[str]:
+    """Return the findings with this name, each as its status and text."""
+    sections = diagnose(["--use_cpu", *words], devices=[device], trials=trials).sections
+    return [
+        f"{f.status} {f.text}" for findings in sections.values() for f in findings if f.name == name
+    ]
+
+
+def test_every_backend_is_tried_and_those_of_a_cpu_are_exact(trials):
+    assert [trial.backend for trial in trials.trials] == list(CHOICES[1:])
+    exact = [trial.backend for trial in trials.trials if trial.verdict == "exact"]
+    assert exact == ["documents", "model", "mask", "padded", "equal_lengths"]
+    assert trials["varlen"].verdict == "refused"
+    assert trials.chosen == trials.prefixes.backend == "documents"
+    assert trials.prefixes.difference < trials.prefixes.leak / 100
+    assert found(trials, "shared prefixes")[0].startswith("ok exact, by ")
+
+
+def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
+    """The negative control: the native attention without boundaries sees other documents."""
+    install = guard.install_attention
+
+    def leaking(model, choice):
+        if choice.backend == "model":
+            raise RuntimeError("CUDA error: no kernel image\nfurther lines")
+        if choice.backend != "documents":
+            install(model, choice)  # "documents" is left as it came: one causal row
+        else:
+            forward = model.forward
+            model.forward = lambda input_ids, **_: forward(input_ids, use_cache=False)
+
+    monkeypatch.setattr(guard, "install_attention", leaking)
+    trials = try_backends("cpu", torch.float32)
+    assert trials["documents"].verdict == "differs"
+    assert trials["documents"].difference > trials["documents"].leak / 10
+    assert trials["model"].reason == "RuntimeError: CUDA error: no kernel image"
+    assert trials.chosen == "mask"
+
+
+def test_siblings_that_see_each_other_differ(trials, monkeypatch):
+    """The negative control: the keys of a segment are all tokens before it."""
+    make = tree_row.build_prefix_tree
+
+    def leaking(ids, **options):
+        tree = make(ids, **options)
+        keys = [np.arange(end) for end in tree.cu_seqlens[1:]]
+        ends = np.cumsum([0, *map(len, keys)]).astype(np.int32)
+        return type(tree)(**{**vars(tree), "cu_seqlens_k": ends, "key_index": np.concatenate(keys)})
+
+    monkeypatch.setattr(tree_row, "build_prefix_tree", leaking)
+    tried = doctor.trial_of_prefixes(doctor.tiny_llama(), "documents", torch.float32)
+    assert tried.verdict == "differs"
+    assert tried.difference > tried.leak / 10
+    (text,) = found(replace(trials, prefixes=tried), "shared prefixes")
+    assert text.startswith("note ")
+    assert "a run computes them in every document" in text
+
+
+def test_no_exact_backend_fails(trials):
+    assert "fail no backend keeps" in found(replace(trials, chosen=None), "attention")[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen", "missing", "words"),
+    [
+        (None, "documents", "", "need an NVIDIA GPU"),
+        ((7, 5), "documents", "", "from sm80"),
+        ((8, 0), "varlen", "", "FlashAttention 2 from PyTorch itself"),
+        ((9, 0), "varlen", "", "folder hopper"),
+        ((8, 0), "documents", "", "pip install flash-attn --no-build-isolation"),
+        ((8, 0), "documents", "no sinks", "not possible (no sinks)"),
+        ((9, 0), "flash_attention_3", "", "nothing to install"),
+    ],
+)
+def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
+    flash = [
+        Trial(name, "exact" if name == chosen else "not installed", missing)
+        for name in ("flash_attention_4", "flash_attention_3", "flash_attention_2")
+    ]
+    trials = Trials("cuda", "bfloat16", (*flash, Trial(chosen, "exact")), chosen)
+    assert words in advice(trials, capability)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes bf16")
+def test_the_precision_is_that_of_the_run_on_this_machine(trials, tmp_path):
+    assert found(trials, "this run") == ["ok weights in float32"]
+    assert "no bf16 before sm80" in found(trials, "advice", device=T4)[0]
+    assert found(trials, "advice", device=A100) == []
+    (refused,) = found(trials, "settings", "--bf16", "True", "--use_cpu", "False")
+    assert refused.startswith("fail ")
+    assert "set bf16 to false, or add use_cpu" in refused
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from datasets import Dataset\n"
+        "from trl_packing import PackedSFTConfig, PackedSFTTrainer\n"
+        "rows = Dataset.from_list([{'text': 'So.'}])\n"
+        "PackedSFTTrainer('m', PackedSFTConfig('out'), train_dataset=rows)\n"
+    )
+    stops = diagnose([str(script)], devices=[CPU], trials=trials)
+    assert "bf16" in stops.failures[0]
+    script.write_text(script.read_text().replace("'out'", "'out', use_cpu=True, bf16=False"))
+    assert diagnose([str(script)], devices=[CPU], trials=trials).failures == []
+
+
+@pytest.mark.parametrize(
+    "words", [["--max_lenght", "3"], ["--max_length", "long"], ["--model", "./nothing"]]
+)
+def test_a_wrong_option_is_named(trials, words):
+    with pytest.raises(ValueError, match=words[0] if words[0] != "--max_length" else "max_length"):
+        diagnose(words, devices=[CPU], trials=trials)
+
+
+def test_a_model_that_is_not_here_is_told_without_asking_the_hub(trials):
+    assert "no cache" in found(trials, "model", "--model", "nobody/nothing")[-1]
+
+
+def test_versions_are_judged(monkeypatch, trials):
+    real = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda n: "99.0" if n == "trl" else real(n))
+    assert found(trials, "trl")[0].startswith("note 99.0 is not among those tested")
+    assert set(TESTED) <= set(
+        diagnose(["--use_cpu"], devices=[CPU], trials=trials).facts["versions"]
+    )
+
+
+def test_the_text_fits_its_terminal_and_keeps_its_words(trials):
+    diagnosis = diagnose(["--use_cpu"], devices=[CPU], trials=trials)
+    for width in (60, 80, 100):
+        assert max(map(len, diagnosis.text(width).splitlines())) <= width
+    assert diagnosis.text(60).split() == diagnosis.text(100).split()
+    broken = doctor.Diagnosis({"A": [doctor.Finding("fail", "name", "\x1b[2J")]})
+    assert "\n  - name: \\x1b[2J" in broken.text()
+
+
+def test_the_command_prints_json(capsys, monkeypatch, trials):
+    monkeypatch.setattr(doctor, "try_backends", lambda *_: trials)
+    assert main(["doctor", "--use_cpu", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["trains"] is True
+    assert re.fullmatch(r"\d+ cores, .*", shown["machine"]["devices"][0]["name"])
+    assert shown["attention"]["chosen"] == "documents"

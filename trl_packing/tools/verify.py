@@ -1,0 +1,289 @@
+"""Verify one model: measure whether packed documents see each other, backend by backend.
+
+Documents with images are those of the data that the command names, or noise of two sizes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from trl_packing.attention.backends import PADDED, resolve_attention
+from trl_packing.attention.install import take_prefix_keys
+from trl_packing.config import PackingOptions
+from trl_packing.isolation.check import (
+    CheckResult,
+    Refusal,
+    attempt,
+    check_prefixes,
+    random_tokens,
+)
+from trl_packing.isolation.guard import check_backend, with_fallbacks
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.training_command import (
+    TrainerCall,
+    TrainingCommand,
+    check_path_exists,
+    config_from_settings,
+    config_of,
+    loading_options,
+    processing_class_of,
+)
+from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.choice import has_images
+from trl_packing.vision.families import FAMILIES
+from trl_packing.vision.guard import documents_to_check
+from trl_packing.vision.image_check import check_images
+from trl_packing.vision.tower import hide_boundaries
+
+_LONGEST_PROBE = 1024  # tokens, in a run without a max_length
+_ROWS = 64  # of the data set, among which documents with images are chosen
+_SIZES = ((224, 336), (168, 112))  # height and width of noise, in pixels
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """The result of one attention backend.
+
+    Attributes:
+        backend: its name.
+        result: of the check.
+        images: documents of a check with images; 0 for a check of text.
+    """
+
+    backend: str
+    result: CheckResult
+    images: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        return bool(self.result)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON: the verdict and its evidence, or the refusal."""
+        named = {"backend": self.backend} | ({"images": self.images} if self.images else {})
+        if isinstance(self.result, Refusal):
+            return named | {"verdict": "refused", "reason": str(self.result)}
+        return named | asdict(self.result)
+
+    def __str__(self) -> str:
+        name = "  with images" if self.images else self.backend
+        if isinstance(self.result, Refusal):
+            return f"{name:14} refused: {self.result}"
+        found, gradients = self.result, self.result.gradient_difference
+        first = f", first in {found.first_layer}" if found.first_layer else ""
+        further = f"\n{'':14} gradients {gradients:.1e}" if gradients is not None else ""
+        return (
+            f"{name:14} {found.verdict}: max |Δlogit| {found.difference:.1e}, "
+            f"rounding {found.noise:.1e},\n{'':14} a leak {found.leak:.1e} "
+            f"({found.probe}){first}{further}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ImageProbes:
+    """Documents with images, and how a row is made of them.
+
+    Attributes:
+        documents: with `input_ids`, and `images` of each row of the user; some have none.
+        collator: makes the rows.
+        source: where the documents come from, in words.
+    """
+
+    documents: list[dict[str, Any]]
+    collator: PackedCollator
+    source: str
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """A model, and the settings by which it is verified.
+
+    Attributes:
+        model: on its device.
+        name: as the user wrote it.
+        attention: the only backend to check; ``"auto"`` checks all that may be exact.
+        max_length: the longest probe, in tokens.
+    """
+
+    model: Any
+    name: str
+    attention: str
+    max_length: int
+
+    @classmethod
+    def load(
+        cls, model: Any, args: Any, *, dtype: str | None = None, device: str | None = None
+    ) -> "VerifiedModel":
+        """Return the model of a run.
+
+        Args:
+            model: a hub id, a folder with a causal language model, or a model.
+            args: the settings of the run: `attention`, `max_length`, `model_init_kwargs`.
+            dtype: a data type of torch, or ``"auto"``; None: that of the run, or float32.
+            device: None uses CUDA if it is available, and the CPU otherwise.
+
+        Raises:
+            ValueError: an argument cannot be used. The model is not loaded then.
+        """
+        dtype = str(dtype or (args.model_init_kwargs or {}).get("dtype") or "float32")
+        longest = args.max_length or _LONGEST_PROBE
+        _check_arguments(dtype, device, longest)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = model if isinstance(model, str) else type(model).__name__
+        if isinstance(model, str):
+            check_path_exists("the model", model)
+            kind = config_of(model, args).model_type
+            reads_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+            is_text = kind not in reads_images or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            loader = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+            model = loader.from_pretrained(model, dtype=dtype, **loading_options(args))
+        return cls(model.to(device), name, PackingOptions.of(args).attention, longest)
+
+    def verify(
+        self, *, gradients: bool = False, images: ImageProbes | None = None
+    ) -> Iterator[BackendResult]:
+        """Yield the result of each backend, from fast to slow, until one is exact on the model.
+
+        A backend that is exact on text is then checked with images.
+
+        Args:
+            gradients: compare gradients too.
+            images: documents with images; None checks text alone.
+        """
+        first = resolve_attention(self.model, self.attention)
+        choices = with_fallbacks(first) if self.attention == "auto" else [first]
+        options: Any = {"max_length": self.max_length, "gradients": gradients, "training": True}
+        for choice in choices:
+            result = BackendResult(choice.backend, check_backend(self.model, choice, **options))
+            yield result
+            if result.is_exact and images is not None:
+                checked = check_with_images(self.model, choice.backend, images, gradients=gradients)
+                result = BackendResult(choice.backend, checked, len(images.documents))
+                yield result
+            if result.is_exact:
+                return
+
+    def verify_prefixes(self, attention: str, *, gradients: bool = False) -> BackendResult:
+        """Return whether documents with a common prefix may share it, by an installed backend.
+
+        Args:
+            attention: the backend that `verify` has found to be exact.
+            gradients: compare gradients too.
+        """
+        if reason := take_prefix_keys(self.model, attention):
+            return BackendResult("prefixes", Refusal(reason))
+        longest = random_tokens(self.model, np.random.default_rng(1))(self.max_length)
+        options: Any = {"attention": attention, "gradients": gradients, "training": True}
+        check = partial(check_prefixes, self.model, [longest], collator=PackedCollator())
+        return BackendResult("prefixes", attempt(partial(check, **options)))
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the model for JSON: name, class, data type, and type of device."""
+        return {
+            "model": self.name,
+            "class": type(self.model).__name__,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.name}: {type(self.model).__name__}, {self.model.dtype}, {self.model.device}"
+
+
+def check_with_images(
+    model: Any, attention: str, images: ImageProbes, *, gradients: bool = False
+) -> CheckResult:
+    """Return whether documents with images affect each other by an installed backend."""
+    if attention in PADDED:
+        return Refusal("padded rows hold the tokens in another order than the images")
+    options: Any = {"attention": attention, "gradients": gradients, "training": True}
+    check = partial(check_images, model, images.documents, collator=images.collator)
+    return attempt(partial(check, **options))
+
+
+def _check_arguments(dtype: str, device: str | None, max_length: int) -> None:
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
+    if max_length < 2:
+        raise ValueError(f"--max_length {max_length} must be at least 2")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device} cannot be used: {error}") from error
+
+
+# --- documents with images ------------------------------------------------------------------------
+
+
+def image_probes(
+    model: Any, name_or_model: Any, args: Any, command: TrainingCommand
+) -> ImageProbes | None:
+    """Return documents with images for a model; None if no rows with images are packed for it.
+
+    Args:
+        model: on its device.
+        name_or_model: as the command names it.
+        args: the settings of the run.
+        command: names the data, if it does.
+
+    Raises:
+        ValueError: the rows cannot be prepared.
+        OSError: the model has no processor.
+    """
+    if model.config.model_type not in FAMILIES:
+        return None
+    call, source = command.call if command.names_data else None, "of the data"
+    if call is None or not has_images(call.train_dataset):
+        processor = call and call.processing_class
+        call = _noise(model, processor or processing_class_of(name_or_model, args))
+        source = "of noise"
+    rows = _first(call.train_dataset)
+    run = PreviewedRun.from_call(replace(call, model=model, train_dataset=rows))
+    found = documents_to_check(run.documents()[0], run.images.store)
+    if not found:
+        raise ValueError(f"none of the first {_ROWS} rows of the data set has an image")
+    hide_boundaries(model)
+    images = ImageBatches(run.images.store, run.preparation.processing_class, model)
+    pad = run.preparation.eos.tokenizer.pad_token_id
+    return ImageProbes(found, PackedCollator(pad, images=images), source)
+
+
+def _first(rows: Any) -> Any:
+    """Return the first rows of a data set, or of each of a dictionary; a stream as it is."""
+    if isinstance(rows, dict):
+        return {name: _first(of_source) for name, of_source in rows.items()}
+    # A stream is refused by name later.
+    return rows.select(range(min(len(rows), _ROWS))) if isinstance(rows, Dataset) else rows
+
+
+def _noise(model: Any, processor: Any) -> TrainerCall:
+    """Return the arguments of a run on two images of noise."""
+    from PIL import Image as PillowImage
+
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(
+            f"{type(processor).__name__} is no processor, which images need; save the model's "
+            "processor in its folder"
+        )
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "images": [PillowImage.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))],
+            "prompt": f"{processor.image_token} Say what this is.",
+            "completion": f" It is picture {number}.",
+        }
+        for number, size in enumerate(_SIZES)
+    ]
+    args = config_from_settings(["--max_length", "16384"])
+    return TrainerCall(model, args, Dataset.from_list(rows), processor)
