@@ -206,7 +206,8 @@ def known_settings() -> set[str]:
 
     from trl import ModelConfig
 
-    from trl_packing.config import PackedSFTConfig, options
+    from trl_packing import config
+    from trl_packing.config import PackedSFTConfig
     from trl_packing.packing.bins import STRATEGIES
 
     classes = (PackedSFTConfig, ModelConfig, DataArguments, vision.Arguments)
@@ -214,7 +215,7 @@ def known_settings() -> set[str]:
     columns = {"loss_weight", "loss_weights", "assistant_masks", "function_call", "seq_lengths"}
     functions = (trl_packing.PackedSFTTrainer.__init__, trl_packing.make_supervised_dset)
     parameters = {p for f in functions for p in inspect.signature(f).parameters}
-    values = {*STRATEGIES, *options.OVERFLOWS, *options.TRAIN_ON, "flash_attention_2"}
+    values = {*STRATEGIES, *config.OVERFLOWS, *config.TRAIN_ON, "flash_attention_2"}
     of_others = {"flash_attention_3", "buffer_size", "config_file", "neat_packing", "eval_loss"}
     return names | columns | parameters | values | of_others
 

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-CONFIG = Path(__file__).resolve().parents[2] / "trl_packing" / "config"
+CONFIG = Path(__file__).resolve().parents[2] / "trl_packing" / "config.py"
 
 # A quoted value, a name with an underscore, or both: packing_strategy='wrapped', eval_loss_<x>
 _NAME = re.compile(r"(?<!\w)(?:\w+=)?'[^'\n]+'(?!\w)|\b[a-z]+(?:_(?:[a-z0-9]+|<\w+>))+(?:=\w+)?")
@@ -13,8 +13,7 @@ _MARK = "<!-- settings -->"
 
 def fields() -> list[tuple[str, str, str, str]]:
     """Return (name, type, default, help) of every field that `PackedSFTConfig` adds or changes."""
-    files = [CONFIG / name for name in ("sft_config.py", "options.py")]
-    body = [node for file in files for node in ast.parse(file.read_text()).body]
+    body = ast.parse(CONFIG.read_text()).body
     classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
     nodes = [*classes["PackedSFTConfig"], *classes["PackingOptions"]]
     return [_field(node) for node in nodes if isinstance(node, ast.AnnAssign)]
@@ -22,20 +21,10 @@ def fields() -> list[tuple[str, str, str, str]]:
 
 def _field(node: ast.AnnAssign) -> tuple[str, str, str, str]:
     call = node.value
-    assert isinstance(call, ast.Call), f"{ast.unparse(node)}: expected field(...) or choice(...)"
-    given = {k.arg: k.value for k in call.keywords}
-    if "metadata" in given:
-        default, metadata = given["default"], given["metadata"]
-        assert isinstance(metadata, ast.Dict)
-        help = next(v for k, v in zip(metadata.keys, metadata.values, strict=True) if _is_help(k))
-    else:
-        default, help = call.args[0], call.args[1]
+    assert isinstance(call, ast.Call), f"{ast.unparse(node)}: expected setting(...)"
+    default, help = call.args[0], call.args[1]
     words = ast.literal_eval(help)
     return ast.unparse(node.target), ast.unparse(node.annotation), ast.unparse(default), words
-
-
-def _is_help(key: ast.expr | None) -> bool:
-    return isinstance(key, ast.Constant) and key.value == "help"
 
 
 def list_of_settings() -> str:

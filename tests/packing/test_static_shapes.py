@@ -414,10 +414,10 @@ def test_padded_rows_say_that_their_shapes_follow_the_documents(tmp_path, caplog
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"packing": False}, r"static_shapes=True needs packing=True"),
+        ({"packing": False}, r"static_shapes=True and packing=False"),
         ({"documents_per_step": 4}, r"static_shapes=True and documents_per_step=4"),
-        ({"attention": "padded"}, r"static_shapes=True with attention='padded'"),
-        ({"attention": "equal_lengths"}, r"static_shapes=True with attention='equal_lengths'"),
+        ({"attention": "padded"}, r"static_shapes=True and attention='padded'"),
+        ({"attention": "equal_lengths"}, r"static_shapes=True and attention='equal_lengths'"),
         (
             {"model": "qwen3_moe", "router_aux_loss_coef": 0.01},
             r"static_shapes=True would let padding take part in the balance of experts",

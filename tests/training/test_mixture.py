@@ -274,7 +274,7 @@ def test_the_report_says_what_an_epoch_draws_of_each_source(tmp_path):
         ),
         (
             {"mixture_temperature": 2.0, "train_sampling_strategy": "sequential"},
-            "train_sampling_strategy='sequential' keeps their order",
+            "train_sampling_strategy='sequential': a mixture draws",
         ),
         ({"mixture_temperature": 2.0, "prefix_sharing": "group"}, "prefix_sharing='group'"),
         ({"mixture_temperature": 2.0, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),

@@ -141,8 +141,11 @@ def test_the_tower_never_computes_more_than_max_patches(model, processor, tmp_pa
     [
         ({"max_patches": 8}, "patches, but max_patches=8; raise max_patches"),
         ({"max_patches": 0}, "max_patches=0 must be at least 1"),
-        ({"max_patches": 400, "packing": False}, "packing=False makes none"),
-        ({"max_patches": 400, "documents_per_step": 4}, "documents_per_step=4 makes none"),
+        ({"max_patches": 400, "packing": False}, "packing=False: max_patches limits bins"),
+        (
+            {"max_patches": 400, "documents_per_step": 4},
+            "documents_per_step=4: max_patches limits bins",
+        ),
     ],
 )
 def test_limits_that_cannot_hold_are_refused(options, message, model, processor, tmp_path):

@@ -232,7 +232,7 @@ def our_settings() -> Iterator[tuple[str, bool, str]]:
 
     They are read from the source, because importing it would take seconds.
     """
-    source = (Path(trl_packing.__file__).parent / "config" / "options.py").read_text("utf-8")
+    source = (Path(trl_packing.__file__).parent / "config.py").read_text("utf-8")
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     for node in next(each for each in classes if each.name == "PackingOptions").body:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
