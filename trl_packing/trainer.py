@@ -11,7 +11,7 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
     _step_loss     one weighted mean of a step, and of an evaluation set  loss/step_loss.py
     _meter         tokens per second, utilization, MFU                    training/metrics.py
     _epochs        the place at which a resumed run continues             training/resuming.py
-    _run_report    the summary that is printed when training starts       training/run_report.py
+    _run_report    the summary that is printed when training starts       training/report.py
     _recorder      the run's page, run.html, and its record, run.json     training/run_recorder.py
 
 `_trl_path` says why a run takes TRL's path; then each override calls TRL's method. It is decided
@@ -68,19 +68,15 @@ from trl_packing.training.arguments import (
 )
 from trl_packing.training.checkpoints import checkpoint_to_resume, write_whole
 from trl_packing.training.collators import RunCollators
-from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model_ready
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.model_card import describe_packing, with_tag
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.progress_bar import ThroughputOnBar
 from trl_packing.training.renamed_weights import load_renamed
-from trl_packing.training.report_callback import ReportCallback
+from trl_packing.training.report import PackingReport, RunReport, describe_packing, with_tag
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData, source_sets
 from trl_packing.training.run_recorder import RunRecorder
-from trl_packing.training.run_report import RunReport
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
@@ -251,17 +247,21 @@ class PackedSFTTrainer(SFTTrainer):
         self._collators = collators
         samples_bins = type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler
         sharing = PrefixSharing(self, collators, loss_is_ours=self._loss_is_ours)
-        report = RunReport(self, collators, data.counts, sharing, samples_bins=samples_bins)
-        report.plan()
-        self._run_report = report
+        self._run_report = report = RunReport(
+            self,
+            collators,
+            data.counts,
+            sharing,
+            self._epochs,
+            samples_bins=samples_bins,
+            before_first_step=self._before_first_step,
+            so_far=meter.so_far,
+        )
         self._isolation = RunIsolation(self, collators, report, sharing)
-        self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, meter.sources)
+        self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, meter)
         self._other_models = OtherModels(self.model)
         data.check_limits(guard.limits)
-        self.add_callback(
-            ReportCallback(report, self._epochs, self._before_first_step, meter.so_far)
-        )
-        self.add_callback(ThroughputOnBar(self))
+        self.add_callback(report)
 
     @property
     def attention(self) -> AttentionChoice | None:

@@ -107,4 +107,4 @@ def _step(
     counted = trainer._meter.so_far()
     assert counted is not None, "the run was not counted"
     step = StepResult(torch.empty(0), loss, gradients)
-    return step, counted[0].shared > 0, trainer._isolation.sharing.reason or ""
+    return step, counted["shared"] > 0, trainer._isolation.sharing.reason or ""

@@ -8,7 +8,7 @@ import pytest
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
 from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.guard import Checked
-from trl_packing.training.epoch_report import PackingReport
+from trl_packing.training.report import PackingReport
 
 KEPT_ALL = PreparationCounts(TokenCounts(3, 9, 6, 3), TokenCounts(3, 9, 6, 3))
 CUT = PreparationCounts(

@@ -152,7 +152,7 @@ def counted_waits(monkeypatch) -> Iterator[Waits]:
     for name in _VALUES:
         monkeypatch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
     monkeypatch.setattr(torch.Tensor, "to", sent)
-    monkeypatch.setattr("trl_packing.training.device_sums.wait_for", waited)
+    monkeypatch.setattr("trl_packing.training.metrics.wait_for", waited)
     for module in ("documents.host_row", "loss.chunked_log_probs"):
         monkeypatch.setattr(f"trl_packing.{module}.is_cpu", lambda tensor: False)
     with waits:

@@ -5,10 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from datasets import Dataset
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from harness import make_trainer
+from helpers.tiny import documents_of_lengths
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.training import malloc as allocator
 from trl_packing.training.malloc import keep_freed_pages
 
@@ -52,19 +51,16 @@ def test_pages_are_zeroed_once_and_not_every_step():
     assert page_faults("kept") < 0.3 * page_faults("not") + 1000
 
 
-def test_whoever_has_tuned_malloc_is_left_alone(monkeypatch):
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+@pytest.mark.parametrize("tuned", [True, False])
+def test_tuned_malloc_another_device_and_another_library_are_left_alone(tuned, monkeypatch):
+    if tuned:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    else:
+        monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
+        with keep_freed_pages(True):
+            pass
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("was asked"))
-    with keep_freed_pages(True):
-        pass
-
-
-def test_another_device_or_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
-    with keep_freed_pages(True):
-        pass
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("was asked"))
-    with keep_freed_pages(False):
+    with keep_freed_pages(tuned):
         pass
 
 
@@ -84,20 +80,7 @@ class Libc:
 def test_training_asks_and_takes_it_back(tmp_path, monkeypatch):
     libc = Libc()
     monkeypatch.setattr(allocator, "_glibc", lambda: libc)
-    trainer = PackedSFTTrainer(
-        tiny_model("llama"),
-        PackedSFTConfig(
-            str(tmp_path),
-            max_length=32,
-            max_steps=1,
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-        ),
-        train_dataset=Dataset.from_list(documents_of_lengths([8] * 4)),
-        processing_class=tiny_tokenizer(),
-    )
+    trainer = make_trainer(tmp_path, documents_of_lengths([8] * 4), max_length=32, max_steps=1)
     assert not libc.calls
     trainer.train()
     assert [parameter for parameter, _ in libc.calls] == [-4, -1, -2, -4, -1, -2, "trim"]

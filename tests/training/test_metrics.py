@@ -4,26 +4,26 @@ Time is a counted clock: a second a micro-batch, a hundred an evaluation, a thou
 """
 
 import itertools
-import math
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
-from datasets import Dataset
-from harness import TWO_RUNS
+import torch
+from harness import TWO_RUNS, make_trainer
 from helpers.distributed.train import Scenario, run, run_on_ranks
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from transformers import TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
-from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
-from trl_packing.attention.flops import model_flops
+from trl_packing import PackedCollator, PackedSFTTrainer
+from trl_packing.attention.flops import model_flops, peak_flops
+from trl_packing.loss.sums import LossSums
 from trl_packing.training import metrics as measured
 from trl_packing.training.loaders import RunIsolation
-from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.progress_bar import ThroughputOnBar
-from trl_packing.training.run_record import RunRecord
+from trl_packing.training.metrics import GIB, ThroughputMeter
+from trl_packing.training.report import throughput_in_short
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it
@@ -97,16 +97,9 @@ def assert_logged(ranks, *, room, every=1):
 # --- one rank -------------------------------------------------------------------------------------
 
 RUNS = {
-    "packed": ({}, CAPACITY),
     "packed, two bins": ({"batch_size": 2, "accumulation": 2, "epochs": 2}, 2 * CAPACITY),
-    "max_steps": ({"max_steps": 4}, CAPACITY),
     "padding-free": ({"packing": False, "batch_size": 2, "accumulation": 2}, None),
-    "documents_per_step": ({"accumulation": 2, "options": {"documents_per_step": 5}}, None),
     "stream": ({"stream": True, "max_steps": 5}, CAPACITY),
-    "stream, padding-free": (
-        {"stream": True, "max_steps": 5, "packing": False, "batch_size": 2},
-        None,
-    ),
     "pad_to_multiple_of": ({"options": {"pad_to_multiple_of": 8}}, CAPACITY),
     "padding-free, pad_to_multiple_of": (
         {"packing": False, "batch_size": 3, "options": {"pad_to_multiple_of": 16}},
@@ -116,12 +109,7 @@ RUNS = {
 }
 
 
-FAST = ("packed, two bins", "padding-free", "stream", "pad_to_multiple_of")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_what_is_logged_is_what_was_trained(name, tmp_path):
     arguments, room = RUNS[name]
     result = run(scenario(tmp_path, **arguments))
@@ -151,29 +139,19 @@ class OverridesBoth(OverridesLoss, OverridesStep):
 
 @pytest.mark.parametrize("own", [OverridesStep, OverridesLoss, OverridesBoth])
 def test_a_step_of_a_user_s_own_is_counted(own, tmp_path):
-    expected, found = (
-        trainer_of(documents_of_lengths(LENGTHS), tmp_path, cls=trainer).train().metrics
-        for trainer in (PackedSFTTrainer, own)
-    )
-    counts = ("train_documents", "train_tokens", "train_trained_tokens", "train_utilization")
-    assert {name: found[name] for name in counts} == {name: expected[name] for name in counts}
-    assert found["train_documents"] == len(LENGTHS)
-    assert found["train_tokens"] == sum(LENGTHS)
+    found = trainer_of(tmp_path, cls=own).train().metrics
+    assert (found["train_documents"], found["train_tokens"]) == (len(LENGTHS), sum(LENGTHS))
     samples = found["train_samples_per_second"] * found["train_runtime"]
     assert samples == pytest.approx(len(LENGTHS), rel=0.02)  # both are rounded
 
 
-def test_several_steps_are_logged_as_one_interval(tmp_path):
-    options = {"logging_steps": 3}
-    result = run(scenario(tmp_path, epochs=2, max_steps=9, options=options))
-    assert_logged([result], room=CAPACITY, every=3)
-
-
-def test_steps_after_the_last_log_are_in_the_totals(tmp_path):
-    result = run(scenario(tmp_path, max_steps=5, options={"logging_steps": 3}))
-    expected = by_hand([result], range(5), CAPACITY)
-    assert result["totals"]["train_tokens"] == 5 * expected["tokens_per_second"]
-    assert result["totals"]["train_documents"] == 5 * expected["documents_per_step"]
+def test_several_steps_are_logged_as_one_interval_and_all_are_in_the_totals(tmp_path):
+    result = run(scenario(tmp_path, epochs=2, max_steps=10, options={"logging_steps": 3}))
+    logged = [entry["step"] for entry in result["history"] if "tokens_per_second" in entry]
+    assert logged == [3, 6, 9]
+    whole, last = by_hand([result], range(10), CAPACITY), by_hand([result], range(6, 9), CAPACITY)
+    assert result["totals"]["train_tokens"] == 10 * whole["tokens_per_second"]
+    assert result["history"][-2].items() >= last.items()
 
 
 def test_evaluation_and_saving_take_no_time_of_training(tmp_path):
@@ -207,8 +185,7 @@ def test_the_isolation_check_takes_no_time_of_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunIsolation, "ensure", slow_check)
     monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
-    rows = documents_of_lengths(LENGTHS)
-    trainer = trainer_of(rows, tmp_path, cls=Counted, max_steps=3, isolation_check="error")
+    trainer = trainer_of(tmp_path, cls=Counted, max_steps=3, isolation_check="error")
     assert trainer.train().metrics["train_seconds"] == 3
     assert now == [1003]
 
@@ -242,58 +219,39 @@ def test_a_resumed_run_counts_what_it_trains_itself(tmp_path):
     assert first["tokens_per_second"] == trained[0][1]
 
 
-def test_transformers_own_count_leaves_out_padding_by_its_place(tmp_path):
-    options = {"include_num_input_tokens_seen": "non_padding", "pad_to_multiple_of": 16}
-    result = run(scenario(tmp_path, options=options))
-    seen = [e["num_input_tokens_seen"] for e in result["history"] if "loss" in e]
-    assert seen[-1] == sum(LENGTHS) == result["totals"]["train_tokens"]
-
-
-def test_eos_that_is_the_padding_token_is_counted(tmp_path):
+def test_transformers_own_count_is_of_documents_also_where_eos_is_the_padding(tmp_path):
     rows = documents_of_lengths(LENGTHS)
     for row in rows:
         row["input_ids"][-1] = row["labels"][-1] = tiny_tokenizer().eos_token_id
     trainer = trainer_of(
-        rows,
         tmp_path,
+        rows,
         tokenizer=tiny_tokenizer(pad="<eos>"),
         include_num_input_tokens_seen="non_padding",
+        pad_to_multiple_of=16,
     )
-    metrics = trainer.train().metrics
-    assert metrics["train_tokens"] == sum(LENGTHS)
+    assert trainer.train().metrics["train_tokens"] == sum(LENGTHS)
     assert trainer.state.num_input_tokens_seen == sum(LENGTHS)
 
 
 # --- where it is shown ----------------------------------------------------------------------------
 
 
-def trainer_of(rows, folder, *, tokenizer=None, cls=PackedSFTTrainer, collator=None, **options):
+def trainer_of(folder, rows=None, **options):
     settings = {
-        "output_dir": str(folder),
         "max_length": CAPACITY,
         "per_device_train_batch_size": 1,
         "logging_steps": 1,
         "num_train_epochs": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,
-        "use_cpu": True,
         "isolation_check": "off",
     }
-    return cls(
-        tiny_model("llama"),
-        PackedSFTConfig(**settings | options),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer or tiny_tokenizer(),
-        data_collator=collator,
-    )
+    return make_trainer(folder, rows or documents_of_lengths(LENGTHS), **settings | options)
 
 
 def test_tensorboard_receives_them(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path, report_to="tensorboard")
+    trainer = trainer_of(tmp_path, report_to="tensorboard")
     trainer.train()
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
@@ -318,56 +276,38 @@ def test_the_progress_bar_shows_them_once_a_log(tmp_path, monkeypatch, capsys):
             shown.append(text)
 
     monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
-    rows = documents_of_lengths(LENGTHS)
-    trainer = trainer_of(rows, tmp_path, disable_tqdm=False, logging_steps=2, max_steps=6)
-    trainer.train()
-    assert any(isinstance(c, ProgressCallback) for c in trainer.callback_handler.callbacks)
+    trainer_of(tmp_path, disable_tqdm=False, logging_steps=2, max_steps=6).train()
     assert len(shown) == 3
     assert all("tokens/s, " in text and "% full" in text for text in shown)
 
 
-def test_a_notebook_shows_them_before_its_bar(tmp_path):
+def test_other_bars_show_them_if_they_can(tmp_path):
+    """A notebook shows a prefix before its bar; the bar of rich has no room."""
+
     class Notebook(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            from transformers.utils.notebook import NotebookProgressBar
-
-            self.training_tracker = NotebookProgressBar(8)
-
-    pytest.importorskip("IPython", reason="transformers' notebook bar needs IPython")
-    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path)
-    notebook = Notebook()
-    trainer.add_callback(notebook)
-    trainer.train()
-    assert "tokens/s" in notebook.training_tracker.prefix
-
-
-def test_a_bar_without_room_for_them_is_left_alone(tmp_path):
-    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path)
+        training_tracker = SimpleNamespace(prefix=None)
 
     class Rich(TrainerCallback):
-        training_bar = object()
-        training_tracker = None
+        training_bar, training_tracker = object(), None
 
-    trainer.add_callback(Rich())
-    trainer.train()
-    assert any(isinstance(c, ThroughputOnBar) for c in trainer.callback_handler.callbacks)
+    trainer_of(tmp_path, callbacks=[Notebook(), Rich()]).train()
+    assert "tokens/s" in Notebook.training_tracker.prefix
+
+
+@pytest.mark.parametrize(
+    ("logs", "words"),
+    [
+        ({"tokens_per_second": 7.0}, "7 tokens/s"),
+        ({"tokens_per_second": 45600.0, "mfu": 0.41}, "45.6k tokens/s, 41% MFU"),
+        ({"tokens_per_second": 2.5e6, "utilization": 0.9}, "2.5M tokens/s, 90.0% full"),
+        ({"eval_loss": 2.0, "epoch": 1.0}, ""),
+    ],
+)
+def test_the_bar_shows_rates_in_short(logs, words):
+    assert throughput_in_short(logs) == words
 
 
 # --- who logs them --------------------------------------------------------------------------------
-
-
-def test_trl_s_path_logs_what_trl_logs(tmp_path):
-    rows = documents_of_lengths(LENGTHS)
-
-    def collate(documents):
-        batch = PackedCollator()(documents)
-        return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
-
-    trainer = trainer_of(rows, tmp_path, collator=collate)
-    metrics = trainer.train().metrics
-    names = set().union(*trainer.state.log_history) | set(metrics)
-    assert "num_tokens" in names
-    assert not names & {*INTERVAL, "utilization", "documents_per_step", "train_tokens"}
 
 
 def test_a_collator_that_says_nothing_of_its_rows_logs_nothing(tmp_path):
@@ -375,58 +315,36 @@ def test_a_collator_that_says_nothing_of_its_rows_logs_nothing(tmp_path):
         def __call__(self, documents):
             return super().__call__(documents)
 
-    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path, collator=Own())
+    trainer = trainer_of(tmp_path, collator=Own())
     trainer.train()
     assert not any("utilization" in entry for entry in trainer.state.log_history)
-    assert any("loss" in entry for entry in trainer.state.log_history)
     counted = [e["num_tokens"] for e in trainer.state.log_history if "num_tokens" in e]
     assert counted[-1] == sum(LENGTHS), "TRL's count, and not 0"
     assert counted == sorted(set(counted))
 
 
-def test_no_model_is_given_what_is_for_the_host(tmp_path):
-    seen = []
-
-    class Looks(PackedSFTTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            seen.append(set(inputs))
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path, cls=Looks)
-    assert next(iter(trainer.get_train_dataloader())).host.padding == 0
-    trainer.train()
-    assert seen
-    named = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
-    assert all(names == named | {"use_cache"} for names in seen)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_mfu_is_logged_where_the_peak_is_known(known, tmp_path, monkeypatch):
-    peak = 1e9 if known else None
+@pytest.mark.parametrize("peak", [None, 1e9])
+def test_mfu_is_logged_where_the_peak_is_known(peak, tmp_path, monkeypatch):
     monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: peak)
-    trainer = trainer_of(documents_of_lengths(LENGTHS), tmp_path)
-    metrics = trainer.train().metrics
-    if not known:
-        assert not any("mfu" in name for name in metrics)
+    trainer = trainer_of(tmp_path)
+    found = trainer.train().metrics
+    if peak is None:
+        assert not any("mfu" in name for name in found)
         return
-    import numpy as np
-
-    lengths = np.array(LENGTHS)
-    flops = model_flops(trainer.model).of(lengths, sum(LENGTHS) - len(LENGTHS))
-    assert metrics["train_mfu"] == pytest.approx(flops / metrics["train_seconds"] / peak)
-    assert all(math.isfinite(e["mfu"]) for e in trainer.state.log_history if "loss" in e)
+    flops = model_flops(trainer.model).of(np.array(LENGTHS), sum(LENGTHS) - len(LENGTHS))
+    assert found["train_mfu"] == pytest.approx(flops / found["train_seconds"] / peak)
+    assert all(entry["mfu"] > 0 for entry in trainer.state.log_history if "loss" in entry)
 
 
 def test_a_model_that_cannot_be_counted_has_no_mfu(tmp_path, monkeypatch):
-    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: 1e9)
-
     def refuse(model):
         raise measured.NotCountable("made for this test")
 
+    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: 1e9)
     monkeypatch.setattr(measured, "model_flops", refuse)
-    metrics = trainer_of(documents_of_lengths(LENGTHS), tmp_path).train().metrics
-    assert "train_tokens_per_second" in metrics
-    assert "train_mfu" not in metrics
+    found = trainer_of(tmp_path).train().metrics
+    assert "train_tokens_per_second" in found
+    assert "train_mfu" not in found
 
 
 @pytest.mark.parametrize(
@@ -451,9 +369,9 @@ def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(packing, 
         "pad_to_multiple_of": 16,
         "include_num_input_tokens_seen": "non_padding",
     }
-    apart = trainer_of(rows, tmp_path / "a", prefix_sharing="off", **settings)
+    apart = trainer_of(tmp_path / "a", rows, prefix_sharing="off", **settings)
     expected = apart.train().metrics
-    shared = trainer_of(rows, tmp_path / "b", cls=Sees, prefix_sharing="bin", **settings)
+    shared = trainer_of(tmp_path / "b", rows, cls=Sees, prefix_sharing="bin", **settings)
     found = shared.train().metrics
     for name in ("documents", "tokens", "trained_tokens", "documents_per_step"):
         assert found[f"train_{name}"] == expected[f"train_{name}"]
@@ -466,9 +384,6 @@ def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(packing, 
     assert found["train_computed_tokens_per_second"] == pytest.approx(sum(computed) / seconds)
     last = [e for e in shared.state.log_history if "loss" in e][-1]
     assert last["computed_tokens_per_second"] > 0
-    record = RunRecord.load(tmp_path / "b" / "run.json")
-    assert record.total.tokens == found["train_tokens"]
-    assert record.total.computed_tokens == sum(computed)
     assert f"<b>{sum(computed):,}</b>" in (tmp_path / "b" / "run.html").read_text()
 
 
@@ -476,12 +391,10 @@ def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(packing, 
 
 RANKS = {
     "packed": ({"epochs": 2}, CAPACITY),
-    "accumulated": ({"accumulation": 2}, CAPACITY),
     "padding-free": ({"packing": False, "batch_size": 2, "accumulation": 2}, None),
     # Three bins on two ranks: one of them ends with an empty micro-batch.
     "idle rank": ({"lengths": [32, 32, 32]}, CAPACITY),
     "stream": ({"stream": True, "max_steps": 4}, CAPACITY),
-    "document weights": ({"options": {"loss_weighting": "document"}}, CAPACITY),
 }
 
 
@@ -510,21 +423,9 @@ def test_two_ranks_log_what_both_trained(name, two_ranks):
 
 
 def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_path, capsys):
-    rows = Dataset.from_list(
-        [
-            row | {"source": "ab"[i % 2]}
-            for i, row in enumerate(documents_of_lengths([20, 9, 14, 30]))
-        ]
-    )
-    settings = {"max_length": 32, "logging_steps": 1, "max_steps": 1, "disable_tqdm": True}
-    trainer = PackedSFTTrainer(
-        tiny_model("llama"),
-        PackedSFTConfig(
-            str(tmp_path), use_cpu=True, bf16=False, source_column="source", **settings
-        ),
-        train_dataset=rows,
-        processing_class=tiny_tokenizer(),
-    )
+    rows = documents_of_lengths([20, 9, 14, 30])
+    rows = [row | {"source": "ab"[i % 2]} for i, row in enumerate(rows)]
+    trainer = trainer_of(tmp_path, rows, source_column="source", max_steps=1)
     trainer.train()
     printed = next(line for line in capsys.readouterr().out.splitlines() if "'loss'" in line)
     for shown in ("tokens_per_second", "utilization", "documents_per_step", "loss_a"):
@@ -532,3 +433,142 @@ def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_p
     more = {"trained_tokens_per_second", "documents_per_second", "num_tokens_a"}
     assert not any(f"'{name}'" in printed for name in more)
     assert more < trainer.state.log_history[0].keys()
+
+
+# --- a meter alone --------------------------------------------------------------------------------
+
+
+class Metered:
+    """A meter of two ranks that count rows of 5 and 3 tokens, with a clock by hand."""
+
+    def __init__(self, monkeypatch, *, peaks=(2e9, 3e9), tensor_parallel=1):
+        state = SimpleNamespace(global_step=10, max_steps=20)
+        args = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+        self.trainer = SimpleNamespace(
+            args=args,
+            state=state,
+            aux_loss_enabled=False,
+            get_tp_size=lambda: tensor_parallel,
+            accelerator=SimpleNamespace(gather=self.gather),
+            _metrics={"train": {}},
+        )
+        self.now, self.peaks = 100.0, peaks
+        monkeypatch.setattr(measured, "peak_memory_bytes", lambda device: 3 * GIB)
+        self.meter = ThroughputMeter(self.trainer, LossSums())
+        self.meter.clock = lambda: self.now
+        self.meter.peak_flops = lambda: self.peaks[0]
+        self.meter._model_flops = lambda: SimpleNamespace(of=lambda *row: 5e8)
+        self.meter.start_run(tokens_before=1000)
+
+    def gather(self, tensor):
+        """The other rank has counted the same."""
+        other = tensor.clone()
+        other[0, -2] = self.peaks[1]
+        return torch.cat([tensor, other])
+
+    def step(self, seconds, *, documents=([5, 6, 7, 8, 9], [5, 6, 3]), rows=1, **row):
+        collate = PackedCollator(tensors_only=True, **row)
+        batch = collate([{"input_ids": ids} for ids in documents])
+        self.meter.count([batch] * rows, room=10)
+        self.now += seconds
+        self.trainer.state.global_step += 1
+
+    def logged(self):
+        self.tokens = self.meter.share({}, log=True)
+        return self.meter.take_logs()[1]
+
+
+def test_intervals_add_up_to_the_run(monkeypatch):
+    made = Metered(monkeypatch)
+    made.step(2.0, rows=2)
+    assert made.logged() == {
+        "tokens_per_second": 16.0,
+        "trained_tokens_per_second": 12.0,
+        "documents_per_second": 4.0,
+        "utilization": 32 / 40,
+        "documents_per_step": 8.0,
+        "peak_memory_gib": 3.0,
+        "mfu": 2e9 / 2.0 / 5e9,
+    }
+    assert made.tokens == 1032
+    made.step(2.0)
+    made.step(2.0)
+    second = made.logged()
+    assert (second["tokens_per_second"], second["documents_per_step"]) == (8.0, 4.0)
+    logs = {"train_runtime": 8.0, "train_samples_per_second": 1.0}
+    made.meter.share_before(logs)
+    assert logs["train_samples_per_second"] == 16 / 8
+    totals, same = made.meter.take_logs()
+    assert totals == same
+    assert totals["train_tokens"] == 64
+    assert totals["train_seconds"] == 6
+    assert totals["train_documents_per_step"] == 16 / 3
+    assert totals["train_mfu"] == pytest.approx(4e9 / 6 / 5e9)
+    assert made.meter.take_logs() == ({}, {})
+    assert not made.meter.is_running
+
+
+def test_one_unknown_device_leaves_the_peak_unknown(monkeypatch):
+    made = Metered(monkeypatch, peaks=(2e9, 0.0))
+    made.step(1.0)
+    assert "mfu" not in made.logged()
+
+
+def test_ranks_that_hold_the_same_batch_count_it_once(monkeypatch):
+    made = Metered(monkeypatch, tensor_parallel=2)
+    made.step(1.0)
+    assert made.logged()["tokens_per_second"] == 8
+    assert made.tokens == 1008
+
+
+def test_a_run_that_has_shared_logs_computed_tokens_from_then_on(monkeypatch):
+    """Two documents of 22 tokens: 20 in common, of which the last stands in both branches."""
+    made, logged = Metered(monkeypatch, tensor_parallel=2), []
+    prompt = list(range(20))
+    for shares in (False, True, False):
+        documents = [*prompt, 30, 31], [*prompt, 40, 41]
+        made.step(1.0, documents=documents, shares_prefixes=shares, pad_to_multiple_of=8)
+        logged.append(made.logged())
+    assert [found.get("computed_tokens_per_second") for found in logged] == [None, 32, 48]
+    assert [found["tokens_per_second"] for found in logged] == [44, 44, 44]
+    assert [found["utilization"] for found in logged] == [4.4, 2.5, 4.4]
+
+
+def test_the_clock_stands_in_a_pause_also_after_an_error(monkeypatch):
+    made = Metered(monkeypatch)
+    meter = made.meter
+    with meter.pause():  # not started
+        made.now += 7
+    made.step(3.0)
+
+    def fails():
+        with meter.pause():
+            made.now += 50
+            with meter.pause():  # a save inside an evaluation
+                made.now += 5
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    made.now += 2
+    assert meter.seconds() == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
+        ("NVIDIA A100 80GB PCIe", "tf32", 156),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
+        ("NVIDIA H100 PCIe", "bfloat16", 756),
+        ("NVIDIA H200", "float16", 989),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        ("NVIDIA A10G", "bfloat16", None),
+        ("NVIDIA H200 MIG 1g.18gb", "bfloat16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
+        ("NVIDIA H100 of a later year", "bfloat16", None),
+        ("Tesla T4", "bfloat16", None),  # it has none
+    ],
+)
+def test_peaks_are_those_of_known_devices_and_none_is_guessed(name, dtype, tera):
+    assert peak_flops(name, dtype) == (tera and tera * 1e12)

@@ -8,7 +8,6 @@ from datasets import Dataset, IterableDataset
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_groups import group_documents
@@ -17,7 +16,8 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.plan.plan import PlannedEpoch
 from trl_packing.training import prefix_sharing
 from trl_packing.training.prefix_sharing import PrefixSavings, prefix_savings
-from trl_packing.training.run_report import plan_report
+from trl_packing.training.report import report_of
+from trl_packing.training.sampling import Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -86,13 +86,10 @@ def test_groups_fill_bins_with_computed_tokens(name):
     assert found.per_step == sum(per_step) / len(per_step)
     assert str(found).endswith(f" · {found.per_step:.1f} prefixes a step")
     assert prefix_savings(documents, apart, "bin").per_step is None
-    report = plan_report(
-        documents,
-        sampler,
-        attention=None,
-        loss=None,
-        preparation=PreparationCounts(),
-        prefix_sharing="group",
+    args = PackedSFTConfig("unused", max_length=256, use_cpu=True, bf16=False, report_to="none")
+    columns = dataset.column_names
+    report = report_of(
+        Sampling(args, True), documents, sampler, columns=columns, prefix_sharing="group"
     )
     if name == "bins":
         assert report.tokens_computed == sampler.plan().tokens.sum() < lengths.sum()
@@ -186,9 +183,9 @@ def test_the_report_s_savings_are_those_of_the_run(tmp_path):
     trainer = trainer_for(tmp_path, data, prefix_sharing="bin", pad_to_multiple_of=8)
     planned = trainer.packing_report.prefixes
     trainer.train()
-    counts, _ = trainer._meter.so_far()
-    assert counts.tokens - counts.shared == planned.computed
-    assert counts.shared > 0.1 * counts.tokens
+    counts = trainer._meter.so_far()
+    assert counts["tokens"] - counts["shared"] == planned.computed
+    assert counts["shared"] > 0.1 * counts["tokens"]
     assert (
         line(trainer.packing_report)
         == f"{planned.tokens / planned.computed:.2f}× fewer tokens computed"
@@ -246,8 +243,9 @@ def test_a_stream_is_reported_when_it_was_trained(tmp_path, capsys):
     trainer = trainer_for(tmp_path, stream, prefix_sharing="bin", max_steps=4)
     assert line(trainer.packing_report) is None
     trainer.train()
-    counts, _ = trainer._meter.so_far()
-    assert trainer.packing_report.prefixes.computed == counts.tokens - counts.shared < counts.tokens
+    counts = trainer._meter.so_far()
+    computed = counts["tokens"] - counts["shared"]
+    assert trainer.packing_report.prefixes.computed == computed < counts["tokens"]
     assert capsys.readouterr().out.count("× fewer tokens computed") == 1
 
 

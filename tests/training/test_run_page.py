@@ -1,13 +1,15 @@
 """The page of a run shows its curves, report and settings, whatever texts they hold."""
 
+import json
 import math
 
 import pytest
 from helpers.browser import HOSTILE, open_page
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trl_packing.training.run_curves import charts_of, num_main
-from trl_packing.training.run_page import run_page
-from trl_packing.training.run_record import RunRecord, Totals
+from trl_packing.training.report import as_html
+from trl_packing.training.run_page import NOTHING, UNKNOWN, RunRecord, Totals, charts_of, run_page
 
 TEXT = "".join(HOSTILE)
 
@@ -15,29 +17,10 @@ TEXT = "".join(HOSTILE)
 def record(**changes):
     log = []
     for step in range(10, 110, 10):
-        log.append(
-            {
-                "loss": 30 / step,
-                "learning_rate": 1e-3,
-                "grad_norm": 1.0,
-                "epoch": step / 100,
-                "tokens_per_second": 5000.0,
-                "utilization": 0.99,
-                "entropy": 2.0,
-                "step": step,
-            }
-        )
-        if step % 50 == 0:
-            log.append(
-                {
-                    "eval_loss": 1.0,
-                    "eval_loss_math": 0.5,
-                    "eval_loss_code": 1.5,
-                    "eval_runtime": 3.0,
-                    "eval_num_documents_code": 7,
-                    "step": step,
-                }
-            )
+        rest = ("learning_rate", "grad_norm", "tokens_per_second", "utilization", "entropy")
+        numbers = {"loss": 30 / step, "epoch": step / 100, "step": step}
+        log.append(numbers | dict.fromkeys(rest, 1))
+    log[5:5] = [{"eval_loss": 1.0, "eval_loss_math": 0.5, "eval_runtime": 3.0, "step": 50}]
     log.append({"train_loss": 1.0, "train_runtime": 5.0, "train_seconds": 4.0, "step": 100})
     totals = {s: Totals(s * 20, s * 900, s * 500, s * 910, s * 0.5) for s in range(0, 101, 10)}
     values = {
@@ -59,91 +42,113 @@ def record(**changes):
     return RunRecord(**values | changes)
 
 
-def written(folder, made):
-    path = folder / "run.html"
-    path.write_text(run_page(made))
-    return path
+# --- the record -----------------------------------------------------------------------------------
+
+LOG = [
+    {"loss": 2.5, "epoch": 0.5, "step": 10},
+    {"eval_loss": 2.0, "step": 10},
+    {"loss": math.nan, "grad_norm": math.inf, "step": 20, "words": "Infinity and more"},
+    {"loss": 2.0, "flag": True, "step": 25},
+]
+
+
+def test_a_point_joins_a_log_entry_with_the_totals_of_its_step():
+    totals = {0: NOTHING, 10: Totals(30, 400, 200, 480, 1.5), 20: Totals(61, 800, 390, 960, 3.0)}
+    made = RunRecord("a", log=LOG, totals=totals, step=20)
+    first, second, third = made.points("loss")
+    assert first == (10, 30, 400, 1.5, 2.5)
+    assert second[:4] == (20, 61, 800, 3.0)
+    assert math.isnan(second.value)
+    assert third == (25, None, None, None, 2.0), "the ranks have not shared their counts there"
+    assert list(made.series) == ["loss", "epoch", "step", "eval_loss", "grad_norm"]
+    assert made.total == totals[20]
+    assert RunRecord("a", totals=totals, step=25).total == UNKNOWN, "not those of an earlier step"
+
+
+def test_a_record_is_the_same_after_it_was_written_and_read():
+    settings = {"a": None, "b": [1, 2.5, "NaN is a text here"]}
+    written = record(log=LOG, settings=settings)
+    json.loads(written.to_json(), parse_constant=pytest.fail)  # strict JSON
+    read = RunRecord.from_json(written.to_json())
+    assert read.to_json() == written.to_json()
+    assert (read.totals, read.settings, read.resumed) == (written.totals, settings, [50])
+    assert repr(read.log) == repr(LOG)  # NaN differs from itself
+    odd = RunRecord("a", log=[{"x": math, "step": 1}])
+    assert RunRecord.from_json(odd.to_json()).log == [{"x": str(math), "step": 1}]
+
+
+@given(st.floats())
+def test_every_float_survives(value):
+    made = RunRecord("a", log=[{"loss": value, "step": 1}])
+    (point,) = RunRecord.from_json(made.to_json()).points("loss")
+    assert point.value == value or (math.isnan(value) and math.isnan(point.value))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"format": 2}', '{"format": 1}'])
+def test_another_file_is_refused(text):
+    with pytest.raises(ValueError, match=r"not the record|another version|Expecting value"):
+        RunRecord.from_json(text)
+
+
+# --- charts ---------------------------------------------------------------------------------------
 
 
 def test_charts_are_grouped_by_kind_and_figures_of_the_whole_run_have_none():
-    charts = charts_of([record()])
-    main = [chart.title for chart in charts[: num_main(charts)]]
-    assert main == [
-        "loss",
-        "eval_loss",
-        "learning rate",
-        "gradient norm",
-        "tokens per second",
-        "utilization",
+    charts, main = charts_of([record()])
+    titles = [chart.title for chart in charts]
+    assert titles[:main] == [
+        *("loss", "eval_loss", "learning rate", "gradient norm"),
+        *("tokens per second", "utilization"),
     ]
-    assert [chart.title for chart in charts[num_main(charts) :]] == ["entropy"]
-    assert [c.name for c in charts[1].curves] == ["eval_loss", "eval_loss_math", "eval_loss_code"]
+    assert titles[main:] == ["entropy"]
+    assert [c.name for c in charts[1].curves] == ["eval_loss", "eval_loss_math"]
+    both, main = charts_of([record(), record(name="outputs/b")])
+    assert [c.title for c in both[:3]] == ["loss", "eval_loss", "eval_loss_math"]
+    assert [c.name for c in both[1].curves] == ["outputs/a", "outputs/b"]
+    assert [c.title for c in both[main:]] == ["entropy"]
 
 
 def test_sources_of_the_training_share_a_chart_of_losses_and_one_of_tokens():
-    log = [
-        {
-            "loss": 1.0,
-            f"loss_{s}": 1.0,
-            f"num_documents_{s}": 2,
-            f"num_trained_tokens_{s}": 5,
-            "loss_code": 2.0,
-            "num_documents_code": 1,
-            "num_tokens_math": 30 * step,
-            "num_tokens_code": 10 * step,
-            "num_trained_tokens_code": 4,
-            "loss_of_mine": 3.0,
-            "step": step,
-        }
-        for s in ("math",)
-        for step in (1, 2)
-    ]
+    log = [{"loss": 1.0, "loss_of_mine": 3.0, "step": step} for step in (1, 2)]
+    for source, tokens in (("math", 30), ("code", 10)):
+        for entry in log:
+            names = ("loss", "num_documents", "num_trained_tokens")
+            entry |= {f"{name}_{source}": 2 for name in names}
+            entry[f"num_tokens_{source}"] = tokens * entry["step"]
     log.append({"train_loss_math": 1.0, "train_num_tokens_math": 90, "step": 2})
-    charts = charts_of([record(log=log)])
+    charts, main = charts_of([record(log=log)])
     titles = ["loss", "loss by source", "share of tokens by source", "loss_of_mine"]
     assert [chart.title for chart in charts] == titles
-    assert num_main(charts) == 3
+    assert main == 3
     assert [c.name for c in charts[1].curves] == ["loss_math", "loss_code"]
     shares = {c.name: [p.value for p in c.points] for c in charts[2].curves}
     assert shares == {"math": [0.75, 0.75], "code": [0.25, 0.25]}
     assert charts[2].percent
-    # An interval of a stream may lack a source.
-    lacking = [log[0], {n: v for n, v in log[1].items() if n != "num_tokens_code"}]
-    of_stream = charts_of([record(log=lacking)])[2].curves
-    assert [[p.value for p in curve.points] for curve in of_stream] == [[0.75, 1.0], [0.25, 0.0]]
     # Two runs: a chart for each loss, with a curve for each run.
-    both = charts_of([record(log=log), record(log=log, name="outputs/b")])
+    both, _ = charts_of([record(log=log), record(log=log, name="outputs/b")])
     assert [c.title for c in both] == ["loss", "loss_math", "loss_code", "loss_of_mine"]
 
 
-def test_a_metric_of_the_users_gets_a_chart():
-    log = [{"my_reward": 0.5, "step": 1}, {"my_reward": 0.6, "step": 2}]
-    (chart,) = charts_of([record(log=log)])
-    assert chart.title == "my_reward"
-    assert num_main([chart]) == 0
+# --- the page -------------------------------------------------------------------------------------
+
+
+def written(folder, made):
+    path = folder / "run.html"
+    path.write_text(run_page(made, as_html(made.report)))
+    return path
 
 
 def test_the_page_shows_figures_report_settings_and_versions(tmp_path):
     with open_page(written(tmp_path, record())) as opened:
         text = opened.text()
         for words in (
-            "2,000",
-            "90,000",
-            "50.0 s",
-            "a report",
-            "packed − alone 0",
-            "isolated",
-            "learning_rate",
-            "2.13",
-            "of 100 steps",
-            "packed and padded runs can be compared",
+            *("2,000", "90,000", "50.0 s", "a report", "packed − alone 0", "isolated"),
+            *("learning_rate", "2.13", "of 100 steps", "packed and padded runs can be compared"),
         ):
             assert words in text, words
         assert "seed" not in text, "it has its default"
-        marks = opened.evaluate(
-            "[...document.querySelectorAll('.mark title')].map(t => t.textContent)"
-        )
-        assert set(marks) == {"resumed at step 50"}
+        marks = "[...document.querySelectorAll('.mark title')].map(t => t.textContent)"
+        assert set(opened.evaluate(marks)) == {"resumed at step 50"}
         assert opened.problems() == []
         opened.click("details summary")
         assert opened.evaluate("document.querySelectorAll('details .line').length") == 1
@@ -155,39 +160,26 @@ def test_the_page_shows_figures_report_settings_and_versions(tmp_path):
         record(log=[], totals={}, step=0),
         record(totals={}),
         record(log=[{"loss": math.nan, "step": 1}, {"loss": math.inf, "step": 2}]),
-        record(log=[{"loss": 0.0, "step": 100}]),
-        record(status="running"),
+        record(log=[{"loss": 0.0, "step": 100}], status="running"),
     ],
-    ids=["nothing logged", "steps alone", "no number", "one zero", "running"],
+    ids=["nothing logged", "steps alone", "no number", "one zero"],
 )
-@pytest.mark.parametrize("width", [390, 1280])
-def test_odd_runs_have_a_page(tmp_path, made, width):
-    with open_page(written(tmp_path, made), width=width) as opened:
+def test_odd_runs_have_a_page(tmp_path, made):
+    with open_page(written(tmp_path, made), width=390) as opened:
         assert opened.problems() == []
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_hostile_texts_are_shown_and_do_nothing(tmp_path, width):
+def test_hostile_texts_are_shown_and_do_nothing(tmp_path, width, monkeypatch):
     log = [{"loss": 1.0, f"eval_loss_{TEXT}": 2.0, TEXT: 1.0, "step": 10}]
-    made = record(
-        name=TEXT,
-        path=TEXT,
-        log=log,
-        status=TEXT,
-        written=TEXT,
-        report=[["loss", TEXT]],
-        changed=[TEXT],
-        settings={TEXT: {TEXT: TEXT}},
-        versions={TEXT: TEXT},
-        facts={TEXT: TEXT},
-        notes=[TEXT],
-    )
+    texts = dict.fromkeys(("name", "path", "status", "written"), TEXT)
+    tables = {"settings": {TEXT: {TEXT: TEXT}}, "versions": {TEXT: TEXT}, "facts": {TEXT: TEXT}}
+    lists = {"report": [["loss", TEXT]], "changed": [TEXT], "notes": [TEXT], "log": log}
+    made = record(**texts, **tables, **lists)
     with open_page(written(tmp_path, made), width=width, dark=True) as opened:
         assert opened.problems() == []
         assert "<img src=x" in opened.text("table")
-
-
-def test_hostile_texts_act_where_they_are_not_escaped(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.training.report_layout.escape", str)
+    # The control: they act where they are not escaped.
+    monkeypatch.setattr("trl_packing.training.report.escape", str)
     with open_page(written(tmp_path, record(report=[["", TEXT]]))) as opened:
         assert "hostile text acts" in opened.problems()

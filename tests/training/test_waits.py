@@ -13,7 +13,7 @@ from helpers.waits import Waits, counted_waits
 from peft import LoraConfig
 
 import trl_packing
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.loss.lm_head import use_native_head
 
@@ -151,7 +151,7 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
         if options.pop("kernels", False):
             monkeypatch.setattr("trl_packing.loss.lm_head._has_triton", lambda weight: True)
         trained(waits, tmp_path, **options)
-    assert waits.sites == {"wait_for at device_sums.py:" + _line_of_wait(): STEPS}, waits.sites
+    assert waits.sites == {"wait_for at metrics.py:" + _line_of_wait(): STEPS}, waits.sites
     assert waits.of("trl_packing") == [1] * STEPS
     if RUNS[name].get("attention") not in ("padded", "equal_lengths"):  # masks are read there
         others = waits.counts.total() - STEPS  # the loss and the norm of gradients, once a log
@@ -162,9 +162,9 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
 def _line_of_wait() -> str:
     import inspect
 
-    from trl_packing.training.device_sums import DeviceSums
+    from trl_packing.training.metrics import ThroughputMeter
 
-    lines, first = inspect.getsourcelines(DeviceSums)
+    lines, first = inspect.getsourcelines(ThroughputMeter)
     return str(first + next(i for i, line in enumerate(lines) if " wait_for(" in line))
 
 
@@ -180,7 +180,6 @@ def test_a_step_that_is_not_logged_neither_waits_nor_gathers_metrics(tmp_path, m
 def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
     from trl_packing.loss.sums import LossSums
     from trl_packing.training.metrics import ThroughputMeter
-    from trl_packing.training.throughput import Counts
 
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path / "run")
@@ -193,8 +192,8 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
         )
         meter = ThroughputMeter(trainer, LossSums())
         meter.start_run(tokens_before=0)
-        meter.throughput.add(Counts(3, 30, 20, 32, 1e20))
-        meter.throughput.watch.start()
+        row = PackedCollator(tensors_only=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        meter.count([row], room=8)
         monkeypatch.setattr(type(args), "world_size", 2)
 
         def gather(tensor):
@@ -209,7 +208,7 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
             pass
         waits.step = None
     assert waits.of("trl_packing")[-1] == 1
-    assert meter.throughput.run == Counts(6, 60, 40, 64, 2e20)
+    assert meter.so_far().items() >= {"documents": 4, "tokens": 10, "room": 16}.items()
 
 
 # --- the counting itself: each of these must be seen ----------------------------------------------

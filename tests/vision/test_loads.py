@@ -12,7 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing.patch_bins import ImageLoads
-from trl_packing.training.image_counts import ImageCounts
+from trl_packing.training.report import ImageCounts
 from trl_packing.vision import families
 from trl_packing.vision.patches import patch_size_of
 from trl_packing.vision.placeholders import Placeholders

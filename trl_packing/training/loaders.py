@@ -43,12 +43,12 @@ from trl_packing.streaming.reader import StreamSettings
 from trl_packing.training.arguments import check_set_afterwards, check_some_weights
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
+from trl_packing.training.metrics import ThroughputMeter, stream_sources, training_sources
 from trl_packing.training.mixed_stream import mixture_in_words
 from trl_packing.training.prefix_sharing import PrefixSharing
+from trl_packing.training.report import RunReport
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData
-from trl_packing.training.run_report import RunReport
-from trl_packing.training.source_metrics import SourceMeter, stream_sources, training_sources
 
 logger = get_logger(__name__)
 
@@ -215,7 +215,7 @@ class PackedLoaders:
         isolation: checks documents before an evaluation, and groups before they are planned.
         epochs: is told the sampler or stream of each training.
         data: prepares a set that is trained or predicted later.
-        source_meter: is told the sources of the training set.
+        meter: is told the sources of the training set.
 
     Attributes:
         room: tokens that fit into a micro-batch of bins; None where nothing is packed.
@@ -227,7 +227,7 @@ class PackedLoaders:
         isolation: RunIsolation,
         epochs: ResumedEpochs,
         data: RunData,
-        source_meter: SourceMeter,
+        meter: ThroughputMeter,
     ):
         self.trainer = trainer
         self.isolation = isolation
@@ -238,7 +238,7 @@ class PackedLoaders:
         self.options = collators.options
         self.epochs = epochs
         self.data = data
-        self.source_meter = source_meter
+        self.meter = meter
         self.room: int | None = None
         self._has_weights = False
         self._planned = trainer.train_dataset  # the one of the report
@@ -267,7 +267,7 @@ class PackedLoaders:
         is_stream = isinstance(dataset, IterableDataset)
         sources = training_sources(dataset, options.source_column)
         names = () if sources is None else sources.names
-        self.source_meter.follow(stream_sources(dataset, options) if is_stream else names)
+        self.meter.follow_sources(stream_sources(dataset, options) if is_stream else names)
         self.isolation.decide_on_groups()
         if is_stream:
             capacity = trainer.args.max_length if sampling.packing else None

@@ -1,41 +1,50 @@
-"""Measure how fast a run trains, without making the CPU wait for the device between logs.
+"""Count what a run trains and how fast, without making the CPU wait for the device between logs.
 
-    count           micro-batches of a step, from the CPU copy of each row
-    share           the counts of all ranks, once a log; the only wait for the device
-    log_run         the totals, which `train()` returns too
-    pause           the clock, while the run evaluates or saves
+    micro-batch    counts, and those of each source            on the CPU, from the copy of each row
+                   sums of losses, those of each source too    on the device (loss/sums.py)
+        │  share: a vector of each rank, once a log; the only wait for the device
+    interval       since the last log, all ranks      tokens_per_second, mfu, loss_<source>, ...
+        │  add
+    run            since train() began                train_tokens_per_second, ...
 
 docs/metrics.md defines each of the names.
 """
 
+import sys
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
 from trl import SFTTrainer
 
-from trl_packing.attention.flops import ModelFlops, NotCountable, model_flops
-from trl_packing.documents.host_row import HostRow, host_row
-from trl_packing.loss.sums import NUM_SUMS, LossSums, added, counts_for_nothing, write_means
-from trl_packing.training.device_sums import DeviceSums
-from trl_packing.training.devices import peak_flops_of, peak_memory_bytes
-from trl_packing.training.source_metrics import SourceMeter
-from trl_packing.training.throughput import Counts, Machine, Throughput, machine_of
+from trl_packing.attention.flops import ModelFlops, NotCountable, model_flops, peak_flops
+from trl_packing.config import PackingOptions
+from trl_packing.documents.host_row import HostRow, host_row, wait_for
+from trl_packing.documents.labels import SOURCE
+from trl_packing.loss.sources import Sources
+from trl_packing.loss.sums import NUM_SUMS, OF_SOURCE, LossSums, counts_for_nothing, write_means
+from trl_packing.training.columns import columns_of
 
 logger = get_logger(__name__)
 
+GIB = 2**30
+
+# Of documents; `room` is the tokens that fit (bins × capacity, or the row's without bins),
+# `computed_tokens` those of the rows with padding, `shared` those not computed because a document
+# before in the row has them, and `flops` the operations of the rows, 0 if unknown.
+COUNTS = (
+    "documents", "tokens", "trained_tokens", "room", "computed_tokens", "shared", "images", "flops",
+)  # fmt: skip
+
 # What a person reads of an interval while the run trains.
 _SHOWN = (
-    "tokens_per_second",
-    "computed_tokens_per_second",
-    "utilization",
-    "documents_per_step",
-    "mfu",
-)
-_NOTHING = (0.0,) * NUM_SUMS
+    "tokens_per_second", "computed_tokens_per_second", "utilization", "documents_per_step", "mfu",
+)  # fmt: skip
 
 # TRL's `_metrics` of training: a list for every name, of which it logs the mean.
 Means = MutableMapping[str, list[float]]
@@ -44,35 +53,41 @@ Means = MutableMapping[str, list[float]]
 class ThroughputMeter:
     """Counts what a run trains, and writes its throughput and token metrics into the log.
 
+    Sums and counts are vectors: `SUMS` and the losses of each source, then `COUNTS`, then documents
+    and tokens of each source.
+
     Args:
         trainer: its model, accelerator, arguments and state are read.
-        trained: sums of the micro-batches of this rank.
-
-    Attributes:
-        sources: counts what is trained of each source.
+        trained: sums of the micro-batches of this rank; is told the number of sources.
     """
 
     clock = staticmethod(time.perf_counter)
 
     def __init__(self, trainer: SFTTrainer, trained: LossSums):
         self.trainer = trainer
-        self.sources = SourceMeter(trained)
-        self._device_sums = DeviceSums(trainer, trained)
-        self.throughput: Throughput | None = None  # while the run trains
-        self._finished: tuple[Counts, float] | None = None  # totals of the run that has ended
-        self._shared_at: int | None = None  # the optimizer step of the last `share`
-        self._machine = Machine()
+        self.trained = trained
+        self.is_running = False
+        self._sources: tuple[str, ...] = ()
         self._logs: dict[str, float] = {}  # for the next log
-        self._tokens_before = 0
-        self._model_flops: ModelFlops | None = None
-        self._must_count_flops = False
-        self._num_scored = 0.0  # tokens of the run in rows that were scored, padding included
-        self._log_sums: Sequence[float] = _NOTHING  # of all ranks since the last log
+        self._finished: dict[str, float] | None = None  # totals of the run that has ended
+        self._start_from_zero()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a run trains."""
-        return self.throughput is not None
+    def _start_from_zero(self) -> None:
+        self.trained.take()
+        self._read = np.zeros(self.trained.width)  # of the device, not shared yet
+        self._local = np.zeros(len(COUNTS) + 2 * len(self._sources))  # likewise, of the CPU
+        self._interval = np.zeros(len(self._read) + len(self._local))
+        self._run = self._interval.copy()
+        self._waited_after: int | None = None  # the optimizer step of the last wait
+        self._shared_at: int | None = None  # the optimizer step of the last `share`
+
+    def follow_sources(self, names: tuple[str, ...]) -> None:
+        """Count the sources with these names from now on; no-op if they are the same."""
+        if names != self._sources:
+            self._sources = names
+            self.trained.tell_apart(0)  # forget the sums of others
+            self.trained.tell_apart(len(names))
+            self._start_from_zero()
 
     # --- counting -----------------------------------------------------------------------------
 
@@ -82,13 +97,13 @@ class ThroughputMeter:
         Args:
             tokens_before: tokens that TRL has counted in earlier runs of this trainer.
         """
-        self.throughput = Throughput(self.trainer.state.global_step, self.clock)
-        self._finished = self._shared_at = None
-        self.sources.start_run()
-        self._device_sums.start_run()
-        self._log_sums, self._logs, self._num_scored = _NOTHING, {}, 0.0
+        self._start_from_zero()
+        self.is_running, self._finished, self._logs = True, None, {}
         self._tokens_before = tokens_before
-        self._model_flops = None
+        self._first_step = self._last_step = self.trainer.state.global_step
+        self._seconds = self._last_seconds = 0.0
+        self._since: float | None = None  # the clock runs
+        self._flops: ModelFlops | None = None
         self._must_count_flops = True
 
     def count(self, batches: Sequence[Any], room: int | None) -> None:
@@ -98,33 +113,37 @@ class ThroughputMeter:
             batches: micro-batches of this rank.
             room: tokens that fit into a micro-batch of bins; None where nothing is packed.
         """
-        if self.throughput is None:
+        if not self.is_running:
             return
         if self._must_count_flops:
             self._must_count_flops = False
-            self._model_flops = self._count_flops() if self.peak_flops() else None
+            self._flops = self._model_flops() if self.peak_flops() else None
         # The clock starts here: before, readers start up, and a resumed run skips batches.
-        self.throughput.watch.start()
+        self.start_clock()
         for row in map(host_row, batches):
             if row is not None:
-                self.throughput.add(self._counts(row, room))
-                self.sources.count(row)
+                self._add(row, room)
 
-    def _counts(self, row: HostRow, room: int | None) -> Counts:
-        lengths, flops = row.lengths, self._model_flops
-        tokens, targets = int(lengths.sum()), int(row.is_trained.sum())
-        return Counts(
-            documents=len(lengths),
-            tokens=tokens,
-            trained_tokens=row.num_trained,
-            room=room or row.num_tokens,
-            flops=flops.of(row.segments, targets, row.keys) if flops else 0.0,
-            computed=row.num_tokens,
-            shared=tokens - (row.num_tokens - row.padding),
-            images=row.num_images,
+    def _add(self, row: HostRow, room: int | None) -> None:
+        lengths, targets = row.lengths, int(row.is_trained.sum())
+        tokens, counted = int(lengths.sum()), len(COUNTS)
+        self._local[:counted] += (
+            len(lengths),
+            tokens,
+            row.num_trained,
+            room or row.num_tokens,
+            row.num_tokens,
+            tokens - (row.num_tokens - row.padding),
+            row.num_images,
+            self._flops.of(row.segments, targets, row.keys) if self._flops else 0.0,
         )
+        if row.sources is not None and self._sources:
+            documents, of_tokens = self._local[counted:].reshape(2, -1)
+            ids, number = 1 + row.sources, 1 + len(self._sources)  # 0 belongs to no source
+            documents += np.bincount(ids, minlength=number)[1:]
+            of_tokens += np.bincount(ids, lengths, minlength=number)[1:]
 
-    def _count_flops(self) -> ModelFlops | None:
+    def _model_flops(self) -> ModelFlops | None:
         model = self.trainer.model
         try:
             return model_flops(model)
@@ -134,9 +153,33 @@ class ThroughputMeter:
 
     def peak_flops(self) -> float | None:
         """Return the peak of this process' devices in FLOP/s, None if unknown."""
-        return peak_flops_of(self.trainer)
+        return _peak_flops(self.trainer)
 
-    # --- logging ------------------------------------------------------------------------------
+    # --- the clock ----------------------------------------------------------------------------
+
+    def start_clock(self) -> None:
+        """Start the clock; no-op if it is running. On TRL's path no micro-batch is counted."""
+        if self.is_running and self._since is None:
+            self._since = self.clock()
+
+    def seconds(self) -> float:
+        """Return the seconds of training, without the pauses."""
+        return self._seconds + (0.0 if self._since is None else self.clock() - self._since)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Stop the clock inside the block, once the device has finished what is queued."""
+        if not self.is_running or self._since is None:
+            yield
+            return
+        self._wait()
+        self._seconds, self._since = self.seconds(), None
+        try:
+            yield
+        finally:
+            self.start_clock()
+
+    # --- all ranks ----------------------------------------------------------------------------
 
     def share_counts(self, *, log: bool = False) -> None:
         """Share the counts up to this step, which a log, an evaluation or a checkpoint reads.
@@ -145,19 +188,15 @@ class ThroughputMeter:
             log: whether the metrics since the last log go into the next one.
         """
         trainer, is_new = self.trainer, self._shared_at != self.trainer.state.global_step
-        if self.throughput is not None and self.throughput.watch.is_running and (log or is_new):
+        if self.is_running and self._since is not None and (log or is_new):
             trainer._total_train_tokens = self.share(trainer._metrics["train"], log=log)
 
     def share_before(self, logs: dict[str, float]) -> None:
         """Share the counts if `logs` are those of an interval, or the last ones of a run."""
         if {"loss", "learning_rate"} <= logs.keys():
             self.share_counts(log=True)
-        if "train_runtime" in logs and self.throughput is not None:
-            means, run = self.trainer._metrics["train"], self.throughput.run
-            self.trainer._total_train_tokens = self.share(means, log=False)
-            # transformers would count bins as samples.
-            logs["train_samples_per_second"] = round(run.documents / logs["train_runtime"], 3)
-            self.log_run(means)
+        if "train_runtime" in logs and self.is_running:
+            self._finish_run(logs)
 
     def share(self, means: Means, *, log: bool) -> int:
         """Add up the counts of all ranks, waiting for the device once.
@@ -170,99 +209,212 @@ class ThroughputMeter:
             The tokens that all runs of the trainer have trained. TRL would also count the padding
             of `pad_to_multiple_of`, and of ranks without documents.
         """
-        assert self.throughput is not None
-        device = self.trainer.args.device
-        ranks = self._gather(
-            [
-                *astuple(self.throughput.take_local()),
-                self.peak_flops() or 0.0,
-                peak_memory_bytes(device) or 0.0,
-            ]
-        )
-        counts = Counts.summed([row[:-2] for row in ranks])
-        self.throughput.add_shared(counts.shared_by(self.trainer.get_tp_size()))
-        self._shared_at = self.trainer.state.global_step
-        self._machine = machine_of([row[-2] for row in ranks], [row[-1] for row in ranks])
-        tokens = self._tokens_before + self.throughput.run.tokens
-        if not self.throughput.run.room:  # a class of a user, whose rows have no CPU copy
-            tokens = self._tokens_before + int(self._num_scored)
-        if self._log_sums[5] or means.get("num_tokens"):
+        step, (rows, peaks, memories) = self.trainer.state.global_step, self._gather()
+        shared = rows.sum(0) / self.trainer.get_tp_size()  # ranks that have counted the same
+        self._interval += shared
+        self._run += shared
+        self._shared_at = step
+        self._peak_flops = float(peaks.sum()) if peaks.all() else None
+        self._peak_memory = float(memories.max())
+        run = self._counts(self._run)
+        # A class of a user may make rows without a CPU copy.
+        tokens = self._tokens_before + int(run["tokens"] if run["room"] else self._run[4])
+        if self._interval[5] or means.get("num_tokens"):  # micro-batches were scored
             means["num_tokens"] = [tokens]
         if log:
-            step = self.trainer.state.global_step
-            self._logs = self.throughput.interval_metrics(step, self._machine)
-            self._logs |= self.sources.interval_metrics()
+            seconds = self.seconds()
+            past, steps = seconds - self._last_seconds, step - self._last_step
+            self._logs = self._metrics(self._interval, past, steps)
+            self._last_seconds, self._last_step = seconds, step
             self._write_token_means(means)
         return tokens
 
-    def log_run(self, means: Means) -> None:
-        """Add the totals to the next log, and to the means of training: the run is over."""
-        assert self.throughput is not None
-        self._logs = self.throughput.run_metrics(self.trainer.state.global_step, self._machine)
-        self._logs |= self.sources.run_metrics()
+    def _gather(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return of each rank: the vector since the last call, its peak FLOP/s and memory.
+
+        Sums of several ranks that are still on the device are added up by the same wait.
+        """
+        args, accelerator = self.trainer.args, self.trainer.accelerator
+        if args.world_size == 1:
+            self._wait()
+        machine = [self.peak_flops() or 0.0, peak_memory_bytes(args.device) or 0.0]
+        rows = np.concatenate([self._read, self._local, machine])[None]
+        self._read, self._local = np.zeros_like(self._read), np.zeros_like(self._local)
+        if args.world_size > 1:
+            sent = torch.from_numpy(rows).to(args.device, non_blocking=True)
+            pending = self.trained.take()
+            if pending is not None:
+                sent[0, : len(pending)] += pending
+            rows = np.array(accelerator.gather(sent).tolist())
+            self._waited_after = self.trainer.state.global_step
+        return rows[:, :-2], rows[:, -2], rows[:, -1]
+
+    def _wait(self) -> None:
+        """Wait until the device has finished what is queued, at most once an optimizer step."""
+        if self._waited_after == self.trainer.state.global_step:
+            return
+        self._waited_after = self.trainer.state.global_step
+        pending = self.trained.take()
+        if pending is not None:
+            pending = pending.to("cpu", non_blocking=True)  # readable after the wait
+        wait_for(self.trainer.args.device)
+        if pending is not None:
+            self._read += pending.tolist()
+
+    # --- metrics ------------------------------------------------------------------------------
+
+    def _finish_run(self, logs: dict[str, float]) -> None:
+        """Add the totals to the next log: the run is over."""
+        means = self.trainer._metrics["train"]
+        self.trainer._total_train_tokens = self.share(means, log=False)
         self._write_token_means(means)
-        self._finished = self.throughput.run, self._logs["train_seconds"]
-        self.throughput = None
+        run, seconds = self._counts(self._run), self.seconds()
+        # transformers would count bins as samples.
+        logs["train_samples_per_second"] = round(run["documents"] / logs["train_runtime"], 3)
+        names = ["documents", "tokens", "trained_tokens"]
+        names += ["computed_tokens"] * bool(run["shared"]) + ["images"] * bool(run["images"])
+        found = {name: run[name] for name in names} | {"seconds": seconds}
+        steps = self.trainer.state.global_step - self._first_step
+        found |= self._metrics(self._run, seconds, steps)
+        self._logs = {f"train_{name}": value for name, value in found.items()}
+        self._finished, self.is_running = run | {"seconds": seconds}, False
 
-    def start_clock(self) -> None:
-        """Start the clock where no micro-batch is counted, on TRL's path; no-op if it runs."""
-        if self.throughput is not None:
-            self.throughput.watch.start()
-
-    def so_far(self) -> tuple[Counts, float] | None:
-        """Return counts of all ranks and seconds of the run, up to the current step.
+    def so_far(self) -> dict[str, float] | None:
+        """Return `COUNTS` of all ranks and the seconds of the run, up to the current step.
 
         None if ranks have not shared their counts since; on TRL's path, they count nothing.
         """
-        if self.throughput is None:
+        if not self.is_running:
             return self._finished
         if self._shared_at not in (None, self.trainer.state.global_step):
             return None
-        return self.throughput.run, self.throughput.watch.seconds()
+        return self._counts(self._run) | {"seconds": self.seconds()}
 
     def take_logs(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return what the log that is written now shows of the interval, and all of it."""
         measured, self._logs = self._logs, {}
-        of_sources = [f"loss_{name}" for name in self.sources.names]
-        is_total = any(name.startswith("train_") for name in measured)
-        shown = (
-            measured
-            if is_total
-            else {k: measured[k] for k in (*_SHOWN, *of_sources) if k in measured}
-        )
-        return shown, measured
+        if any(name.startswith("train_") for name in measured):  # the totals
+            return measured, measured
+        names = (*_SHOWN, *(f"loss_{name}" for name in self._sources))
+        return {name: measured[name] for name in names if name in measured}, measured
+
+    def _counts(self, sums: np.ndarray) -> dict[str, float]:
+        """Return `COUNTS` of a vector by name."""
+        width = self.trained.width
+        numbers = zip(COUNTS, sums[width : width + len(COUNTS)].tolist(), strict=True)
+        return {name: number if name == "flops" else int(number) for name, number in numbers}
+
+    def _metrics(self, sums: np.ndarray, seconds: float, steps: int) -> dict[str, float]:
+        """Return the metrics of a vector in `seconds` and `steps`; unknown ones are left out."""
+        counts, found = self._counts(sums), self._of_sources(sums)
+        if not counts["room"]:  # the batches of a user's collator have no CPU copy
+            return found
+        if seconds > 0:
+            shares = self._counts(self._run)["shared"]
+            names = ["tokens", "trained_tokens", "documents"]
+            names += ["images"] * bool(counts["images"]) + ["computed_tokens"] * bool(shares)
+            found |= {f"{name}_per_second": counts[name] / seconds for name in names}
+            if self._peak_flops and counts["flops"]:
+                found["mfu"] = counts["flops"] / seconds / self._peak_flops
+        found["utilization"] = (counts["tokens"] - counts["shared"]) / counts["room"]
+        if steps:
+            found["documents_per_step"] = counts["documents"] / steps
+        if self._peak_memory:
+            found["peak_memory_gib"] = self._peak_memory / GIB
+        return found
+
+    def _of_sources(self, sums: np.ndarray) -> dict[str, float]:
+        """Return loss, documents and tokens of each source."""
+        width, found = self.trained.width, {}
+        scored = sums[NUM_SUMS:width].reshape(-1, OF_SOURCE)[1:]  # the first is of no source
+        counted = sums[width + len(COUNTS) :].reshape(2, -1).T
+        for i, name in sorted(enumerate(self._sources), key=lambda source: source[1]):
+            loss, weight, trained = scored[i].tolist()
+            if weight:
+                found[f"loss_{name}"] = loss / weight
+            if counted.any():  # the batches of a user's collator have no CPU copy
+                found[f"num_documents_{name}"], found[f"num_tokens_{name}"] = map(int, counted[i])
+            if scored.any():  # a user's compute_loss may never call ours
+                found[f"num_trained_tokens_{name}"] = int(trained)
+        return found
 
     def _write_token_means(self, means: Means) -> None:
         """Make TRL log the means over the trained tokens of all ranks since the last log."""
-        write_means(means, self._log_sums, balances=self.trainer.aux_loss_enabled)
-        if counts_for_nothing(self._log_sums):
+        sums = self._interval[:NUM_SUMS].tolist()
+        write_means(means, sums, balances=self.trainer.aux_loss_enabled)
+        if counts_for_nothing(sums):
             logger.warning(
                 f"all tokens that were trained up to step {self.trainer.state.global_step} since "
                 "the last log have a weight of 0: they changed nothing; raise loss_weights and "
                 "loss_weight"
             )
-        self._log_sums = _NOTHING
+        self._interval = np.zeros_like(self._interval)
 
-    def _gather(self, counted: Sequence[float]) -> list[list[float]]:
-        """Return `counted` of every rank; the sums on devices are read by the same wait."""
-        rows = self._device_sums.gather([*self.sources.take_counts(), *counted])
-        self._log_sums = added([self._log_sums, *(row[:NUM_SUMS] for row in rows)])
-        self._num_scored += sum(row[4] for row in rows) / self.trainer.get_tp_size()
-        width = self._device_sums.trained.width
-        behind = width + self.sources.num_on_cpu
-        by_source = added(row[NUM_SUMS:behind] for row in rows)
-        losses, counts = by_source[: width - NUM_SUMS], by_source[width - NUM_SUMS :]
-        self.sources.add_shared(counts, losses, self.trainer.get_tp_size())
-        return [row[behind:] for row in rows]
 
-    # --- waiting ------------------------------------------------------------------------------
+# --- sources --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Stop the clock inside the block, once the device has finished what is queued."""
-        if self.throughput is None or not self.throughput.watch.is_running:
-            yield
-            return
-        self._device_sums.wait()
-        with self.throughput.watch.pause():
-            yield
+
+def training_sources(dataset: Any, source_column: str | None) -> Sources | None:
+    """Return the sources of a training set; None if it names none.
+
+    A column that names no sources is warned of: evaluation sets may still need the setting.
+
+    Args:
+        dataset: the prepared training set.
+        source_column: the setting. The column of a mixture takes precedence.
+    """
+    if not isinstance(dataset, Dataset):
+        return None
+    column = SOURCE if SOURCE in dataset.column_names else source_column
+    if column is None or column not in dataset.column_names:
+        return None
+    try:
+        return Sources.of(dataset, column, "the training set")
+    except ValueError as problem:
+        logger.warning_once(f"the training log has no losses by source: {problem}")
+        return None
+
+
+def stream_sources(dataset: IterableDataset, options: PackingOptions) -> tuple[str, ...]:
+    """Return the names of the streams that were joined to `dataset`; none of a single stream."""
+    if SOURCE in columns_of(dataset) and isinstance(options.mixture, dict):
+        return tuple(name for name, share in options.mixture.items() if share.get("weight"))
+    if options.source_column is not None:
+        logger.warning_once(
+            f"the training log has no losses by source: source_column={options.source_column!r} of "
+            "a stream tells them only by being read; pass train_dataset as a dictionary of streams"
+        )
+    return ()
+
+
+# --- the devices of one process -------------------------------------------------------------------
+
+
+def _peak_flops(trainer: SFTTrainer) -> float | None:
+    args = trainer.args
+    if args.device.type != "cuda":
+        return None
+    dtype = str(trainer.model.dtype).removeprefix("torch.")  # of matrix products
+    if args.bf16 or args.fp16:
+        dtype = "bfloat16" if args.bf16 else "float16"
+    elif dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = "tf32"
+    peak = peak_flops(torch.cuda.get_device_name(args.device), dtype)
+    return None if peak is None else peak * max(args.n_gpu, 1)
+
+
+def peak_memory_bytes(device: torch.device) -> float | None:
+    """Return the peak memory in bytes, None if unknown.
+
+    On a CPU it is that of the process. Otherwise it is the memory of PyTorch on `device` since the
+    process began, or since `reset_peak_memory_stats` was called.
+    """
+    if device.type != "cpu":
+        most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+        return None if most is None else float(most(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -18,11 +18,34 @@ from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SOURCE
 from trl_packing.loss.sources import Sources
 from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight, packing_seed
-from trl_packing.training.source_metrics import training_sources
-from trl_packing.training.source_shares import SourceShare
+from trl_packing.training.metrics import training_sources
 
 # A plan of an epoch holds some numbers for each document that it draws: 100 GB for so many.
 _MOST_DRAWN = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """A source, and the documents that the first epoch draws of it.
+
+    Attributes:
+        name: of the source.
+        documents: that it has.
+        drawn: documents that an epoch draws, with repetitions.
+        tokens: of these.
+        trained: trained tokens of these.
+    """
+
+    name: str
+    documents: int
+    drawn: int
+    tokens: int
+    trained: int
+
+    @property
+    def epochs(self) -> float:
+        """Times that an epoch draws each document of the source."""
+        return self.drawn / self.documents if self.documents else 0.0
 
 
 @dataclass(frozen=True, eq=False)

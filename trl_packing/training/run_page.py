@@ -1,18 +1,269 @@
-"""The page of a run, `run.html`: curves, the packing report, settings, versions.
+"""The record of a run, `run.json`, and its page, `run.html`: curves, report, settings, versions.
 
-RunRecord  →  run_page()  →  text of a file that opens from disk
+    log        entries of `state.log_history`, unchanged
+    totals     what was trained up to an optimizer step      {200: Totals(documents=1612, ...)}
+
+A log entry and the totals of its step make a point of a curve, over steps, documents, tokens or
+seconds. JSON has no NaN and no infinity, so they are stored as texts: "NaN", "Infinity".
 """
 
 import json
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
 
-from trl_packing.pages.curves import Curves
+from trl_packing.pages.curves import Chart, Curve, Curves
 from trl_packing.pages.page import asset, cards, columns, escape, page, section, table
-from trl_packing.training.report_layout import as_html
-from trl_packing.training.run_curves import charts_of, num_main
-from trl_packing.training.run_record import RunRecord
 
-FILE = "run.html"
+FILE, PAGE = "run.json", "run.html"
+
+_FORMAT = 1
+
+
+class Totals(NamedTuple):
+    """Documents, tokens and seconds trained up to an optimizer step, by all ranks; None: unknown.
+
+    Attributes:
+        documents: number of documents; each piece of a split document counts.
+        tokens: of documents, without padding.
+        trained_tokens: targets of the loss.
+        computed_tokens: tokens of the rows, with their padding.
+        seconds: of training, without evaluation and saving.
+    """
+
+    documents: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
+    computed_tokens: int | None = None
+    seconds: float | None = None
+
+
+NOTHING = Totals(0, 0, 0, 0, 0.0)
+UNKNOWN = Totals()
+
+
+class Point(NamedTuple):
+    """A logged number, and what was trained when it was logged; None: unknown."""
+
+    step: int
+    documents: int | None
+    tokens: int | None
+    seconds: float | None
+    value: float
+
+
+@dataclass
+class RunRecord:
+    """A run as far as it was trained.
+
+    Attributes:
+        name: the output folder, or the name that the user gave the run.
+        path: "packed", "padding-free" or "TRL's path", with the reason.
+        log: entries of `state.log_history`.
+        totals: by optimizer step.
+        status: "running", "finished", or the reason why the run stopped.
+        step: optimizer steps so far.
+        max_steps: optimizer steps of the whole run; 0: unknown.
+        written: time of the last change, in UTC.
+        report: lines of the packing report, label and text; empty on TRL's path.
+        verdict: of the isolation check: "isolated", "leaks", ...; "" without a report.
+        settings: all settings, as JSON.
+        changed: names of the settings that differ from their defaults.
+        versions: installed versions, by package.
+        facts: model, device and number of ranks, in words.
+        resumed: steps at which the run was resumed.
+        notes: sentences about what is unknown.
+    """
+
+    name: str
+    path: str = ""
+    log: list[dict[str, Any]] = field(default_factory=list)
+    totals: dict[int, Totals] = field(default_factory=dict)
+    status: str = "running"
+    step: int = 0
+    max_steps: int = 0
+    written: str = ""
+    report: list[Any] = field(default_factory=list)
+    verdict: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def series(self) -> dict[str, list[Point]]:
+        """The logged numbers by name, in the order of the log."""
+        found: dict[str, list[Point]] = {}
+        for entry in self.log:
+            if not is_number(step := entry.get("step")):
+                continue
+            at = self.totals.get(int(step), UNKNOWN)
+            place = int(step), at.documents, at.tokens, at.seconds
+            for name, value in entry.items():
+                if is_number(value):
+                    found.setdefault(name, []).append(Point(*place, float(value)))
+        return found
+
+    def points(self, name: str) -> list[Point]:
+        """Return the logged numbers of this name, in the order of the log."""
+        return self.series.get(name, [])
+
+    def last(self, name: str) -> float | None:
+        """Return the last logged number of this name; None if there is none."""
+        points = self.points(name)
+        return points[-1].value if points else None
+
+    @property
+    def total(self) -> Totals:
+        """The totals that the run has trained."""
+        return self.totals.get(self.step, UNKNOWN)
+
+    def to_json(self) -> str:
+        """Return the record as JSON."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(storable({"format": _FORMAT, **plain}), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "RunRecord":
+        """Return the record that `to_json` has written.
+
+        Raises:
+            ValueError: the text is not such a record.
+        """
+        try:
+            found = json.loads(text)
+            if found.pop("format") != _FORMAT:
+                raise ValueError("written by another version of trl_packing")
+            found["totals"] = {int(s): Totals(*t) for s, t in found["totals"].items()}
+            found["log"] = [{n: _restored(v) for n, v in entry.items()} for entry in found["log"]]
+            return cls(**found)
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"not the record of a run ({problem!r})") from problem
+
+    @classmethod
+    def load(cls, path: Path) -> "RunRecord":
+        """Read the record that `to_json` has written to `path`."""
+        return cls.from_json(path.read_text(encoding="utf-8"))
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a logged value is a number; True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def storable(value: Any) -> Any:
+    """Return `value` as JSON; numbers that JSON lacks, and other objects, become texts."""
+    return json.loads(json.dumps(value, default=str, skipkeys=True), parse_constant=str)
+
+
+def _restored(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+# --- charts ---------------------------------------------------------------------------------------
+
+_MAIN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "utilization")
+_TITLES = {
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "computed_tokens_per_second": "computed tokens per second",
+}
+_NOTES = {
+    "loss": "mean over trained tokens since the last log",
+    "grad_norm": "before clipping",
+    "tokens_per_second": "tokens of documents",
+    "computed_tokens_per_second": "a token that documents share counts once",
+    "utilization": "computed tokens of documents / room for tokens",
+}
+_SHARES = ("utilization", "mfu", "mean_token_accuracy")
+
+_EVAL_LOSS = re.compile(r"eval_(.+_)?loss(_.+)?")
+# Counts and times of day are axes, or figures of the whole run.
+_NO_CURVE = re.compile(
+    r"epoch|step|num_tokens|num_input_tokens_seen|total_flos|train_(loss|runtime|.*seconds?|tokens|"
+    r"trained_tokens|computed_tokens|documents|utilization|documents_per_step|peak_memory_gib|mfu)|"
+    r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|num_tokens|num_documents.*)"
+)
+_MOST_CURVES = 24
+_COUNT = "num_trained_tokens_"  # of a source, in the training log
+
+
+def is_eval_loss(name: str) -> bool:
+    """Return whether `name` is that of an evaluation loss, of a set or a source too."""
+    return _EVAL_LOSS.fullmatch(name) is not None
+
+
+def charts_of(records: Sequence[RunRecord]) -> tuple[list[Chart], int]:
+    """Return the charts of the numbers that runs logged, and how many of the first are main ones.
+
+    A single run has a chart a kind (loss, losses by source, evaluation losses, ...), several runs
+    have a chart a name, with a curve for each run.
+    """
+    logged = dict.fromkeys(name for record in records for name in record.series)
+    sources = [name.removeprefix(_COUNT) for name in logged if name.startswith(_COUNT)]
+    counts = ("loss", "num_documents", "num_tokens", "num_trained_tokens")
+    of_sources = {f"{prefix}_{source}" for prefix in counts for source in sources}
+    of_sources |= {f"train_{name}" for name in of_sources}
+    names = [name for name in logged if name not in of_sources and not _NO_CURVE.fullmatch(name)]
+    losses = [name for name in names if is_eval_loss(name)]
+    groups: dict[str, list[str]] = {}
+    for name in _MAIN:
+        groups[name] = losses if name == "eval_loss" else [name] if name in names else []
+        if name == "loss":
+            groups["loss by source"] = [f"loss_{s}" for s in sources if f"loss_{s}" in logged]
+    if len(records) > 1:
+        groups = {name: [name] for group in groups.values() for name in group[:_MOST_CURVES]}
+    charts = [_chart(records, title, group) for title, group in groups.items() if group]
+    if len(records) == 1 and any(f"num_tokens_{source}" in logged for source in sources):
+        charts.append(_shares(records[0], sources))
+    rest = [name for name in names if name not in _MAIN and name not in losses]
+    return charts + [_chart(records, name, [name]) for name in rest], len(charts)
+
+
+def _chart(records: Sequence[RunRecord], title: str, names: list[str]) -> Chart:
+    """Return a chart with a curve for each name of one run, or for each run of one name."""
+    shown = [(record, name) for record in records for name in names[:_MOST_CURVES]]
+    curves = [
+        Curve(record.name if len(records) > 1 else name, record.points(name), i)
+        for i, (record, name) in enumerate(shown)
+        if name in record.series
+    ]
+    left_out = len(names) - _MOST_CURVES
+    return Chart(
+        _TITLES.get(title, title),
+        curves,
+        note=f"{left_out:,} more in {FILE}" if left_out > 0 else _NOTES.get(title, ""),
+        may_be_log=title in ("loss", "loss by source", "grad_norm", "learning_rate")
+        or is_eval_loss(title),
+        percent=title in _SHARES,
+    )
+
+
+def _shares(record: RunRecord, sources: list[str]) -> Chart:
+    """Return the chart of each source's share of the tokens since the last log."""
+    tokens = {source: record.points(f"num_tokens_{source}") for source in sources}
+    totals: Counter[int] = Counter()
+    for point in (point for points in tokens.values() for point in points):
+        totals[point.step] += int(point.value)
+    curves = [
+        Curve(
+            source,
+            [p._replace(value=p.value / totals[p.step]) for p in tokens[source] if totals[p.step]],
+            i,
+        )
+        for i, source in enumerate(sources[:_MOST_CURVES])
+    ]
+    return Chart("share of tokens by source", curves, note="since the last log", percent=True)
+
+
+# --- the page -------------------------------------------------------------------------------------
 
 _ON_STEPS = (
     "The steps of a packed and of a padded run hold different numbers of documents. Compare such "
@@ -20,52 +271,62 @@ _ON_STEPS = (
 )
 
 
-def run_page(record: RunRecord) -> str:
-    """Return the page of a run."""
-    charts = charts_of([record])
+def run_page(record: RunRecord, report: str) -> str:
+    """Return the page of a run, the text of a file that opens from disk.
+
+    Args:
+        record: of the run.
+        report: lines of the record, as HTML.
+    """
+    charts, main = charts_of([record])
+    places = [(step, record.totals.get(step, UNKNOWN)) for step in record.resumed]
     curves = Curves(
         charts,
         axis="documents",
-        marks=[(f"resumed at step {step:,}", _place(record, step)) for step in record.resumed],
+        marks=[
+            (f"resumed at step {step:,}", [step, at.documents, at.tokens, at.seconds])
+            for step, at in places
+        ],
         warnings={"steps": _ON_STEPS},
         reloads=record.status == "running",
     )
+    notes = list(record.notes)
+    if record.path.startswith("TRL"):
+        notes.insert(0, f"{record.path}. Documents are not counted there.")
+    settings = '<p class="note">all have their defaults</p>'
+    if record.changed:
+        rows = [(name, in_json(record.settings.get(name))) for name in record.changed]
+        settings = f'<div class="wrapped">{table(["setting", "value"], rows)}</div>'
+    versions = table(["", ""], [*record.facts.items(), *record.versions.items()])
     sections = [
         cards(_figures(record)),
-        *(f'<p class="note">{escape(note)}</p>' for note in _notes(record)),
-        *curves.sections(main=num_main(charts)),
-        section("Packed and checked", as_html(record.report)) if record.report else "",
-        columns(_settings(record), _versions(record)),
+        *(f'<p class="note">{escape(note)}</p>' for note in notes),
+        *curves.sections(main=main),
+        section("Packed and checked", report) if record.report else "",
+        columns(
+            section("Settings", settings, note="other than the defaults"),
+            section("Model, machine, versions", versions),
+        ),
     ]
-    name = record.name
-    return page(f"Run · {name}", sections, data=curves.data(), script=asset("curves.js"))
-
-
-def _notes(record: RunRecord) -> list[str]:
-    if record.path.startswith("TRL"):
-        return [f"{record.path}. Documents are not counted there.", *record.notes]
-    return record.notes
+    return page(f"Run · {record.name}", sections, data=curves.data(), script=asset("curves.js"))
 
 
 def _figures(record: RunRecord) -> list[tuple[str, str]]:
-    total, loss = record.total, record.last("loss")
-    of_all = f"of {record.max_steps:,} steps" if record.max_steps else "steps"
-    found = [(record.status, f"written {record.written}"), (f"{record.step:,}", of_all)]
+    total, loss, evaluated = record.total, record.last("loss"), record.last("eval_loss")
+    found = [
+        (record.status, f"written {record.written}"),
+        (f"{record.step:,}", f"of {record.max_steps:,} steps" if record.max_steps else "steps"),
+    ]
     counts = {"documents": total.documents, "tokens": total.tokens}
     found += [(f"{count:,}", name) for name, count in counts.items() if count is not None]
     if total.tokens and total.computed_tokens and total.tokens > total.computed_tokens:
         found.append((f"{total.computed_tokens:,}", "tokens computed: documents share the others"))
     if total.seconds is not None:
         found.append((in_words(total.seconds), "of training"))
-    if loss is not None:
-        found.append((f"{loss:.4g}", "loss"))
-    evaluated = record.last("eval_loss")
-    if evaluated is not None:
-        found.append((f"{evaluated:.4g}", "eval_loss"))
-    if record.verdict:
-        found.append((record.verdict, "documents on this model"))
-    path, _, _ = record.path.partition(":")  # a note has the reason
-    return [*found, (path, "rows")]
+    found += [(f"{loss:.4g}", "loss")] if loss is not None else []
+    found += [(f"{evaluated:.4g}", "eval_loss")] if evaluated is not None else []
+    found += [(record.verdict, "documents on this model")] if record.verdict else []
+    return [*found, (record.path.partition(":")[0], "rows")]  # a note has the reason
 
 
 def in_words(seconds: float) -> str:
@@ -79,26 +340,6 @@ def in_words(seconds: float) -> str:
     if seconds < 3600:
         return f"{int(seconds // 60)} min {int(seconds % 60):02} s"
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02} min"
-
-
-def _place(record: RunRecord, step: int) -> list[float | None]:
-    at = record.totals.get(step)
-    if at is None:
-        return [step, None, None, None]
-    return [step, at.documents, at.tokens, at.seconds]
-
-
-def _settings(record: RunRecord) -> str:
-    rows = [(name, in_json(record.settings.get(name))) for name in record.changed]
-    if not rows:
-        return section("Settings", '<p class="note">all have their defaults</p>')
-    found = f'<div class="wrapped">{table(["setting", "value"], rows)}</div>'
-    return section("Settings", found, note="other than the defaults")
-
-
-def _versions(record: RunRecord) -> str:
-    rows = [*record.facts.items(), *record.versions.items()]
-    return section("Model, machine, versions", table(["", ""], rows)) if rows else ""
 
 
 def in_json(value: Any) -> str:

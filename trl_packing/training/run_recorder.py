@@ -7,14 +7,19 @@
 Rank zero writes. A file that cannot be written is warned of once, and training goes on.
 """
 
+import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 from trl import SFTTrainer
@@ -22,13 +27,9 @@ from trl import SFTTrainer
 from trl_packing.config import PackingOptions
 from trl_packing.training import run_page
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.run_record import FILE, NOTHING, UNKNOWN, RunRecord, Totals
-from trl_packing.training.run_settings import (
-    all_settings,
-    changed_settings,
-    device_in_words,
-    installed_versions,
-)
+from trl_packing.training.report import as_html
+from trl_packing.training.run_page import FILE, NOTHING, PAGE, UNKNOWN, RunRecord, Totals
+from trl_packing.versions import TESTED, installed_version
 
 logger = get_logger(__name__)
 
@@ -57,7 +58,7 @@ class RunRecorder(TrainerCallback):
         self.path = path
         self.record: RunRecord | None = None  # of the run that trains, or trained last
         self._checkpoint: Path | None = None  # to resume from
-        self._before: Totals = NOTHING  # of the run that is resumed
+        self._before = NOTHING  # trained by the run that is resumed
         self._tokens_before = 0  # counted by TRL in earlier runs of this trainer
         self._next_write = 0.0
         self._has_warned = False
@@ -72,35 +73,20 @@ class RunRecorder(TrainerCallback):
         try:
             yield
         except BaseException as problem:
-            with self._guarded():
-                self._write(status=f"stopped by {type(problem).__name__}")
+            self._write(status=f"stopped by {type(problem).__name__}")
             raise
-        with self._guarded():  # after all callbacks: only then is the report on a stream complete
-            if self._write(status="finished"):
-                page = Path(self.trainer.args.output_dir) / run_page.FILE
-                print(f"{page} shows the curves, the report and the settings of this run")
+        # After all callbacks: only then is the report on a stream complete.
+        if self._write(status="finished"):
+            path = Path(self.trainer.args.output_dir) / PAGE
+            print(f"{path} shows the curves, the report and the settings of this run")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
-            self._begin(args, state)
-            self._write()
-
-    def _begin(self, args: Any, state: Any) -> None:
-        trainer = self.trainer
-        self._tokens_before = getattr(trainer, "_total_train_tokens", 0)
-        self.record = RunRecord(
-            name=args.run_name or args.output_dir,
-            settings=all_settings(args),
-            changed=changed_settings(args),
-            versions=installed_versions(),
-            facts={
-                "model": _name_of(trainer.model),
-                "device": device_in_words(args.device),
-                "ranks": str(args.world_size),
-            },
-        )
-        self._before = self._resume(state.global_step) if state.global_step else NOTHING
-        self.record.totals[state.global_step] = self._before
+            self.record = self._new_record(args)
+            self._tokens_before = getattr(self.trainer, "_total_train_tokens", 0)
+            self._before = self._resume(state.global_step) if state.global_step else NOTHING
+            self.record.totals[state.global_step] = self._before
+        self._write()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.start_clock()  # on TRL's path, where no micro-batch is counted
@@ -108,8 +94,8 @@ class RunRecorder(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
             self._count()
-            if not self.trainer.is_in_train or time.monotonic() >= self._next_write:
-                self._write()
+        if not self.trainer.is_in_train or time.monotonic() >= self._next_write:
+            self._write()
 
     def save(self, checkpoint: Path) -> None:
         """Save the record in a checkpoint that is being written."""
@@ -117,65 +103,81 @@ class RunRecorder(TrainerCallback):
             self._count()
             if self._writes and self.trainer.args.should_save:
                 checkpoint.mkdir(parents=True, exist_ok=True)
-                replace_file(checkpoint / FILE, self._updated().to_json())
+                replace_file(checkpoint / FILE, self._up_to_now().to_json())
 
     # --- the record ---------------------------------------------------------------------------
 
+    def _new_record(self, args: Any) -> RunRecord:
+        model, device = self.trainer.model, args.device
+        device_name = str(device)
+        if device.type == "cuda":
+            device_name = torch.cuda.get_device_name(device)
+        elif device.type == "cpu":
+            threads = torch.get_num_threads()
+            device_name = f"CPU, {threads} thread{'s' * (threads != 1)}"
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        return RunRecord(
+            name=args.run_name or args.output_dir,
+            settings=all_settings(args),
+            changed=changed_settings(args),
+            versions=installed_versions(),
+            facts={"model": name, "device": device_name, "ranks": str(args.world_size)},
+        )
+
     def _resume(self, step: int) -> Totals:
-        """Take over the record up to `step`; return what was trained by then."""
+        """Take over the record of the checkpoint; return what was trained by then."""
         assert self.record is not None
-        found = None
-        if self._checkpoint is not None and (self._checkpoint / FILE).is_file():
-            try:
-                found = RunRecord.load(self._checkpoint / FILE)
-            except (OSError, ValueError) as problem:
-                self.record.notes.append(f"{self._checkpoint / FILE}: {problem}")
-        if found is None:
-            self.record.notes.append(
+        file = None if self._checkpoint is None else self._checkpoint / FILE
+        found = RunRecord("")
+        try:
+            found = RunRecord.load(file) if file is not None and file.is_file() else found
+        except (OSError, ValueError) as problem:
+            found.notes.append(f"{file}: {problem}")
+        if not found.totals:
+            found.notes.append(
                 f"Resumed at step {step:,} from a checkpoint without {FILE}: the documents, tokens "
                 "and seconds before are unknown, so the curves can be shown over steps alone."
             )
-            self.record.resumed = [step]
-            return UNKNOWN
-        if found.totals.get(step, UNKNOWN) == UNKNOWN and not found.notes:
-            found.notes.append(f"{FILE} of step {step:,} has no counts: later ones are unknown.")
+        before = found.totals.get(step, UNKNOWN)
         self.record.totals = {at: total for at, total in found.totals.items() if at <= step}
         self.record.resumed = [*(at for at in found.resumed if at <= step), step]
         self.record.notes = found.notes
-        return found.totals.get(step, UNKNOWN)
+        return before
 
     def _count(self) -> None:
         """Note what was trained up to the current step, if that was counted over all ranks."""
-        step = self.trainer.state.global_step
-        if self.record is None or not self.trainer.is_in_train:
+        step, counts = self.trainer.state.global_step, self.meter.so_far()
+        if self.record is None or not self.trainer.is_in_train or counts is None:
             return
-        measured = self.meter.so_far()
-        if measured is None:
-            return
-        counts, seconds = measured
+        now = Totals(seconds=counts["seconds"])
         if self.path().startswith("TRL"):
             tokens = getattr(self.trainer, "_total_train_tokens", 0) - self._tokens_before
-            now = Totals(tokens=tokens or None, seconds=seconds)
-        elif counts.room or not step:
-            pads = self.trainer.attention.backend in _PADS  # inside the model, where nobody counts
-            computed = None if pads else counts.computed
-            now = Totals(counts.documents, counts.tokens, counts.trained_tokens, computed, seconds)
-        else:  # a user's collator: its rows have no copy on the CPU
-            now = Totals(seconds=seconds)
-        self.record.totals[step] = self._before.plus(now)
+            now = now._replace(tokens=tokens or None)
+        elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
+            counted: list[Any] = [counts[name] for name in Totals._fields]
+            now = Totals(*counted)
+            if self.trainer.attention.backend in _PADS:  # inside the model, where nobody counts
+                now = now._replace(computed_tokens=None)
+        pairs = zip(self._before, now, strict=True)
+        sums: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
+        self.record.totals[step] = Totals(*sums)
 
-    def _updated(self, status: str | None = None) -> RunRecord:
+    def _up_to_now(self, status: str | None = None) -> RunRecord:
         """Return the record with the log, the report and the time of now."""
         assert self.record is not None
-        record, state = self.record, self.trainer.state
-        record.path, record.log = self.path(), state.log_history
-        record.status = status or record.status
-        record.step, record.max_steps = state.global_step, max(state.max_steps, 0)
-        record.written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        report = getattr(self.trainer, "packing_report", None)
-        if report is not None:
-            record.report, record.verdict = report.lines(), report.checked.verdict
-        return record
+        state, report = self.trainer.state, getattr(self.trainer, "packing_report", None)
+        self.record = replace(
+            self.record,
+            path=self.path(),
+            log=state.log_history,
+            status=status or self.record.status,
+            step=state.global_step,
+            max_steps=max(state.max_steps, 0),
+            written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            report=report.lines() if report else self.record.report,
+            verdict=report.checked.verdict if report else self.record.verdict,
+        )
+        return self.record
 
     # --- files --------------------------------------------------------------------------------
 
@@ -191,18 +193,20 @@ class RunRecorder(TrainerCallback):
         return hasattr(args, "run_page") or args.save_strategy != "no"
 
     def _write(self, status: str | None = None) -> bool:
-        """Write both files; return whether this run has any."""
-        if not self._writes:
-            return False
-        folder, began = Path(self.trainer.args.output_dir), time.monotonic()
-        try:
-            record = self._updated(status)
-            replace_file(folder / FILE, record.to_json())
-            replace_file(folder / run_page.FILE, run_page.run_page(record))
-        finally:
-            now = time.monotonic()
-            self._next_write = now + max(self.least_seconds, (now - began) / self.most_share)
-        return True
+        """Write both files; return whether they were written."""
+        with self._guarded():
+            if not self._writes:
+                return False
+            folder, began = Path(self.trainer.args.output_dir), time.monotonic()
+            try:
+                record = self._up_to_now(status)
+                replace_file(folder / FILE, record.to_json())
+                replace_file(folder / PAGE, run_page.run_page(record, as_html(record.report)))
+                return True
+            finally:
+                now = time.monotonic()
+                self._next_write = now + max(self.least_seconds, (now - began) / self.most_share)
+        return False
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -225,6 +229,64 @@ def replace_file(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def _name_of(model: Any) -> str:
-    config = getattr(model, "config", None)
-    return getattr(config, "_name_or_path", "") or type(model).__name__
+# --- settings and versions ------------------------------------------------------------------------
+
+# Values that TRL and transformers put in place of a default; no user has asked for them.
+_RESOLVED: dict[str, tuple[Any, ...]] = {
+    "bf16": (True,),
+    "activation_checkpointing": (True,),
+    "gradient_checkpointing": (True,),
+    "pad_to_multiple_of": (None,),
+    "disable_tqdm": (False, True),  # the level of transformers' log decides
+    "dataloader_pin_memory": (False,),
+    "report_to": ([],),
+    "debug": ([],),
+    "do_eval": (True,),
+}
+_PER_RUN = ("output_dir", "logging_dir", "run_name")
+
+_SECRET = re.compile(r"(^|_)(token|tokens|auth|password|passwd|secret|key)$", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
+_TOKENS_OF_TEXT = ("eos_token", "pad_token", "bos_token", "unk_token")
+
+
+def all_settings(args: Any) -> dict[str, Any]:
+    """Return every setting of `args` as JSON; secrets are replaced by "…"."""
+    plain = args.to_dict()  # hides every value whose name ends in _token
+    plain |= {name: getattr(args, name) for name in _TOKENS_OF_TEXT if name in plain}
+    text = _SECRET_VALUE.sub("…", json.dumps(run_page.storable(plain)))
+    settings: dict[str, Any] = json.loads(text, object_pairs_hook=_without_secrets)
+    return settings
+
+
+def _without_secrets(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    secret = {
+        name
+        for name, value in pairs
+        if isinstance(value, str) and value and name not in _TOKENS_OF_TEXT and _SECRET.search(name)
+    }
+    return {name: "…" if name in secret else value for name, value in pairs}
+
+
+def changed_settings(args: Any) -> list[str]:
+    """Return the names of the settings of `args` that differ from their defaults."""
+    left_out = {*_PER_RUN, *["packing"] * getattr(args, "_packing_is_default", False)}
+    found = []
+    for setting in fields(args):
+        value, default = getattr(args, setting.name), setting.default
+        if setting.default_factory is not MISSING:
+            default = setting.default_factory()
+        elif setting.name == "accelerator_config" and value is not None:
+            default = type(value)()
+        usual = (default, *_RESOLVED.get(setting.name, ()))
+        # An enum compares with its text.
+        if setting.init and setting.name not in left_out and all(value != x for x in usual):
+            found.append(setting.name)
+    return found
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, this package and the libraries below it."""
+    names = ("trl-packing", *TESTED, "torch", "peft", "flash-attn", "deepspeed")
+    found = {name: installed_version(name) for name in names}
+    return {"python": python_version()} | {name: n for name, n in found.items() if n is not None}

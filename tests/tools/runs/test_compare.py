@@ -12,7 +12,7 @@ from trl_packing.cli import main
 from trl_packing.tools.runs import files as run_files
 from trl_packing.tools.runs.compare import compare, compare_page
 from trl_packing.tools.runs.files import load_run
-from trl_packing.training.run_record import FILE, NOTHING, RunRecord, Totals
+from trl_packing.training.run_page import FILE, NOTHING, RunRecord, Totals
 
 
 def made(name, *, documents_per_step, steps=4, losses=None, **changes):

@@ -31,8 +31,8 @@ from trl_packing.tools.plan.plan import RunPlan, Variant
 from trl_packing.tools.preview.preview import token_documents
 from trl_packing.tools.preview.show import token_texts
 from trl_packing.training.prefix_sharing import times_fewer
-from trl_packing.training.run_settings import all_settings, installed_versions
-from trl_packing.training.source_shares import times
+from trl_packing.training.report import times
+from trl_packing.training.run_recorder import all_settings, installed_versions
 from trl_packing.vision.documents import images_of
 
 _MOST_BARS = 24  # of sources

@@ -34,8 +34,8 @@ from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.preview import report_on, token_documents
 from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.training.epoch_report import PackingReport
 from trl_packing.training.mixture import Mixture
+from trl_packing.training.report import PackingReport
 from trl_packing.training.sampling import Sampling
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768

@@ -13,7 +13,6 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
-from trl_packing.documents.weights import in_words
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.collator import PackedCollator
@@ -22,8 +21,7 @@ from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
 from trl_packing.tools.training_command import config_of
-from trl_packing.training.epoch_report import PackingReport
-from trl_packing.training.run_report import order_in_words, plan_report, settings_in_steps
+from trl_packing.training.report import PackingReport, report_of
 from trl_packing.training.sampling import Sampling
 
 
@@ -134,19 +132,14 @@ def report_on(
         sampler: of the documents.
         counts: of what was kept and lost.
     """
-    options = sampling.options
-    report = plan_report(
+    report = report_of(
+        sampling,
         documents,
         sampler,
-        attention=None,
-        loss=in_words(options.loss_weighting, documents.dataset.column_names),
-        preparation=counts or PreparationCounts(),
-        prefix_sharing=options.prefix_sharing,
+        columns=documents.dataset.column_names,
+        preparation=counts,
+        prefix_sharing=sampling.options.prefix_sharing,
         tokens_per_micro_batch=sampling.static_tokens,
-        given_in_steps=settings_in_steps(run.args),
-        mixture=sampling.mixture,
-        order=order_in_words(run.args, sampler),
-        packing=run.args.packing,
     )
     may_group = sampler.groups is None and find_strategy(run.args.packing_strategy).shuffles
     if report.prefixes is None or sampler.rows or sampler.draw is not None or not may_group:

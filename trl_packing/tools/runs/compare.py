@@ -15,9 +15,14 @@ from typing import Any
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.pages.curves import Curves
 from trl_packing.pages.page import HtmlPage, asset, columns, escape, page, section, table
-from trl_packing.training.run_curves import charts_of, is_eval_loss, num_main
-from trl_packing.training.run_page import in_json, in_words
-from trl_packing.training.run_record import RunRecord, storable
+from trl_packing.training.run_page import (
+    RunRecord,
+    charts_of,
+    in_json,
+    in_words,
+    is_eval_loss,
+    storable,
+)
 
 _PLACES = {"documents": 1, "tokens": 2, "steps": 0}  # of an axis in a point of a curve
 _EQUAL = 0.02  # documents a step that differ by less are equal: the last step may be smaller
@@ -94,7 +99,7 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
     """Compare runs, over the first of documents, tokens and equal steps that serves all of them."""
     names, problem = _names(records), steps_that_differ(records)
     over, at = _axis(records, problem)
-    logged = dict.fromkeys(name for record in records for name in record.names())
+    logged = dict.fromkeys(name for record in records for name in record.series)
     losses = [name for name in logged if name == "loss" or is_eval_loss(name)]
     notes = [
         f"{name}: {note}"
@@ -124,7 +129,7 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
 def compare_page(records: Sequence[RunRecord], comparison: Comparison) -> HtmlPage:
     """Return the page of a comparison: the tables, and the curves of all runs in one frame."""
     named = [replace(r, name=name) for r, name in zip(records, comparison.runs, strict=True)]
-    charts = charts_of(named)
+    charts, main = charts_of(named)
     curves = Curves(charts, axis=comparison.over or "steps", warnings=_warnings(named))
     tables = [
         section(title[0].upper() + title[1:], table(["", *comparison.head(rows)], rows))
@@ -135,7 +140,7 @@ def compare_page(records: Sequence[RunRecord], comparison: Comparison) -> HtmlPa
     sections = [
         *(f'<p class="note">{escape(note)}</p>' for note in comparison.notes),
         columns(*tables[:-2]),
-        *curves.sections(main=num_main(charts)),
+        *curves.sections(main=main),
         columns(*tables[-2:]),
     ]
     title = f"Runs · {' · '.join(comparison.runs)}"

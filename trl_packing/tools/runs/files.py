@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trl_packing.training.run_record import FILE, RunRecord, Totals, is_number
+from trl_packing.training.run_page import FILE, RunRecord, Totals, is_number
 
 # `transformers.trainer.TRAINER_STATE_NAME` and `PREFIX_CHECKPOINT_DIR`, whose import takes seconds.
 STATE = "trainer_state.json"

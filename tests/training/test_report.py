@@ -1,0 +1,287 @@
+"""The report on an epoch is known before it starts, fits where it is shown, and comes true."""
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from datasets import Dataset, IterableDataset
+from harness import make_trainer
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
+from trl import SFTTrainer
+
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.tools.preview.preview import preview_epoch
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.training.report import PackingReport, as_text
+
+
+def trainer_for(folder, rows, **settings):
+    defaults = {"max_length": 64, "per_device_train_batch_size": 1, "num_train_epochs": 1}
+    return make_trainer(folder, rows, **defaults | settings)
+
+
+def documents(number: int) -> Dataset:
+    return Dataset.from_list(documents_of_lengths([5 + i % 11 for i in range(number)]))
+
+
+def report_for(folder, number, **settings):
+    return trainer_for(folder, documents(number), **settings).packing_report
+
+
+def documents_by_step(trainer) -> list[int]:
+    """Return the number of documents in each optimizer step."""
+    sizes = [len(batch.host.lengths) for batch in trainer.get_train_dataloader()]
+    size = trainer.args.gradient_accumulation_steps
+    return [sum(sizes[at : at + size]) for at in range(0, len(sizes), size)]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_step_has_exactly_the_documents_asked_for(tmp_path, packing):
+    settings = {"packing": packing, "gradient_accumulation_steps": 3}
+    trainer = trainer_for(tmp_path, documents(50), documents_per_step=12, **settings)
+    assert documents_by_step(trainer) == [12, 12, 12, 12, 2]
+    trainer.train()
+    assert trainer.state.global_step == 5
+    # Without it, bins decide; the comparison can fail.
+    assert documents_by_step(trainer_for(tmp_path, documents(50))) != [12, 12, 12, 12, 2]
+
+
+def test_documents_per_step_keeps_the_steps_of_the_padded_run_as_the_report_says(tmp_path):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    padded = trainer_for(tmp_path, documents(30), packing=False, **settings)
+    report = report_for(tmp_path, 30, **settings)
+    assert report.padded_steps == 8
+    assert "8 steps an epoch, 4 documents each (documents_per_step=4 keeps that)" in str(report)
+    packed = trainer_for(tmp_path, documents(30), documents_per_step=4, **settings)
+    assert documents_by_step(padded) == documents_by_step(packed) == [4] * 7 + [2]
+    assert "if padded" not in str(packed.packing_report)
+
+
+def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
+    """A packed step holds more documents, so that 12 steps are more epochs."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 12, "warmup_steps": 3}
+    settings |= {"eval_strategy": "steps", "eval_steps": 4, "evaluated": documents(3)}
+    packed = trainer_for(tmp_path, documents(30), save_strategy="steps", **settings)
+    report = packed.packing_report
+    text = " ".join(str(report).split())
+    packed.train()
+    here = packed.state.epoch
+    assert here > 1
+    assert here == pytest.approx(12 / report.steps_per_epoch)
+    assert f"max_steps=12 is {here:.1f} epochs here, {12 / 15:.1f} if padded; " in text
+    assert f"warmup_steps=3 is {3 / report.steps_per_epoch:.1f} epochs here, 0.2 if padded" in text
+    assert "eval_steps=4 is" in text
+    assert "save_steps" not in text, "500 is nobody's choice"
+    padded = report_for(tmp_path, 30, packing=False, **settings)
+    assert "epochs here" not in str(padded), "the steps are the same"
+
+
+def test_few_steps_are_warned_of_with_a_setting_that_makes_more(tmp_path):
+    warning = "warning: 5 optimizer steps an epoch"
+    few = report_for(tmp_path, 50, documents_per_step=10)
+    assert f"{warning}; documents_per_step=2 makes 25" in str(few)
+    more = report_for(tmp_path, 50, documents_per_step=2)
+    assert more.steps_per_epoch == 25
+    assert "warning" not in str(more)
+    assert ("", warning) in report_for(tmp_path, 5, documents_per_step=1).lines()
+
+
+def test_one_is_told_in_the_singular(tmp_path):
+    text = str(report_for(tmp_path, 1, documents_per_step=1))
+    assert "1 optimizer step · 1 micro-batch · up to" in text
+    assert "1 document · " in text
+    assert " 1 bin of " in str(report_for(tmp_path, 3))
+
+
+def test_a_micro_batch_beyond_a_bin_is_said(tmp_path):
+    said = "the largest micro-batch seen has"
+    assert said in str(report_for(tmp_path, 50, documents_per_step=25))
+    assert said not in str(report_for(tmp_path, 50, documents_per_step=2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ({"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}, "cannot regroup"),
+        ("stream", "needs to know the documents"),
+    ],
+)
+def test_what_cannot_be_grouped_by_documents_is_refused(tmp_path, rows, sentence):
+    data = documents(9).to_iterable_dataset() if rows == "stream" else [rows] * 4
+    with pytest.raises(ValueError, match=f"documents_per_step=2 {sentence}"):
+        trainer_for(tmp_path, data, documents_per_step=2, max_steps=2)
+
+
+def test_no_documents_a_step_are_refused():
+    with pytest.raises(ValueError, match="documents_per_step=0 must be at least 1"):
+        PackedSFTConfig("o", documents_per_step=0, use_cpu=True, bf16=False)
+
+
+def test_the_plan_is_the_report_of_the_trainer(tmp_path):
+    rows = tiny_dataset("language_modeling", 40)
+    options = {"max_length": 64, "per_device_train_batch_size": 2}
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), flags)
+    planned = json.loads(preview_epoch(run).to_json())
+    trained = json.loads(trainer_for(tmp_path, rows, **options).packing_report.to_json())
+    of_the_model = {"attention": None, "checked": None}
+    del planned["prefixes"]["saved_by_groups"], trained["prefixes"]["saved_by_groups"]  # a hint
+    assert planned | of_the_model == trained | of_the_model
+    assert planned["checked"]["verdict"] == trained["checked"]["verdict"] == "not checked"
+    one, four = (preview_epoch(run, ranks=ranks) for ranks in (1, 4))
+    assert four.bins == one.bins
+    assert four.steps_per_epoch == -(-one.steps_per_epoch // 4)
+
+
+def test_a_stream_is_reported_when_it_is_read(tmp_path, capsys, caplog):
+    """Long documents are said after the first step, and counted in all at the end."""
+    rows = documents_of_lengths([20, 90, 8, 70] * 5)
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    trainer = trainer_for(tmp_path, stream, max_steps=3)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+        trainer.evaluate(IterableDataset.from_generator(lambda: iter(rows)))
+    assert "of the first 20 documents of the stream: 10 documents longer than" in caplog.text
+    assert "evaluation stream: 10 documents longer than" in caplog.text
+    printed = capsys.readouterr().out
+    assert "documents    a stream: counted as it is read" in printed
+    read = trainer.packing_report.preparation
+    assert f"a stream: read so far {read.before.documents} documents" in printed
+    assert read.stages[0].affected == read.before.documents / 2
+    assert "20 documents (100.0%) do not end in a trained stop token" in read.notes[0]
+    assert "checked      isolated: differs by" in printed
+
+
+def test_the_report_says_what_a_token_counts(tmp_path):
+    report = report_for(tmp_path, 9, loss_weighting="document")
+    assert "each with weight 1/n (n: trained tokens of its document)" in report.loss
+    weighted = documents(9).add_column("loss_weight", [2.0] * 9)
+    report = trainer_for(tmp_path, weighted).packing_report
+    assert report.loss == "mean over the trained tokens of a step, each with weight loss_weight"
+    stream = trainer_for(tmp_path, weighted.to_iterable_dataset(), max_steps=1)
+    assert stream.packing_report.loss == report.loss
+
+
+class OutOfMemoryAbove2(PackedSFTTrainer):
+    def training_step(self, *args, **kwargs):
+        if self._train_batch_size > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_report_is_on_the_batch_size_that_was_found(tmp_path, packing, capsys):
+    settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    rows = documents(80)
+    trainer = trainer_for(tmp_path, rows, cls=OutOfMemoryAbove2, packing=packing, **settings)
+    first = trainer.packing_report.steps_per_epoch
+    trainer.train()
+    report, size = trainer.packing_report, trainer._train_batch_size
+    assert size <= 2
+    assert report.micro_batch == f"{size} {'bin' if packing else 'document'}{'s' * (size > 1)}"
+    assert report.steps_per_epoch == trainer.state.global_step > first
+    assert str(report) in capsys.readouterr().out
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+REPORT = PackingReport(
+    ranks=2,
+    accumulation=4,
+    micro_batch="4 bins",
+    attention="document-wise SDPA (cpu, float32)",
+    capacity=1024,
+    documents=1_150,
+    tokens=560_000,
+    trained_tokens=380_000,
+    bins=548,
+    micro_batches_per_epoch=138,
+    steps_per_epoch=18,
+    documents_per_step=1_150 / 18,
+    padded_documents_per_step=32,
+    given_in_steps={"max_steps": 100, "warmup_steps": 10, "eval_steps": 25},
+    preparation=PreparationCounts(notes=("a note " * 30,)),
+)
+HOSTILE = "</td><script>alert(1)</script> \x1b[2J\u202e <img src=x onerror=alert(2)>"
+
+
+def columns_of(text: str) -> int:
+    lines = text.splitlines()
+    assert len(lines[0]) == len(lines[-1]) == max(map(len, lines)), "the frame is broken"
+    assert set(lines[-1]) == {"─"}
+    return len(lines[0])
+
+
+@pytest.mark.parametrize(("columns", "most"), [(50, 50), (72, 72), (240, 100), (9, 50)])
+def test_the_report_fits_its_terminal(monkeypatch, columns, most):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = str(REPORT)
+    assert columns_of(text) <= most
+    labels = [line[:13].strip() for line in text.splitlines()[1:-1]]
+    assert [label for label in labels if label] == [
+        *("documents", "packed into", "an epoch", "a step", "if padded", "attention", "checked")
+    ]
+    words = " ".join(text.split())
+    assert all(" ".join(line.split()) in words for _, line in REPORT.lines()), "nothing is left out"
+
+
+def test_a_report_in_a_file_has_100_columns_and_breaks_long_words(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert 90 < columns_of(str(REPORT)) <= 100
+    assert columns_of(as_text([("model", "x" * 300)], 60)) == 60
+
+
+class Tags(HTMLParser):
+    """The tags and text of a piece of HTML."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_hostile_text_is_shown_and_does_nothing():
+    report = replace(REPORT, attention=HOSTILE, preparation=PreparationCounts(notes=(HOSTILE,)))
+    shown = Tags(report._repr_html_())
+    assert set(shown.tags) == {"table", "caption", "tr", "th", "td"}
+    assert "<script>alert(1)</script>" in shown.text
+    for text in (shown.text, str(report)):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert r"\x1b[2J\u202e" in text
+    for label, text in REPORT.lines()[:4]:
+        assert label in shown.text
+        assert text in shown.text
+    assert "script" in Tags("<td><script>alert(1)</script></td>").tags, "the test sees no script"
+
+
+# --- the model card -------------------------------------------------------------------------------
+
+
+def card_of(trainer):
+    trainer.train()
+    trainer.create_model_card(tags="mine")
+    with open(f"{trainer.args.output_dir}/README.md", encoding="utf-8") as card:
+        return card.read()
+
+
+def test_the_model_card_quotes_the_report(tmp_path):
+    trainer = trainer_for(tmp_path / "ours", documents(9))
+    text = card_of(trainer)
+    assert "- trl-packing\n" in text
+    assert "- mine\n" in text
+    section = text[text.index("### Packing") : text.index("### Framework versions")]
+    assert as_text(trainer.packing_report.lines(), 100) in section
+    assert "Checked before training: isolated: differs by" in section
+    theirs = card_of(trainer_for(tmp_path / "theirs", documents(9), cls=SFTTrainer))
+    assert "### Packing" not in theirs, "the control"
+    for line in theirs.splitlines():
+        assert line in text or "theirs" in line, "TRL's card is whole"

@@ -1,0 +1,727 @@
+"""`PackingReport`: the documents, bins and optimizer steps of an epoch, printed before the first.
+
+print(trainer.packing_report)        in a terminal
+trainer.packing_report               in a notebook, as a table
+trainer.packing_report.to_json()     the numbers
+
+    documents, sampler, settings  →  report_of  →  PackingReport, which `RunReport` keeps up to date
+"""
+
+import json
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from trl_packing.config import PackingOptions
+from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.stream import columns_kept
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IMAGE_IDS
+from trl_packing.documents.weights import in_words
+from trl_packing.formatting.printable import escape_hidden
+from trl_packing.isolation.guard import Checked
+from trl_packing.packing.draw import LENGTH, column_of
+from trl_packing.packing.epoch import padded_batch_size
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.pages.page import escape
+from trl_packing.training.collators import RunCollators
+from trl_packing.training.columns import columns_of, documents_of
+from trl_packing.training.mixture import SourceShare
+from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
+from trl_packing.training.resuming import ResumedEpochs
+from trl_packing.training.run_page import storable
+from trl_packing.training.sampling import Sampling
+
+logger = get_logger(__name__)
+
+Line = tuple[str, str]  # label, text
+
+# The report warns of fewer optimizer steps an epoch: few steps learn little, whatever their size.
+WARN_STEPS = 20
+
+_MOST_SOURCES = 12
+_MOST_BATCHES = 20_000  # that are looked at for the one with most patches
+# Steps read to find the largest micro-batch: enough for a good guess, in well under a second.
+_STEPS_LOOKED_AT = 200
+_DEFAULT_SAVE_STEPS = 500  # of transformers; no user has asked for it
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """The documents, bins and optimizer steps of the first epoch of a run.
+
+    Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
+
+    Attributes:
+        ranks: data-parallel processes.
+        accumulation: micro-batches that a rank accumulates in an optimizer step.
+        micro_batch: the size of a micro-batch in words.
+        attention: what keeps documents apart, in words.
+        capacity: most tokens of a bin.
+        documents: that the epoch trains.
+        tokens: of these documents.
+        trained_tokens: targets of the loss among them.
+        bins: of the epoch.
+        micro_batches_per_epoch: of all ranks.
+        steps_per_epoch: optimizer steps.
+        documents_per_step: mean over the optimizer steps of the epoch.
+        padded_documents_per_step: of a padded run with the same settings.
+        largest_micro_batch: tokens of the largest micro-batch of the first steps.
+        loss: the weighting of the loss, in words.
+        tokens_per_micro_batch: padding included; None unless static shapes hold it constant.
+        preparation: what was kept and lost when documents were prepared.
+        given_in_steps: settings that count optimizer steps, by name.
+        room: tokens that fit into a micro-batch of bins.
+        checked: what was checked on the model, with the evidence.
+        prefixes: tokens that documents share, and what the run makes of it; None if unknown.
+        tokens_computed: in all bins, where these hold groups of documents; else None.
+        sources: of the training set, and how often the epoch draws them; empty if not known.
+        documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
+        order: of the documents of an epoch, in words; "" if they are drawn at random.
+        images: of the documents; None without any.
+    """
+
+    ranks: int
+    accumulation: int
+    micro_batch: str
+    attention: str | None
+    capacity: int | None
+    documents: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
+    bins: int | None = None
+    micro_batches_per_epoch: int | None = None
+    steps_per_epoch: int | None = None
+    documents_per_step: float | None = None
+    padded_documents_per_step: int | None = None
+    largest_micro_batch: int | None = None
+    loss: str | None = None
+    tokens_per_micro_batch: int | None = None
+    preparation: PreparationCounts = field(default_factory=PreparationCounts)
+    given_in_steps: dict[str, int] = field(default_factory=dict)
+    room: int | None = None
+    checked: Checked = field(default_factory=Checked)
+    prefixes: PrefixSavings | None = None
+    tokens_computed: int | None = None
+    sources: tuple[SourceShare, ...] = ()
+    documents_in_data: int | None = None
+    order: str = ""
+    images: "ImageCounts | None" = None
+
+    @property
+    def utilization(self) -> float | None:
+        """Real tokens / (bins × capacity); None without bins or without capacity."""
+        if self.tokens is None or not self.bins or not self.capacity:
+            return None
+        return (self.tokens_computed or self.tokens) / (self.bins * self.capacity)
+
+    @property
+    def padded_steps(self) -> int | None:
+        """Optimizer steps an epoch of a padded run with the same settings; None for packed rows."""
+        if self.documents is None or self.padded_documents_per_step is None:
+            return None
+        return -(-self.documents // self.padded_documents_per_step)
+
+    @property
+    def padding(self) -> float | None:
+        """Share of padding in an epoch's tokens; None unless all rows have one shape."""
+        held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
+        if not held or not batches or self.tokens is None:
+            return None
+        return 1 - self.tokens / (batches * held)
+
+    def to_json(self) -> str:
+        """Return the report as one line of JSON. Numbers that are not finite become strings."""
+        return json.dumps(storable(asdict(self) | {"utilization": self.utilization}))
+
+    def __str__(self) -> str:
+        return as_text(self.lines())
+
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows."""
+        return as_html(self.lines())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show in IPython, and beside the table of a notebook, what `print` shows."""
+        printer.text(str(self))
+
+    def lines(self) -> list[Line]:
+        """Return the report as labels and texts."""
+        lines = [
+            ("turns", str(self.preparation.conversations)),
+            ("documents", self._documents()),
+            *_source_lines(self.sources),
+            ("images", str(self.images or "")),
+            *self._bins(),
+            ("prefixes", str(self.prefixes or "")),
+            *self._epoch(),
+            ("order", self.order),
+            *self._padded(),
+            ("loss", self.loss or ""),
+            ("attention", self.attention or ""),
+            ("checked", str(self.checked)),
+            *(("", line) for line in str(self.preparation).splitlines()),
+        ]
+        return [(label, text) for label, text in lines if text]
+
+    def _documents(self) -> str:
+        if self.documents is None or not self.tokens or self.trained_tokens is None:
+            read = self.preparation.before
+            if not read.documents:
+                return "a stream: counted as it is read"
+            return f"a stream: read so far {quantity(read.documents, 'document')} · {read}"
+        drawn = "" if self.documents_in_data is None else f" drawn of {self.documents_in_data:,}"
+        return (
+            f"{self.documents:,}{drawn} · {self.tokens:,} tokens · {self.trained_tokens:,} trained"
+            f" ({self.trained_tokens / self.tokens:.0%})"
+        )
+
+    def _bins(self) -> list[Line]:
+        shapes = ""
+        if self.tokens_per_micro_batch:
+            shapes = f"every micro-batch has {self.tokens_per_micro_batch:,} tokens"
+            shapes += "" if self.padding is None else f" · {self.padding:.2%} padding in all"
+        if self.bins is None:
+            return [("micro-batch", self.micro_batch), ("shapes", shapes)]
+        packed = f"{self.bins:,} rows"
+        if self.utilization is not None:
+            bins = quantity(self.bins, "bin")
+            packed = f"{bins} of {self.capacity:,} tokens · {self.utilization:.2%} filled"
+        return [("packed into", packed), ("shapes", shapes)]
+
+    def _epoch(self) -> list[Line]:
+        steps, batches = self.steps_per_epoch, self.micro_batches_per_epoch
+        if steps is None or batches is None:
+            return []
+        most = None if self.tokens_per_micro_batch else self.room or self.largest_micro_batch
+        epoch = f"{quantity(steps, 'optimizer step')} · {quantity(batches, 'micro-batch')}"
+        epoch += f" · up to {most:,} tokens a micro-batch" if most else ""
+        documents = f"{self.documents_per_step:,.1f}".removesuffix(".0")
+        step = (
+            f"{documents} document{'s' * (documents != '1')} · "
+            f"{(self.trained_tokens or 0) / steps:,.0f} trained tokens · "
+            f"{quantity(self.ranks, 'rank')} × {self.accumulation} accumulated × {self.micro_batch}"
+        )
+        return [("an epoch", epoch), ("a step", step)]
+
+    def _padded(self) -> list[Line]:
+        """Return the steps of a padded run, how to keep them, and a warning for few steps."""
+        lines = []
+        steps, padded, size = (
+            self.steps_per_epoch,
+            self.padded_steps,
+            self.padded_documents_per_step,
+        )
+        if steps and padded and size and steps != padded:
+            keeps = f"{quantity(size, 'document')} each (documents_per_step={size} keeps that)"
+            lines.append(("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
+            # A packed step may hold many padded ones.
+            in_epochs = (
+                f"{name}={value} is {_in_short(value / steps)} epochs here, "
+                f"{_in_short(value / padded)} if padded"
+                for name, value in self.given_in_steps.items()
+            )
+            lines.append(("", "; ".join(in_epochs)))
+        largest = self.largest_micro_batch
+        if largest and self.capacity and largest > self.capacity:
+            seen = (
+                f"the largest micro-batch seen has {largest:,} tokens; if memory runs out, raise "
+                "gradient_accumulation_steps"
+            )
+            lines.append(("", seen))
+        if steps and steps < WARN_STEPS:
+            few = f"warning: {quantity(steps, 'optimizer step')} an epoch{self._more_steps()}"
+            lines.append(("", few))
+        return lines
+
+    def _more_steps(self) -> str:
+        """Return the setting that makes more steps of an epoch, where there is one."""
+        steps, documents = self.steps_per_epoch or 0, self.documents or 0
+        if self.padded_documents_per_step is None:  # rows or a user's sampler stay as they are
+            can = (self.micro_batches_per_epoch or 0) > steps * self.ranks
+            return "; lower gradient_accumulation_steps, if the run has few epochs" * can
+        size = max(documents // WARN_STEPS, self.ranks * self.accumulation)
+        more = -(-documents // size)
+        if more <= steps:
+            return ""
+        return f"; documents_per_step={size} makes {more}, if the run has few epochs"
+
+
+def _in_short(epochs: float) -> str:
+    """Return a number of epochs: 2.5, 0.3, 0.02, under 0.01."""
+    if epochs >= 0.095:
+        return f"{epochs:.1f}"
+    return f"{epochs:.2f}" if epochs >= 0.005 else "under 0.01"
+
+
+@dataclass(frozen=True)
+class ImageCounts:
+    """Images of the documents of an epoch.
+
+    Attributes:
+        images: their number.
+        documents: with an image.
+        tokens: that come from images.
+        share: of these in all tokens.
+        patches: positions of the vision tower.
+        most_patches: in a micro-batch.
+        limit: the most patches that any bin may hold; None without a limit.
+    """
+
+    images: int
+    documents: int
+    tokens: int
+    share: float
+    patches: int
+    most_patches: int
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, sampler: PackedBatchSampler) -> "ImageCounts | None":
+        """Return the counts of the epoch that `sampler` draws next; None without images."""
+        loads = sampler.loads
+        if loads is None:
+            return None
+        batches = sampler.some_micro_batches(_MOST_BATCHES)
+        # A mixture draws some documents repeatedly.
+        images, tokens, patches, lengths = map(
+            sampler.at_places, (loads.images, loads.tokens, loads.patches, sampler.lengths)
+        )
+        return cls(
+            images=int(images.sum()),
+            documents=int((images > 0).sum()),
+            tokens=int(tokens.sum()),
+            share=float(tokens.sum() / lengths.sum()),
+            patches=int(patches.sum()),
+            most_patches=max(int(loads.patches[np.asarray(batch)].sum()) for batch in batches),
+            limit=loads.most_patches and max(loads.most_patches, int(patches.max())),
+        )
+
+    def __str__(self) -> str:
+        of_bins = "" if self.limit is None else f", a bin at most {self.limit:,}"
+        return (
+            f"{self.images:,} in {quantity(self.documents, 'document')} · {self.tokens:,} tokens "
+            f"({self.share:.0%}) · {self.patches:,} patches, up to {self.most_patches:,} a "
+            f"micro-batch{of_bins}"
+        )
+
+
+def _source_lines(sources: Sequence[SourceShare]) -> list[Line]:
+    """Return the lines on several sources; none on a single one drawn once."""
+    if len(sources) < 2 and all(source.drawn == source.documents for source in sources):
+        return []
+    total = max(sum(source.tokens for source in sources), 1)
+    largest = sorted(sources, key=lambda source: -source.tokens)
+    shown = [source for source in sources if source in largest[:_MOST_SOURCES]]
+    lines = [
+        f"{source.name}: {times(source.epochs)} {quantity(source.documents, 'document')} · "
+        f"{source.tokens:,} tokens ({source.tokens / total:.1%}) · {source.trained:,} trained"
+        for source in shown
+    ]
+    if len(shown) < len(sources):
+        tokens = sum(source.tokens for source in largest[_MOST_SOURCES:])
+        others = quantity(len(sources) - len(shown), "other source")
+        lines.append(f"{others} · {tokens:,} tokens ({tokens / total:.1%})")
+    return [("sources" if not i else "", line) for i, line in enumerate(lines)]
+
+
+def times(epochs: float) -> str:
+    """Return how often an epoch draws a document.
+
+    Examples:
+        >>> times(1.0), times(2.5), times(0.3334), times(0.0001)
+        ('1×', '2.5×', '0.33×', '0.0001×')
+    """
+    return f"{epochs:.2g}×" if epochs < 1 else f"{epochs:.2f}".rstrip("0").rstrip(".") + "×"
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+_TITLE = " trl_packing "
+_LABEL = 13  # columns of a label and the space behind it
+_NARROWEST, _WIDEST = 50, 100
+
+# The theme of the notebook gives text and background. Its own table styles are overridden.
+_TABLE = "border-collapse:collapse;text-align:left;font-size:13px;line-height:1.5;margin:.3em 0"
+_CELL = "text-align:left;vertical-align:top;padding:.1em .9em .1em 0;border:0;background:none"
+_LABEL_STYLE = f"{_CELL};white-space:nowrap;font-weight:600;opacity:.7"
+_TEXT_STYLE = f"{_CELL};white-space:normal;overflow-wrap:anywhere;max-width:60em"
+_WARNING_STYLE = f"{_TEXT_STYLE};border-left:3px solid #d29922;padding-left:.6em"
+
+
+def as_text(lines: Sequence[Line], columns: int | None = None) -> str:
+    """Return `lines` between two rules; long ones continue under their text.
+
+    Args:
+        lines: label and text; a line without label belongs to the one above.
+        columns: most characters of a line, by default those of the terminal, between 50 and 100.
+    """
+    if columns is None:
+        terminal = shutil.get_terminal_size((_WIDEST, 24)).columns
+        columns = min(max(terminal, _NARROWEST), _WIDEST)
+    wrapped = []
+    for label, text in lines:
+        wrapped += textwrap.wrap(
+            escape_hidden(text),
+            columns,
+            initial_indent=f"{label:<{_LABEL}}",
+            subsequent_indent=" " * _LABEL,
+            break_on_hyphens=False,
+        )
+    width = max(map(len, [*wrapped, _TITLE]))
+    return "\n".join([f"{_TITLE:─^{width}}", *wrapped, "─" * width])
+
+
+def as_html(lines: Sequence[Line]) -> str:
+    """Return `lines` as a table without scripts, in the colors of a notebook; text is escaped."""
+    rows = "".join(
+        f'<tr style="background:none"><th scope="row" style="{_LABEL_STYLE}">{escape(label)}</th>'
+        f'<td style="{_WARNING_STYLE if text.startswith("warning:") else _TEXT_STYLE}">'
+        f"{escape(text)}</td></tr>"
+        for label, text in lines
+    )
+    return f'<table style="{_TABLE}"><caption hidden>trl_packing</caption>{rows}</table>'
+
+
+# --- the report of a run --------------------------------------------------------------------------
+
+
+def report_of(
+    sampling: Sampling,
+    documents: ArrowDocuments | None,
+    sampler: Any = None,
+    *,
+    columns: Sequence[str],
+    micro_batches: int | None = None,
+    attention: str | None = None,
+    user_loss: bool = False,
+    preparation: PreparationCounts | None = None,
+    prefix_sharing: str = "off",
+    tokens_per_micro_batch: int | None = None,
+) -> PackingReport:
+    """Return the report on the first epoch of a run.
+
+    Args:
+        sampling: settings and ranks of the run, and the mixture of the training set.
+        documents: the training set; None for a stream, whose documents are counted as it is read.
+        sampler: of one rank. A user's draws documents one by one.
+        columns: of the training set, with its weights.
+        micro_batches: of an epoch of one rank, where a user's sampler draws; None if not known yet.
+        attention: what keeps documents apart, in words.
+        user_loss: a user's function computes the loss.
+        preparation: what was kept and lost when documents were prepared.
+        prefix_sharing: of the run.
+        tokens_per_micro_batch: padding included; None if micro-batches differ.
+
+    Raises:
+        ValueError: documents_per_step is set for a stream.
+    """
+    args, options, mixture = sampling.args, sampling.options, sampling.mixture
+    ranks, accumulation, batch_size = sampling.ranks[0], sampling.accumulation, sampling.batch_size
+    is_planned = isinstance(sampler, PackedBatchSampler)
+    by_bins = is_planned and sampler.documents_per_step is None
+    by_bins = sampling.packing if documents is None else by_bins
+    size: float = batch_size
+    if is_planned and not by_bins:
+        size = sampler.documents_per_step / (ranks * accumulation)
+    report = PackingReport(
+        ranks=ranks,
+        accumulation=accumulation,
+        micro_batch=f"{size:g} {'bin' if by_bins else 'document'}{'s' * (size != 1)}",
+        attention=attention,
+        capacity=args.max_length,
+        loss=None if user_loss else in_words(options.loss_weighting, list(columns)),
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        preparation=preparation or PreparationCounts(),
+    )
+    if documents is None:
+        if options.documents_per_step is not None:
+            raise ValueError(
+                f"documents_per_step={options.documents_per_step} needs to know the documents, but "
+                "a stream is packed as it is read; leave it out, or load the data set without "
+                "streaming"
+            )
+        return report
+    lengths, trained = documents.lengths(), documents.num_trained()
+    if is_planned:
+        micro_batches = len(sampler)
+    steps = None if micro_batches is None else -(-micro_batches // accumulation)
+    report = replace(
+        report,
+        documents=documents.num_documents,
+        tokens=int(lengths.sum()),
+        trained_tokens=int(trained.sum()),
+        micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
+        steps_per_epoch=steps,
+        documents_per_step=batch_size * accumulation * ranks,
+    )
+    if not is_planned:
+        return report
+    if sampler.draw is not None:
+        drawn = sampler.draw.documents(0)
+        report = replace(
+            report,
+            documents=sampler.num_drawn,
+            documents_in_data=len(documents),
+            tokens=int(lengths[drawn].sum()),
+            trained_tokens=int(trained[drawn].sum()),
+        )
+    plan, size = sampler.plan(), padded_batch_size(batch_size, packing=sampling.packing)
+    # Equal ids of images may stand for other images.
+    looks_for_prefixes = not (tokens_per_micro_batch or IMAGE_IDS in documents.columns)
+    return replace(
+        report,
+        bins=sampler.num_bins,
+        documents_per_step=(report.documents or 0) / (steps or 1),
+        padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
+        largest_micro_batch=None if by_bins else _largest_micro_batch(sampler),
+        given_in_steps=_settings_in_steps(args),
+        room=sampler.tokens_per_batch,
+        tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
+        sources=() if mixture is None else mixture.shares(lengths, trained),
+        order=_order_in_words(options, sampler),
+        images=ImageCounts.of(sampler),
+        prefixes=prefix_savings(documents, sampler, prefix_sharing) if looks_for_prefixes else None,
+    )
+
+
+def _largest_micro_batch(sampler: PackedBatchSampler) -> int:
+    """Return the tokens of the largest micro-batch of documents in the first 200 steps."""
+    batches = sampler.micro_batches()[: _STEPS_LOOKED_AT * sampler.drawn().slots]
+    return int(sampler.tokens_of(batches).max())
+
+
+def _settings_in_steps(args: Any) -> dict[str, int]:
+    """Return the settings of `args` that a user has given as a number of optimizer steps."""
+    given = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
+    if args.eval_strategy == "steps":
+        given["eval_steps"] = args.eval_steps
+    if args.save_strategy == "steps" and args.save_steps != _DEFAULT_SAVE_STEPS:
+        given["save_steps"] = args.save_steps
+    # Below 1 they are shares of the run.
+    return {name: int(value) for name, value in given.items() if value and value >= 1}
+
+
+def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str:
+    """Return the order of a curriculum; "" if documents are drawn at random."""
+    if sampler.stages is None:
+        return ""
+    curriculum = str(options.curriculum)
+    name, ends = column_of(curriculum), ("smallest", "shortest")
+    if curriculum.startswith("-"):
+        ends = ("largest", "longest")
+    stages = quantity(len(np.unique(sampler.stages)), "stage")
+    return f"by {name}, {ends[name == LENGTH]} first · {stages}, each random"
+
+
+class RunReport(TrainerCallback):
+    """Keeps the report of a run up to date, and prints it; shows the throughput on the bar.
+
+    Args:
+        trainer: its training set, arguments and callbacks are read.
+        collators: know the shape of micro-batches, and the attention in use.
+        preparation: counts of each prepared data set, by its name.
+        sharing: knows why rows do not share prefixes.
+        epochs: know the stream that is trained.
+        samples_bins: whether training draws bins, and not the documents of a user's sampler.
+        before_first_step: called when the model is wrapped and nothing is trained yet.
+        so_far: returns the counts of the run, of all ranks.
+    """
+
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        collators: RunCollators,
+        preparation: dict[str, PreparationCounts],
+        sharing: PrefixSharing,
+        epochs: ResumedEpochs,
+        *,
+        samples_bins: bool,
+        before_first_step: Callable[[], None],
+        so_far: Callable[[], dict[str, float] | None],
+    ):
+        self.trainer = trainer
+        self.guard = collators.guard
+        self.collators = collators
+        self.sampling = collators.sampling
+        self.preparation = preparation
+        self.sharing = sharing
+        self.epochs = epochs
+        self.samples_bins = samples_bins
+        self.before_first_step = before_first_step
+        self.so_far = so_far
+        self._has_warned = False
+        self.plan()
+
+    @property
+    def current(self) -> PackingReport | None:
+        """The report, with the attention, its check and the shapes in use; None on TRL's path."""
+        if self._planned is None:
+            return None
+        mode, reason, prefixes = self.sharing.mode, self.sharing.reason, self._planned.prefixes
+        if mode != "off":
+            prefixes = replace(prefixes or PrefixSavings(mode), reason=reason)
+        return replace(
+            self._planned,
+            attention=str(self.guard.attention),
+            checked=self.guard.checked,
+            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
+            prefixes=None if mode == "off" and reason else prefixes,
+        )
+
+    @property
+    def sharing_pays(self) -> bool:
+        """Whether the training set has common prefixes, as far as is known."""
+        prefixes = None if self._planned is None else self._planned.prefixes
+        return prefixes is None or prefixes.pays
+
+    @property
+    def plans_groups(self) -> bool:
+        """Whether the planned epoch holds groups of documents with a common prefix."""
+        prefixes = None if self._planned is None else self._planned.prefixes
+        return prefixes is not None and prefixes.per_step is not None
+
+    def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
+        """Plan the first epoch anew.
+
+        Args:
+            sampler: of the data loader, if a subclass makes it: the subclass may need attributes
+                that its constructor sets after ours.
+            micro_batches: of an epoch of one rank, if known.
+        """
+        user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
+        self._batch_size = self.sampling.batch_size  # for which the epoch is planned
+        documents, is_stream = None, isinstance(dataset, IterableDataset)
+        if not is_stream:
+            documents = documents_of(dataset, user_loss)
+            self.guard.limits.check(dataset, "train")
+            if sampler is None and self.samples_bins:
+                sampler = self.sampling.for_training(documents)
+        self._planned: PackingReport | None = report_of(
+            self.sampling,
+            documents,
+            sampler,
+            columns=columns_kept(dataset) if is_stream else columns_of(dataset),
+            micro_batches=micro_batches,
+            user_loss=user_loss is not None,
+            preparation=None if is_stream else self.preparation.get("train"),
+            prefix_sharing=self.sharing.mode,
+            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
+        )
+
+    def follow_batch_size(self) -> None:
+        """Plan the epoch anew if `auto_find_batch_size` has changed the size of micro-batches."""
+        if self._planned is not None and self._batch_size != self.sampling.batch_size:
+            self.plan()
+
+    def forget(self) -> None:
+        """Leave out the report: the run takes TRL's path."""
+        self._planned = None
+
+    # --- events -------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check isolation and print the report, but not on TRL's path."""
+        if self._planned is not None:
+            self.before_first_step()
+            self._print(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn early of the documents that a stream loses: reading it may take days."""
+        stream = self.epochs.stream
+        if stream is not None and not self._has_warned and (words := str(stream.counts)):
+            read = stream.counts.before.documents
+            logger.warning(f"of the first {read:,} documents of the stream: {words}")
+            self._has_warned = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Complete the report on a stream, which is counted as it is read."""
+        if self.epochs.stream is None or self._planned is None:
+            return
+        counts, trained = self.epochs.stream.counts_of_all_ranks(), self.so_far() or {}
+        prefixes, tokens = self._planned.prefixes, int(trained.get("tokens", 0))
+        if tokens:
+            computed, mode = tokens - int(trained["shared"]), self.sharing.mode
+            prefixes = PrefixSavings(mode, tokens, computed, is_whole=True)
+        self._planned = replace(self._planned, preparation=counts, prefixes=prefixes)
+        self._print(state)
+
+    def _print(self, state: Any) -> None:
+        if state.is_world_process_zero:
+            print(f"\n{self.current}", flush=True)  # below the progress bar
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show the throughput on the progress bar, in a terminal or a notebook."""
+        text = throughput_in_short(logs or {})
+        if not text or not state.is_world_process_zero:
+            return
+        for callback in self.trainer.callback_handler.callbacks:
+            bar: Any = getattr(callback, "training_bar", None)
+            if hasattr(bar, "set_postfix_str"):  # rich's has none, and shows all logs
+                bar.set_postfix_str(text)
+            tracker: Any = getattr(callback, "training_tracker", None)
+            if hasattr(tracker, "prefix"):
+                tracker.prefix = text
+
+
+def throughput_in_short(logs: dict[str, float]) -> str:
+    """Return the text for a progress bar; empty if `logs` are not of training.
+
+    >>> throughput_in_short({"tokens_per_second": 12345.6, "utilization": 0.9987, "mfu": 0.41})
+    '12.3k tokens/s, 99.9% full, 41% MFU'
+    >>> throughput_in_short({"tokens_per_second": 24e3, "computed_tokens_per_second": 1e4})
+    '24k tokens/s (10k computed)'
+    """
+    if "tokens_per_second" not in logs:
+        return ""
+    words = f"{_scaled(logs['tokens_per_second'])} tokens/s"
+    if "computed_tokens_per_second" in logs:
+        words += f" ({_scaled(logs['computed_tokens_per_second'])} computed)"
+    words += f", {logs['utilization']:.1%} full" if "utilization" in logs else ""
+    return words + (f", {logs['mfu']:.0%} MFU" if "mfu" in logs else "")
+
+
+def _scaled(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:,.3g}G"
+
+
+# --- the model card -------------------------------------------------------------------------------
+
+TAG = "trl-packing"
+_BEFORE = "### Framework versions"  # of TRL's template
+
+
+def with_tag(tags: str | list[str] | None) -> list[str]:
+    """Return the tags of a model card, and ours.
+
+    Example:
+        >>> with_tag("math"), with_tag(None)
+        (['math', 'trl-packing'], ['trl-packing'])
+    """
+    return list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags or []), TAG]))
+
+
+def describe_packing(output_dir: str, report: PackingReport) -> None:
+    """Add a section with the report to the model card in a folder, README.md."""
+    card = Path(output_dir) / "README.md"
+    before, heading, after = card.read_text(encoding="utf-8").partition(_BEFORE)
+    section = (
+        f"### Packing\n\nTrained by trl-packing {version('trl-packing')} without computing on "
+        f"padding. Checked before training: {report.checked}.\n\n"
+        f"```text\n{as_text(report.lines(), 100)}\n```\n"
+    )
+    card.write_text(f"{before.rstrip()}\n\n{section}\n{heading}{after}", encoding="utf-8")
